@@ -16,7 +16,7 @@ use crate::{
 use mercury_migration::{
     announcement::{Announcer, ETHER_TYPE, Secret, Speaker},
     protocol::{
-        Attempt, Mark, Message, Source, Word,
+        Attempt, Message, Source, Tombstone, Word,
         source::{Action, Decision, Event, Memory, State},
     },
     session::PairingToken,
@@ -324,7 +324,7 @@ trait Ask {
     fn say_again(&mut self, word: Word);
     fn hear(&mut self) -> Option<Message>;
     fn decision(&mut self) -> Option<Decision>;
-    fn record(&mut self, mark: Mark);
+    fn record(&mut self, tombstone: Tombstone);
     fn tell(&mut self, text: &str);
 }
 
@@ -346,16 +346,16 @@ impl Keeper {
     /// Returns true if the tombstone says that the machine may run elsewhere. Writes it if it does
     /// not say so yet.
     fn is_committed(&mut self) -> bool {
-        if let Some(marks) = self.marks.as_mut().filter(|marks| !marks.says(Mark::Committed))
-            && let Err(why) = marks.write(Mark::Committed)
+        if let Some(marks) = self.marks.as_mut().filter(|marks| !marks.says(Tombstone::Committed))
+            && let Err(why) = marks.write(Tombstone::Committed)
         {
             self.fault = Some(why);
         }
         self.fault.is_none()
     }
 
-    fn keep(&mut self, mark: Mark) -> Result<(), String> {
-        self.marks.as_mut().map_or(Ok(()), |marks| marks.write(mark))
+    fn keep(&mut self, tombstone: Tombstone) -> Result<(), String> {
+        self.marks.as_mut().map_or(Ok(()), |marks| marks.write(tombstone))
     }
 }
 
@@ -384,8 +384,8 @@ impl Ask for AtConsole {
         self.announcements.as_ref()?.0.hear()
     }
 
-    fn record(&mut self, mark: Mark) {
-        if let Err(why) = self.keeper.keep(mark) {
+    fn record(&mut self, tombstone: Tombstone) {
+        if let Err(why) = self.keeper.keep(tombstone) {
             self.operator.tell(&format!(
                 "the tombstone of this move cannot be changed: {why}. While it is there this machine does \
                  not start by itself: use `mercury mark --clear`"
@@ -404,7 +404,7 @@ impl Ask for AtConsole {
 
 /// Runs the protocol from a restart of the sender on, with the machine still in memory.
 fn ask(attempt: Attempt, asker: &mut impl Ask, patience: Duration) -> Ended {
-    let (mut source, begin) = Source::restart(attempt, Mark::Committed, Memory::Kept);
+    let (mut source, begin) = Source::restart(attempt, Tombstone::Committed, Memory::Kept);
     let mut todo = VecDeque::from(begin);
     asker.say(Word::Commit);
     loop {
@@ -412,7 +412,7 @@ fn ask(attempt: Attempt, asker: &mut impl Ask, patience: Duration) -> Ended {
             match action {
                 Action::Send(message) => asker.say(message.word),
                 Action::Tell(advice) => asker.tell(&advice.to_string()),
-                Action::Record(mark) => asker.record(mark),
+                Action::Record(tombstone) => asker.record(tombstone),
                 // The caller of `ask` carries these actions out.
                 _ => {}
             }
@@ -428,7 +428,7 @@ fn ask(attempt: Attempt, asker: &mut impl Ask, patience: Duration) -> Ended {
 /// Runs the protocol from a restart of a sender that had not committed. Repeats that until the
 /// destination answers, or for the given time.
 fn call_off(attempt: Attempt, asker: &mut impl Ask, patience: Duration) {
-    let (_, begin) = Source::restart(attempt, Mark::Cleared, Memory::Kept);
+    let (_, begin) = Source::restart(attempt, Tombstone::Cleared, Memory::Kept);
     for action in begin {
         if let Action::Send(message) = action {
             asker.say(message.word);
@@ -475,7 +475,7 @@ mod tests {
         answers: Vec<(usize, Message)>,
         decides: Option<(usize, Decision)>,
         told: Vec<String>,
-        marks: Vec<Mark>,
+        marks: Vec<Tombstone>,
         questions: usize,
     }
 
@@ -497,8 +497,8 @@ mod tests {
             Some(decision)
         }
 
-        fn record(&mut self, mark: Mark) {
-            self.marks.push(mark);
+        fn record(&mut self, tombstone: Tombstone) {
+            self.marks.push(tombstone);
         }
 
         fn tell(&mut self, text: &str) {
@@ -517,14 +517,14 @@ mod tests {
 
     #[test]
     fn an_answer_decides() {
-        for (word, ended, mark) in [
-            (Word::Started, Ended::Elsewhere, Mark::GivenUp),
-            (Word::Discarded, Ended::GoesOn, Mark::Cleared),
+        for (word, ended, tombstone) in [
+            (Word::Started, Ended::Elsewhere, Tombstone::GivenUp),
+            (Word::Discarded, Ended::GoesOn, Tombstone::Cleared),
         ] {
             let mut script = answered(&[(Attempt([8; 16]), Word::Discarded), (ATTEMPT, word)]);
             assert_eq!(ask(ATTEMPT, &mut script, Duration::from_secs(60)), ended);
             assert_eq!(script.said, [Word::Commit], "it was asked");
-            assert_eq!(script.marks, [mark]);
+            assert_eq!(script.marks, [tombstone]);
             assert!(script.told.is_empty());
         }
     }

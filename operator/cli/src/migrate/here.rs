@@ -40,7 +40,7 @@ use crate::{
 use mercury_abi::ioctl::{MERCURY_SNAPSHOT_HASH, MERCURY_SNAPSHOT_TRACK};
 use mercury_image::FileSystem;
 use mercury_migration::{
-    protocol::{Attempt, Mark},
+    protocol::{Attempt, Tombstone},
     session::PairingToken,
 };
 use std::{
@@ -302,8 +302,8 @@ impl System for Here<'_> {
         Ok(())
     }
 
-    fn mark(&mut self, mark: Mark) -> Result<(), String> {
-        self.marks.as_mut().map_or(Ok(()), |marks| marks.write(mark))
+    fn tombstone(&mut self, tombstone: Tombstone) -> Result<(), String> {
+        self.marks.as_mut().map_or(Ok(()), |marks| marks.write(tombstone))
     }
 
     fn go_on(&mut self) {

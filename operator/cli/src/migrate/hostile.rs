@@ -7,7 +7,7 @@ use super::{
     trial::{Act, Ended, LIMIT, SILENCE, Stage, honest, offer, plays, plays_by},
 };
 use mercury_migration::{
-    protocol::{Attempt, Digest, Mark, Word},
+    protocol::{Attempt, Digest, Tombstone, Word},
     wire::Writer,
 };
 use proptest::prelude::*;
@@ -31,7 +31,7 @@ fn an_honest_destination_is_believed() {
     let stage = Stage::new();
     assert_eq!(plays(&stage, &honest(), LIMIT, "resume"), Ended::GivenUp);
     let seen = stage.seen();
-    assert_eq!(seen.mark, Some(Mark::GivenUp));
+    assert_eq!(seen.tombstone, Some(Tombstone::GivenUp));
     let order = [
         "look",
         "hold still",
@@ -39,7 +39,7 @@ fn an_honest_destination_is_believed() {
         "take the instant",
         "end the instant",
         "commit",
-        "mark Committed",
+        "tombstone Committed",
     ];
     let at = order.map(|what| seen.did.iter().position(|did| did == what));
     assert!(at.is_sorted() && at[0].is_some(), "{:?}", seen.did);
@@ -139,9 +139,9 @@ const DOES: [&str; 13] = [
     "take",
     "end the instant",
     "commit",
-    "mark Committed",
-    "mark Cleared",
-    "mark GivenUp",
+    "tombstone Committed",
+    "tombstone Cleared",
+    "tombstone GivenUp",
 ];
 
 proptest! {

@@ -8,7 +8,7 @@ use crate::{
     error::Result,
 };
 use mercury_image::FileSystem;
-use mercury_migration::protocol::Mark;
+use mercury_migration::protocol::Tombstone;
 use std::{fs::File, net::SocketAddr, thread::JoinHandle};
 
 /// The memory of the machine. One thread reads it while another one does the rest.
@@ -152,7 +152,7 @@ pub trait System {
     /// # Errors
     ///
     /// Returns the reason why it may be missing.
-    fn mark(&mut self, mark: Mark) -> Result<(), String>;
+    fn tombstone(&mut self, tombstone: Tombstone) -> Result<(), String>;
 
     /// Lets everything go on as if nothing had been tried.
     fn go_on(&mut self);

@@ -25,7 +25,7 @@ use mercury_abi::ioctl::MERCURY_TAKE_LOGGED;
 use mercury_image::{FileSystem, Kind, Machine, Range};
 use mercury_migration::{
     announcement::{Announcer, Secret, Speaker},
-    protocol::{Attempt, Digest, Mark, Message, Patience, Word},
+    protocol::{Attempt, Digest, Message, Patience, Tombstone, Word},
     session::{PairingToken, Receiver},
     wire::{Content, Frame, Ledger, PAGE, Page, Pages, Reader, Writer},
 };
@@ -78,7 +78,7 @@ pub struct Seen {
     /// True if only a process that knows the end of the move may let the machine go on.
     pub is_committed: bool,
     /// The tombstone, as far as it is known.
-    pub mark: Option<Mark>,
+    pub tombstone: Option<Tombstone>,
     /// True if `Committed` may be in the tombstone.
     may_be_marked: bool,
     pub is_interrupted: bool,
@@ -271,14 +271,14 @@ impl System for Stage {
         seen.does("commit")
     }
 
-    fn mark(&mut self, mark: Mark) -> Result<(), String> {
+    fn tombstone(&mut self, tombstone: Tombstone) -> Result<(), String> {
         let mut seen = self.seen();
-        let is_in_order = mark != Mark::Committed || seen.is_committed;
-        seen.check(is_in_order, "a mark that nobody could follow");
-        seen.may_be_marked |= mark == Mark::Committed;
-        let done = seen.does(&format!("mark {mark:?}")).map_err(|error| error.message);
+        let is_in_order = tombstone != Tombstone::Committed || seen.is_committed;
+        seen.check(is_in_order, "a tombstone that nobody could follow");
+        seen.may_be_marked |= tombstone == Tombstone::Committed;
+        let done = seen.does(&format!("tombstone {tombstone:?}")).map_err(|error| error.message);
         if done.is_ok() || seen.is_there_all_the_same {
-            seen.mark = Some(mark);
+            seen.tombstone = Some(tombstone);
         }
         done
     }
@@ -289,7 +289,7 @@ impl System for Stage {
         // A failed tombstone must not stay without a promise.
         let is_promised = seen.said.contains(&Word::Discarded) || seen.typed.contains(&"resume");
         let never_said = !seen.to_all.contains(&Word::Commit);
-        let is_cleared = !seen.may_be_marked || seen.mark == Some(Mark::Cleared);
+        let is_cleared = !seen.may_be_marked || seen.tombstone == Some(Tombstone::Cleared);
         seen.check(is_promised || never_said && is_cleared, "it goes on though it may run elsewhere");
         (seen.is_still, seen.is_fenced, seen.is_committed) = (false, false, false);
     }
@@ -311,8 +311,8 @@ impl Air for TestAir {
     fn say(&self, _: &Card, frame: &[u8]) {
         let Some(message) = self.announcer.hear(Speaker::Source, frame) else { return };
         let mut seen = self.stage.seen();
-        let may = message.word != Word::Commit || seen.has_done("mark Committed") && seen.is_verified;
-        seen.check(may, "a commit without a mark");
+        let may = message.word != Word::Commit || seen.has_done("tombstone Committed") && seen.is_verified;
+        seen.check(may, "a commit without a tombstone");
         seen.to_all.push(message.word);
     }
 
@@ -570,8 +570,8 @@ impl Peer {
                 seen.check(is_so, "what has come is not what was there at the instant");
             }
             Word::Commit => {
-                let may = seen.has_done("mark Committed") && seen.is_verified;
-                seen.check(may, "a commit without a mark");
+                let may = seen.has_done("tombstone Committed") && seen.is_verified;
+                seen.check(may, "a commit without a tombstone");
             }
             _ => {}
         }

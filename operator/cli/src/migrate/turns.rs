@@ -2,7 +2,7 @@
 //! combination is played once ([`super::trial`]).
 
 use super::trial::{Act, Ended, LIMIT, SILENCE, Stage, honest, plays};
-use mercury_migration::protocol::{Digest, Mark, Word};
+use mercury_migration::protocol::{Digest, Tombstone, Word};
 
 const LAST: Word = Word::Final(Digest([0; 32]));
 
@@ -45,7 +45,7 @@ fn ctrl_c_at_every_step() {
         resumed(&plays(&stage, &honest(), LIMIT, "abandon"), "interrupted");
         assert!(!stage.seen().has_done("commit"), "{at}");
     }
-    for at in ["commit", "mark Committed"] {
+    for at in ["commit", "tombstone Committed"] {
         let stage = Stage::new();
         stage.seen().interrupted_at = Some(at.into());
         assert_eq!(plays(&stage, &honest(), LIMIT, "resume"), Ended::GivenUp, "{at}");
@@ -75,7 +75,7 @@ fn what_fails_before_the_commit_changes_nothing() {
 /// start, and the tombstone is taken back.
 #[test]
 fn a_commit_that_cannot_be_kept_is_withdrawn() {
-    for what in ["commit", "mark Committed"] {
+    for what in ["commit", "tombstone Committed"] {
         for is_there in [false, true] {
             let stage = Stage::new();
             stage.seen().failing = vec![what.into()];
@@ -83,7 +83,11 @@ fn a_commit_that_cannot_be_kept_is_withdrawn() {
             let acts = after(LAST, &[Act::SayVerified, Act::Await(Word::Cancel)]);
             resumed(&plays(&stage, &acts, LIMIT, "abandon"), &format!("{what} fails"));
             let seen = stage.seen();
-            assert_eq!((seen.mark, seen.has_said(Word::Commit)), (Some(Mark::Cleared), false), "{what}");
+            assert_eq!(
+                (seen.tombstone, seen.has_said(Word::Commit)),
+                (Some(Tombstone::Cleared), false),
+                "{what}"
+            );
         }
     }
 }
@@ -92,7 +96,7 @@ fn a_commit_that_cannot_be_kept_is_withdrawn() {
 /// machine go on.
 #[test]
 fn a_mark_that_stays_holds_it() {
-    let verified = [Act::SayVerified, Act::AwaitDone("mark Cleared")];
+    let verified = [Act::SayVerified, Act::AwaitDone("tombstone Cleared")];
     for (then, why) in [
         (vec![Act::Announce(Word::Discarded)], "a promise to all"),
         (vec![Act::Say(Word::Discarded, 0)], "a promise on the connection"),
@@ -112,7 +116,7 @@ fn a_mark_that_stays_holds_it() {
         ),
     ] {
         let stage = Stage::new();
-        stage.seen().failing = vec!["mark Committed".into(), "mark Cleared".into()];
+        stage.seen().failing = vec!["tombstone Committed".into(), "tombstone Cleared".into()];
         stage.seen().is_there_all_the_same = true;
         let acts = after(LAST, &[&verified[..], &then].concat());
         let ended = plays(&stage, &acts, SILENCE, "adopt");
@@ -139,8 +143,8 @@ fn an_answer_decides_however_it_comes() {
             let stage = Stage::new();
             let ended = plays(&stage, &after(Word::Commit, &way(word)), SILENCE, "adopt");
             assert_eq!(ended == Ended::GivenUp, is_elsewhere, "{word:?}, way {number}: {ended:?}");
-            let mark = if is_elsewhere { Mark::GivenUp } else { Mark::Cleared };
-            assert_eq!(stage.seen().mark, Some(mark), "{word:?}, way {number}");
+            let tombstone = if is_elsewhere { Tombstone::GivenUp } else { Tombstone::Cleared };
+            assert_eq!(stage.seen().tombstone, Some(tombstone), "{word:?}, way {number}");
         }
     }
 }
@@ -153,7 +157,7 @@ fn a_verdict_is_the_last_that_is_heard() {
         let acts = [
             Act::SayVerified,
             Act::Close,
-            Act::AwaitDone("mark Committed"),
+            Act::AwaitDone("tombstone Committed"),
             Act::Rest(100),
             Act::Announce(word),
         ];

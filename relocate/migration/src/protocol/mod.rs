@@ -7,7 +7,7 @@
 //! 1. A destination starts the arrival only when [`Word::Commit`] has come, or the operator says
 //!    so. Every page must be verified, and [`Verdict::Starting`] must be on its disk.
 //! 2. A source says `Commit` only after the destination has named the digest of everything that was
-//!    sent, and after [`Mark::Committed`] is on its own disk. From then on it never goes on by
+//!    sent, and after [`Tombstone::Committed`] is on its own disk. From then on it never goes on by
 //!    itself, not even after a restart. Only [`Word::Discarded`] of the destination releases it:
 //!    the arrival has not started and never will.
 //! 3. Before that, any failure, silence or cancellation lets the source go on.
@@ -29,7 +29,7 @@ pub mod source;
 
 pub use destination::{Destination, Verdict};
 pub use message::{Attempt, Digest, Message, Word};
-pub use source::{Mark, Source};
+pub use source::{Source, Tombstone};
 
 use std::time::Duration;
 

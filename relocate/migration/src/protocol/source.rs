@@ -7,7 +7,7 @@ use super::{Attempt, Digest, Message, Patience, Word};
 /// The source's tombstone of an attempt, on its disk. It is read before any part of a restarted
 /// machine acts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Mark {
+pub enum Tombstone {
     /// The destination may be told, or has been told, to start.
     Committed,
     /// The machine runs elsewhere, for good.
@@ -45,7 +45,7 @@ pub enum State {
     Stopping,
     /// Everything was sent, and the destination verifies it.
     Asking(Digest),
-    /// The destination has verified. [`Mark::Committed`] is being written; `Commit` was not sent.
+    /// The destination has verified. [`Tombstone::Committed`] is being written; `Commit` was not sent.
     Recording,
     /// The attempt is called off. `Committed` may be on the disk, and has to come off it.
     Withdrawing(Asked),
@@ -98,9 +98,9 @@ pub enum Event {
     /// be quiesced.
     Failed,
     /// A tombstone is safe on the disk, and with it all earlier ones.
-    Recorded(Attempt, Mark),
+    Recorded(Attempt, Tombstone),
     /// A tombstone could not be written. It may be on the disk all the same.
-    RecordFailed(Attempt, Mark),
+    RecordFailed(Attempt, Tombstone),
     /// The operator cancels the move (Ctrl-C).
     Cancel,
     /// The operator has decided.
@@ -117,7 +117,7 @@ pub enum Action {
     /// Freeze, close the fence, take the instant, and send the missing pages.
     StopAndCopy,
     /// Write this tombstone on the disk, with the attempt.
-    Record(Mark),
+    Record(Tombstone),
     /// Connect to the destination, until a connection exists.
     Connect,
     /// Thaw, take the fence away, end the snapshot: as if no move had been tried.
@@ -208,14 +208,14 @@ impl Source {
     /// Returns the state of an attempt after a restart of the sender or of the whole machine, by
     /// the tombstone on the disk.
     #[must_use]
-    pub fn restart(attempt: Attempt, mark: Mark, memory: Memory) -> (Self, Vec<Action>) {
-        let (state, action) = match (mark, memory) {
-            (Mark::Cleared, memory) => (State::Resumed, go_on(memory)),
-            (Mark::Committed, Memory::Kept) => (State::InDoubt(memory, Asked::No), Action::Connect),
+    pub fn restart(attempt: Attempt, tombstone: Tombstone, memory: Memory) -> (Self, Vec<Action>) {
+        let (state, action) = match (tombstone, memory) {
+            (Tombstone::Cleared, memory) => (State::Resumed, go_on(memory)),
+            (Tombstone::Committed, Memory::Kept) => (State::InDoubt(memory, Asked::No), Action::Connect),
             // An operator who switches a machine on looks at its screen, and is told there why it
             // does not boot.
-            (Mark::Committed, Memory::Gone) => (State::InDoubt(memory, Asked::Yes), Action::Connect),
-            (Mark::GivenUp, _) => (State::GivenUp, Action::Tell(Advice::Moved)),
+            (Tombstone::Committed, Memory::Gone) => (State::InDoubt(memory, Asked::Yes), Action::Connect),
+            (Tombstone::GivenUp, _) => (State::GivenUp, Action::Tell(Advice::Moved)),
         };
         let source = Self { attempt, state };
         let told =
@@ -315,7 +315,7 @@ impl Source {
         match (self.state, word) {
             (State::Offering, Word::Accept) => self.enter(State::Copying, [Action::CopyRounds]),
             (State::Asking(sent), Word::Verified(found)) if sent == found => {
-                self.enter(State::Recording, [Action::Record(Mark::Committed)])
+                self.enter(State::Recording, [Action::Record(Tombstone::Committed)])
             }
             // The message came twice, by a connection that repeats.
             (_, Word::Accept) => Vec::new(),
@@ -337,7 +337,7 @@ impl Source {
 
     fn recording(&mut self, event: Event) -> Vec<Action> {
         match event {
-            Event::Recorded(_, Mark::Committed) => {
+            Event::Recorded(_, Tombstone::Committed) => {
                 let commit = self.say(Word::Commit);
                 self.enter(State::InDoubt(Memory::Kept, Asked::No), [commit])
             }
@@ -348,7 +348,7 @@ impl Source {
             | Event::Failed
             | Event::Cancel => {
                 let cancel = self.say(Word::Cancel);
-                self.enter(State::Withdrawing(Asked::No), [Action::Record(Mark::Cleared), cancel])
+                self.enter(State::Withdrawing(Asked::No), [Action::Record(Tombstone::Cleared), cancel])
             }
             _ => Vec::new(),
         }
@@ -360,13 +360,13 @@ impl Source {
     fn withdrawing(&mut self, event: Event, asked: Asked) -> Vec<Action> {
         let cancel = self.say(Word::Cancel);
         match event {
-            Event::Recorded(_, Mark::Cleared) => self.enter(State::Resumed, [Action::Resume]),
+            Event::Recorded(_, Tombstone::Cleared) => self.enter(State::Resumed, [Action::Resume]),
             Event::Heard(Message { word: Word::Discarded, .. }) => self.go_on(Memory::Kept),
             Event::Operator(Decision::Resume) => self.go_on(Memory::Kept),
             Event::Connected => vec![cancel],
             Event::Disconnected => vec![Action::Connect],
-            Event::TimedOut | Event::RecordFailed(_, Mark::Cleared) => {
-                let again = [Action::Record(Mark::Cleared), cancel];
+            Event::TimedOut | Event::RecordFailed(_, Tombstone::Cleared) => {
+                let again = [Action::Record(Tombstone::Cleared), cancel];
                 let mut actions = self.enter(State::Withdrawing(Asked::Yes), again);
                 if asked == Asked::No {
                     actions.push(Action::Tell(Advice::MarkStays));
@@ -415,11 +415,11 @@ impl Source {
 
     /// Lets the source go on: the destination will never start the arrival.
     fn go_on(&mut self, memory: Memory) -> Vec<Action> {
-        self.enter(State::Resumed, [Action::Record(Mark::Cleared), go_on(memory)])
+        self.enter(State::Resumed, [Action::Record(Tombstone::Cleared), go_on(memory)])
     }
 
     fn give_up(&mut self) -> Vec<Action> {
-        self.enter(State::GivenUp, [Action::Record(Mark::GivenUp), Action::GiveUp])
+        self.enter(State::GivenUp, [Action::Record(Tombstone::GivenUp), Action::GiveUp])
     }
 
     fn enter<const N: usize>(&mut self, state: State, actions: [Action; N]) -> Vec<Action> {

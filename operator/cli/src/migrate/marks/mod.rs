@@ -24,7 +24,7 @@ use crate::{
 use disk::{Blocks, Spot};
 use firmware::Variables;
 use mercury_abi::code::Code;
-use mercury_migration::protocol::{Attempt, Mark};
+use mercury_migration::protocol::{Attempt, Tombstone};
 use record::{Record, State};
 use rustix::fs::{CWD, Mode, OFlags};
 use serde::{Deserialize, Serialize};
@@ -125,7 +125,7 @@ impl Marks {
     ///
     /// Returns an error if there is none, or it holds another system's tombstone.
     pub fn choose(to: &str, sysroot: &Sysroot) -> Result<Self> {
-        Self::first(to, sysroot, |marks| marks.write(Mark::Cleared))
+        Self::first(to, sysroot, |marks| marks.write(Tombstone::Cleared))
     }
 
     /// Returns the first place that `works` and that no other tombstone occupies.
@@ -177,8 +177,8 @@ impl Marks {
     /// # Errors
     ///
     /// Returns the reason if this is uncertain. The tombstone may be there anyway.
-    pub fn write(&mut self, mark: Mark) -> std::result::Result<(), String> {
-        self.record.state = State::from(mark);
+    pub fn write(&mut self, tombstone: Tombstone) -> std::result::Result<(), String> {
+        self.record.state = State::from(tombstone);
         self.record.at = when::now();
         self.record.number += 1;
         self.place.write(&self.record)
@@ -186,9 +186,11 @@ impl Marks {
 
     /// Returns true if the place holds this state.
     #[must_use]
-    pub fn says(&self, mark: Mark) -> bool {
+    pub fn says(&self, tombstone: Tombstone) -> bool {
         let found = self.place.read().ok().flatten();
-        found.is_some_and(|found| found.attempt == self.record.attempt && found.state == State::from(mark))
+        found.is_some_and(|found| {
+            found.attempt == self.record.attempt && found.state == State::from(tombstone)
+        })
     }
 
     /// Returns the tombstone for another process that has to write it.
@@ -379,9 +381,9 @@ mod tests {
         let (root, sysroot) = machine(ONE);
         let mut marks = Marks::choose("b:4747", &sysroot).expect("a place").of(ATTEMPT);
         assert_eq!(variable(root.path()).state, State::Cleared, "that it can be written is shown before");
-        assert!(!marks.says(Mark::Committed));
-        marks.write(Mark::Committed).expect("written");
-        assert!(marks.says(Mark::Committed) && !marks.says(Mark::Cleared));
+        assert!(!marks.says(Tombstone::Committed));
+        marks.write(Tombstone::Committed).expect("written");
+        assert!(marks.says(Tombstone::Committed) && !marks.says(Tombstone::Cleared));
         let found = variable(root.path());
         assert_eq!((found.attempt, found.to.as_str()), (ATTEMPT.to_string(), "b:4747"));
         assert_eq!(found.system, system(&sysroot));
@@ -389,8 +391,8 @@ mod tests {
         let standing = serde_json::to_string(&marks.standing()).expect("JSON");
         let standing: Standing = serde_json::from_str(&standing).expect("a mark");
         let mut guards = standing.open(&Folders::open(&sysroot), None).expect("open");
-        assert!(guards.says(Mark::Committed));
-        guards.write(Mark::Cleared).expect("written");
+        assert!(guards.says(Tombstone::Committed));
+        guards.write(Tombstone::Cleared).expect("written");
         assert_eq!(variable(root.path()).state, State::Cleared);
         assert!(variable(root.path()).number > found.number);
     }
@@ -401,7 +403,7 @@ mod tests {
         assert!(clear_here(&sysroot).is_empty());
         assert!(!root.path().join(firmware::FOLDER).join(firmware::MARK).exists(), "there was none");
         let mut marks = Marks::choose("b", &sysroot).expect("a place").of(ATTEMPT);
-        marks.write(Mark::GivenUp).expect("written");
+        marks.write(Tombstone::GivenUp).expect("written");
         assert!(variable(root.path()).forbids());
         assert!(clear_here(&sysroot).is_empty());
         assert!(!variable(root.path()).forbids());
@@ -416,9 +418,9 @@ mod tests {
     #[test]
     fn anothers_mark_stays() {
         let (root, sysroot) = machine(ONE);
-        Marks::choose("b", &sysroot).expect("a place").write(Mark::GivenUp).expect("written");
+        Marks::choose("b", &sysroot).expect("a place").write(Tombstone::GivenUp).expect("written");
         // A tombstone of this system is over, because the system runs.
-        Marks::choose("c", &sysroot).expect("a place").write(Mark::GivenUp).expect("written");
+        Marks::choose("c", &sysroot).expect("a place").write(Tombstone::GivenUp).expect("written");
         fs::write(root.path().join("etc/machine-id"), ONE.replace('0', "1")).expect("a file");
         let error = Marks::choose("d", &sysroot).expect_err("refused");
         assert!(error.message.contains("another system, which has moved to c"), "{error}");

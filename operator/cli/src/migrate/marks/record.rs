@@ -9,7 +9,7 @@
 //! ```
 
 use super::when;
-use mercury_migration::protocol::{Attempt, Mark};
+use mercury_migration::protocol::{Attempt, Tombstone};
 use serde::{Deserialize, Serialize};
 
 /// Size of a record: a disk writes so many bytes as a whole.
@@ -30,12 +30,12 @@ pub enum State {
     Cleared,
 }
 
-impl From<Mark> for State {
-    fn from(mark: Mark) -> Self {
-        match mark {
-            Mark::Committed => Self::Committed,
-            Mark::GivenUp => Self::Moved,
-            Mark::Cleared => Self::Cleared,
+impl From<Tombstone> for State {
+    fn from(tombstone: Tombstone) -> Self {
+        match tombstone {
+            Tombstone::Committed => Self::Committed,
+            Tombstone::GivenUp => Self::Moved,
+            Tombstone::Cleared => Self::Cleared,
         }
     }
 }

@@ -27,7 +27,7 @@ use crate::{
 };
 use mercury_migration::{
     protocol::{
-        Attempt, Mark, Message, Patience, Source, Word,
+        Attempt, Message, Patience, Source, Tombstone, Word,
         source::{Action, Event, State},
     },
     session::PairingToken,
@@ -383,7 +383,7 @@ impl<'a> Mover<'a> {
                 Ok(step) => step,
                 Err(error) => Step::Event(self.fail(error)),
             },
-            Action::Record(mark) => self.record(mark),
+            Action::Record(tombstone) => self.record(tombstone),
             // A new connection would tell all machines this machine's address, which the
             // destination may have by now. The word is announced instead.
             Action::Connect => Step::None,
@@ -415,31 +415,31 @@ impl<'a> Mover<'a> {
     }
 
     /// Writes a tombstone that survives a power cut.
-    fn record(&mut self, mark: Mark) -> Step {
-        if let Err(error) = self.try_record(mark) {
+    fn record(&mut self, tombstone: Tombstone) -> Step {
+        if let Err(error) = self.try_record(tombstone) {
             self.operator.tell(&error.to_string());
             self.failure.get_or_insert(error);
             // A tombstone that cannot be taken back is tried again later. Meanwhile the destination
             // and the operator are heard.
-            return match mark {
-                Mark::Cleared => Step::None,
-                _ => Step::Event(Event::RecordFailed(self.attempt, mark)),
+            return match tombstone {
+                Tombstone::Cleared => Step::None,
+                _ => Step::Event(Event::RecordFailed(self.attempt, tombstone)),
             };
         }
-        if mark == Mark::Committed {
+        if tombstone == Tombstone::Committed {
             self.committed = Some(Instant::now());
         }
-        Step::Event(Event::Recorded(self.attempt, mark))
+        Step::Event(Event::Recorded(self.attempt, tombstone))
     }
 
-    fn try_record(&mut self, mark: Mark) -> Result<()> {
-        if mark == Mark::Committed {
+    fn try_record(&mut self, tombstone: Tombstone) -> Result<()> {
+        if tombstone == Tombstone::Committed {
             self.commit()?;
         }
-        self.system.mark(mark).map_err(|why| {
+        self.system.tombstone(tombstone).map_err(|why| {
             Error::new(
                 Exit::Failed,
-                format!("the tombstone of this move cannot be written ({mark:?}): {why}"),
+                format!("the tombstone of this move cannot be written ({tombstone:?}): {why}"),
             )
             .hint(
                 "`mercury mark` shows the tombstone; while it is there, this machine does not start \

@@ -2,7 +2,7 @@
 
 use super::world::message;
 use crate::protocol::{
-    Destination, Mark, Message, Source, Word,
+    Destination, Message, Source, Tombstone, Word,
     destination::{self, Phase},
     source::{self, Asked, Memory, State},
 };
@@ -138,7 +138,7 @@ impl Mutant {
                 if matches!(before.state, State::Stopping) && matches!(after.state, State::Asking(_)) =>
             {
                 after.state = State::Recording;
-                actions.push(Action::Record(Mark::Committed));
+                actions.push(Action::Record(Tombstone::Committed));
             }
             Self::ResumesUncleared if matches!(after.state, State::Withdrawing(_)) => {
                 after.state = State::Resumed;

@@ -5,7 +5,7 @@ use super::{
     network::{Network, Packet, attempt, digest},
 };
 use crate::protocol::{
-    Attempt, Destination, Mark, Message, Source, Verdict, Word,
+    Attempt, Destination, Message, Source, Tombstone, Verdict, Word,
     destination::{self, Phase},
     source::{self, Applications, Memory, State},
 };
@@ -36,8 +36,8 @@ pub enum Power {
 pub struct SourceHost {
     pub machine: Source,
     pub power: Power,
-    pub disk: Option<(Attempt, Mark)>,
-    pub pending: Vec<(Attempt, Mark)>,
+    pub disk: Option<(Attempt, Tombstone)>,
+    pub pending: Vec<(Attempt, Tombstone)>,
     /// Content of memory, as a time: it changes whenever applications have run.
     pub time: u8,
     pub told: bool,
@@ -254,7 +254,7 @@ impl World {
         let waits = match self.source.power {
             Power::On => matches!(self.source.machine.state, State::InDoubt(..)),
             Power::NoSender => false,
-            Power::Off => self.source.disk == Some((self.source.machine.attempt, Mark::Committed)),
+            Power::Off => self.source.disk == Some((self.source.machine.attempt, Tombstone::Committed)),
             Power::KeptOff => false,
         } || self.mutant == Some(Mutant::AdoptsWhenSilent);
         let of_source =
@@ -305,12 +305,12 @@ impl World {
                 self.source_hears(source::Event::Streamed(digest(self.source.time)));
             }
             Step::SourceWrites => {
-                let (attempt, mark) = self.source_write(true);
-                self.source_hears(source::Event::Recorded(attempt, mark));
+                let (attempt, tombstone) = self.source_write(true);
+                self.source_hears(source::Event::Recorded(attempt, tombstone));
             }
             Step::SourceWriteFails(landed) => {
-                let (attempt, mark) = self.source_write(landed);
-                self.source_hears(source::Event::RecordFailed(attempt, mark));
+                let (attempt, tombstone) = self.source_write(landed);
+                self.source_hears(source::Event::RecordFailed(attempt, tombstone));
             }
             Step::SenderDies(landed) => self.source_dies(landed, Power::NoSender),
             Step::SourceDies(landed) => self.source_dies(landed, Power::Off),
@@ -359,7 +359,9 @@ impl World {
         for action in actions {
             match action {
                 Action::Send(message) => self.to_destination.add(Packet::Message(message)),
-                Action::Record(mark) => self.source_asks_to_write((self.source.machine.attempt, mark)),
+                Action::Record(tombstone) => {
+                    self.source_asks_to_write((self.source.machine.attempt, tombstone))
+                }
                 Action::Resume | Action::Boot => self.source_goes_on(action == Action::Boot),
                 Action::Tell(_) => self.source.told = true,
                 Action::CopyRounds | Action::StopAndCopy | Action::Connect | Action::GiveUp => {}
@@ -368,7 +370,7 @@ impl World {
     }
 
     /// A repeated request for a write that is still under way is one write.
-    fn source_asks_to_write(&mut self, asked: (Attempt, Mark)) {
+    fn source_asks_to_write(&mut self, asked: (Attempt, Tombstone)) {
         if self.source.pending.last() != Some(&asked) {
             self.source.pending.push(asked);
         }
@@ -382,7 +384,7 @@ impl World {
         }
     }
 
-    fn source_write(&mut self, lands: bool) -> (Attempt, Mark) {
+    fn source_write(&mut self, lands: bool) -> (Attempt, Tombstone) {
         let written = self.source.pending.remove(0);
         if lands {
             self.source.disk = Some(written);
@@ -400,8 +402,9 @@ impl World {
     }
 
     fn source_starts(&mut self, memory: Memory) {
-        let (of, mark) = self.source.disk.unwrap_or((self.source.machine.attempt, Mark::Cleared));
-        let mark = if self.mutant == Some(Mutant::BootsWithoutLooking) { Mark::Cleared } else { mark };
+        let (of, tombstone) = self.source.disk.unwrap_or((self.source.machine.attempt, Tombstone::Cleared));
+        let tombstone =
+            if self.mutant == Some(Mutant::BootsWithoutLooking) { Tombstone::Cleared } else { tombstone };
         let nothing_is_frozen = memory == Memory::Kept && self.source_runs();
         self.source.power = Power::On;
         self.source.told = false;
@@ -412,7 +415,7 @@ impl World {
             self.source_does(vec![source::Action::Send(cancel)]);
             return;
         }
-        let (machine, actions) = Source::restart(of, mark, memory);
+        let (machine, actions) = Source::restart(of, tombstone, memory);
         self.source.machine = machine;
         self.source_does(actions);
     }
