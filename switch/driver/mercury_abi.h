@@ -1692,7 +1692,7 @@ struct mercury_rollback_report {
 	/* Number of PCI functions that were silenced. */
 	u64 functions;
 	/* TSC ticks from the request until the rendezvous of all CPUs. */
-	u64 meet_ticks;
+	u64 rendezvous_ticks;
 	/* TSC ticks from the rendezvous until all memory was in place. */
 	u64 work_ticks;
 	/*
@@ -1713,7 +1713,7 @@ static_assert(offsetof(struct mercury_rollback_report, cpu) == 12);
 static_assert(offsetof(struct mercury_rollback_report, rip_virt) == 16);
 static_assert(offsetof(struct mercury_rollback_report, pages) == 24);
 static_assert(offsetof(struct mercury_rollback_report, functions) == 32);
-static_assert(offsetof(struct mercury_rollback_report, meet_ticks) == 40);
+static_assert(offsetof(struct mercury_rollback_report, rendezvous_ticks) == 40);
 static_assert(offsetof(struct mercury_rollback_report, work_ticks) == 48);
 static_assert(offsetof(struct mercury_rollback_report, compared) == 56);
 static_assert(offsetof(struct mercury_rollback_report, different) == 64);

@@ -116,7 +116,7 @@ impl Rollback {
             rip: Hex(report.rip_virt),
             pages: report.pages,
             devices: report.functions,
-            meet_us: ticks_to_us(report.meet_ticks, tsc_khz),
+            meet_us: ticks_to_us(report.rendezvous_ticks, tsc_khz),
             work_us: ticks_to_us(report.work_ticks, tsc_khz),
             compared: (report.compared != 0).then_some(compared),
         }
@@ -417,7 +417,7 @@ mod tests {
             reason: RollbackReason::Panic as u32,
             cpu: 3,
             pages: 4096,
-            meet_ticks: 1_000_000,
+            rendezvous_ticks: 1_000_000,
             work_ticks: 4_000_000,
             ..RollbackReport::default()
         };

@@ -123,7 +123,7 @@ pub struct RollbackReport {
     /// Number of PCI functions that were silenced.
     pub functions: u64,
     /// TSC ticks from the request until the rendezvous of all CPUs.
-    pub meet_ticks: u64,
+    pub rendezvous_ticks: u64,
     /// TSC ticks from the rendezvous until all memory was in place.
     pub work_ticks: u64,
     /// Number of pages compared with their content at the instant (fault-injection builds only).

@@ -208,7 +208,7 @@ impl Targets {
 
 impl Target {
     fn put(&mut self, chunk: &Chunk<'_>, buffer: &mut Buffer) -> io::Result<()> {
-        if !self.ledger.has_room_for(chunk.offset, chunk.length) {
+        if !self.ledger.contains(chunk.offset, chunk.length) {
             return Err(io::Error::other("the chunk is not on the disk that was offered"));
         }
         if !self.is_touched {

@@ -300,7 +300,7 @@ impl Shared {
         {
             let ledger = self.ledger();
             for Page { phys, content } in pages.iter() {
-                if !ledger.has_room_for(phys) {
+                if !ledger.contains(phys) {
                     return Err(breach("a page has arrived outside the memory that was offered"));
                 }
                 if stream_of(phys, self.whose.streams) != stream {

@@ -226,7 +226,7 @@ impl Host {
         match frame {
             Frame::Message(message, text) => {
                 self.note_text(message, text);
-                let arrival = self.arrival.as_mut().filter(|_| self.destination.takes_pages());
+                let arrival = self.arrival.as_mut().filter(|_| self.destination.accepts_pages());
                 match arrival {
                     Some(arrival) if matches!(message.word, Word::Final(_)) => {
                         arrival.last = Some(message);
@@ -275,7 +275,7 @@ impl Host {
     /// Writes chunks of disks.
     fn write_disk(&mut self, chunks: &Chunks) -> Result<()> {
         let is_over = self.arrival.as_ref().is_none_or(|arrival| arrival.last.is_some());
-        if is_over || !self.destination.takes_pages() {
+        if is_over || !self.destination.accepts_pages() {
             return Err(Error::fault("chunks of disks have arrived that were not asked for"));
         }
         self.spare.write_disk(chunks)
@@ -293,7 +293,7 @@ impl Host {
     /// Returns true if the source may open another stream.
     fn awaits_streams(&self) -> bool {
         let intake = self.arrival.as_ref().and_then(|arrival| arrival.intake.as_ref());
-        self.destination.takes_pages() && intake.is_some_and(Intake::awaits_streams)
+        self.destination.accepts_pages() && intake.is_some_and(Intake::awaits_streams)
     }
 
     /// Accepts a new connection, if one is allowed. Returns an event if another connection has lost
@@ -476,7 +476,7 @@ impl Host {
         let breach = |what: &str| Error::fault(what);
         let arrival = self.arrival.as_ref().filter(|arrival| arrival.last.is_none());
         let intake = arrival.and_then(|arrival| arrival.intake.as_ref());
-        match intake.filter(|_| self.destination.takes_pages()) {
+        match intake.filter(|_| self.destination.accepts_pages()) {
             Some(intake) => intake.load(pages),
             None => Err(breach("pages have arrived that were not asked for")),
         }
@@ -485,7 +485,7 @@ impl Host {
     /// Checks the streams other than the first while pages arrive. If one breaks, this is an event.
     /// When all have ended, the last word of the first stream is handled.
     fn look_at_streams(&mut self) -> Option<Event> {
-        let arrival = self.arrival.as_mut().filter(|_| self.destination.takes_pages())?;
+        let arrival = self.arrival.as_mut().filter(|_| self.destination.accepts_pages())?;
         let intake = arrival.intake.as_ref()?;
         if intake.was_alive() {
             self.heard = Instant::now();

@@ -154,7 +154,7 @@ impl Destination {
     /// Returns true if pages may arrive. At any other time a page is a breach, and
     /// [`Event::Failed`].
     #[must_use]
-    pub fn takes_pages(&self) -> bool {
+    pub fn accepts_pages(&self) -> bool {
         self.phase() == Some(Phase::Receiving)
     }
 

@@ -201,7 +201,7 @@ impl DiskLedger {
 
     /// Returns true if the disk has a chunk with this offset and length.
     #[must_use]
-    pub fn has_room_for(&self, offset: u64, length: usize) -> bool {
+    pub fn contains(&self, offset: u64, length: usize) -> bool {
         self.number(offset, length).is_some()
     }
 
@@ -298,7 +298,7 @@ mod tests {
         for (offset, length) in
             [(0, 512), (512, 1 << 16), (2 << 16, 1 << 16), (3 << 16, 512), (u64::MAX << 16, 1 << 16)]
         {
-            assert!(!ledger.has_room_for(offset, length) && ledger.note(offset, length, [1; 16]).is_err());
+            assert!(!ledger.contains(offset, length) && ledger.note(offset, length, [1; 16]).is_err());
         }
         assert_eq!(ledger.note(0, 1 << 16, [1; 16]), Ok(true));
         assert_eq!(ledger.note(0, 1 << 16, [1; 16]), Ok(false));

@@ -70,7 +70,7 @@ impl Ledger {
 
     /// Returns true if a page lies in the machine's memory.
     #[must_use]
-    pub fn has_room_for(&self, phys: u64) -> bool {
+    pub fn contains(&self, phys: u64) -> bool {
         self.number(phys).is_some()
     }
 

@@ -78,7 +78,7 @@ impl<F> Live<F> {
                 rip_virt: 0,
                 pages: 0,
                 functions: 0,
-                meet_ticks: 0,
+                rendezvous_ticks: 0,
                 work_ticks: 0,
                 compared: 0,
                 different: 0,

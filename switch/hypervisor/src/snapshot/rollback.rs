@@ -207,12 +207,12 @@ fn work<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, target: Tar
         rip_virt: ASKER_RIP.load(Ordering::Relaxed),
         pages,
         functions,
-        meet_ticks: met.wrapping_sub(asked),
+        rendezvous_ticks: met.wrapping_sub(asked),
         work_ticks,
         ..RollbackReport::default()
     };
     live.note(report);
-    let ticks = report.meet_ticks.wrapping_add(work_ticks);
+    let ticks = report.rendezvous_ticks.wrapping_add(work_ticks);
     let arguments = [u64::from(report.reason), u64::from(report.cpu), pages, ticks, report.rip_virt];
     publish::log(area, LogKind::RolledBack, met, arguments);
     Ok(())

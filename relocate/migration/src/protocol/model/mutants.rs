@@ -48,9 +48,9 @@ pub enum Mutant {
     /// The destination reports every page as right.
     VerifiesNothing,
     /// The destination accepts pages that were verified already.
-    TakesPagesAlways,
+    AcceptsPagesAlways,
     /// The destination accepts an attempt again that it has discarded.
-    TakesInAgain,
+    AcceptsAgain,
     /// The destination reports an unknown attempt as discarded.
     ClaimsToKnow,
     /// The destination keeps an arrival that its source has cancelled, and waits on.
@@ -83,8 +83,8 @@ pub const ALL: [Mutant; 24] = {
         StartsUnrecorded,
         DiscardsStarted,
         VerifiesNothing,
-        TakesPagesAlways,
-        TakesInAgain,
+        AcceptsPagesAlways,
+        AcceptsAgain,
         ClaimsToKnow,
         IgnoresCancel,
         DestinationMixesAttempts,
@@ -185,7 +185,7 @@ impl Mutant {
             Self::DiscardsStarted if before.may_execute() && !of_another && word == Word::Cancel => {
                 *actions = vec![Action::Send(message(attempt, Word::Discarded))];
             }
-            Self::TakesInAgain if before.arrival.is_none() && word == Word::Offer => {
+            Self::AcceptsAgain if before.arrival.is_none() && word == Word::Offer => {
                 after.past.clear();
                 *actions = after.on(event);
             }

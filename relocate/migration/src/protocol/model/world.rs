@@ -434,8 +434,8 @@ impl World {
             Packet::Page(of, time) => {
                 let machine = &self.destination.machine;
                 let arrival = machine.arrival.map(|(attempt, _)| attempt);
-                let forgives = self.mutant == Some(Mutant::TakesPagesAlways);
-                if arrival == Some(of) && (machine.takes_pages() || forgives) && !self.destination.runs {
+                let forgives = self.mutant == Some(Mutant::AcceptsPagesAlways);
+                if arrival == Some(of) && (machine.accepts_pages() || forgives) && !self.destination.runs {
                     self.destination.memory = Some(time);
                 }
             }
