@@ -1,7 +1,7 @@
-//! From the initramfs to the real root: modules, disks, mounts, the change of root.
+//! The way from the initramfs to the real root: modules, disks, mounts, and the change of root.
 //!
-//! The initramfs holds this program, the modules that the kernel needs to see its disks and the port
-//! to the host, and `/modules`, their names in the order in which they must be loaded.
+//! The initramfs holds this program, the modules that the kernel needs to see its disks and the
+//! port to the host, and `/modules`, the list of their names in loading order.
 
 use std::{
     fs::{self, File},
@@ -19,7 +19,7 @@ use rustix::{
 
 use crate::{Result, cmdline::Cmdline};
 
-/// How long the disks may take to appear.
+/// Time limit for the disks to appear.
 const DISK_TIMEOUT: Duration = Duration::from_secs(60);
 const NEW_ROOT: &str = "/root.new";
 
@@ -76,7 +76,7 @@ fn wait_for_disk(label: &str) -> Result<PathBuf> {
     Err(format!("no disk labelled {label} has appeared").into())
 }
 
-/// The disk whose ext4 label is `label`, on whatever bus.
+/// Returns the disk whose ext4 label is `label`, on any bus.
 fn find_disk(label: &str) -> Option<PathBuf> {
     fs::read_dir("/sys/block")
         .ok()?
@@ -101,7 +101,7 @@ fn ext4_label(disk: &Path) -> Option<String> {
     Some(String::from_utf8_lossy(label).into_owned())
 }
 
-/// Makes the root disk the root; what the initramfs held is freed first.
+/// Makes the root disk the root, and frees the contents of the initramfs first.
 fn switch_root() -> Result<()> {
     for name in fs::read_to_string("/modules").unwrap_or_default().lines() {
         let _ = fs::remove_file(Path::new("/").join(name));

@@ -1,18 +1,17 @@
-//! What the host says on the kernel's command line: words of the form `lab.KEY=VALUE`.
+//! The host's words on the kernel's command line, in the form `lab.KEY=VALUE`.
 
 use std::fs;
 
-/// The kernel's command line.
 #[derive(Debug, Default)]
 pub struct Cmdline(String);
 
 impl Cmdline {
-    /// That of the running kernel; empty if `/proc` is not there.
+    /// Reads the running kernel's command line. It is empty if `/proc` is not mounted.
     pub fn read() -> Self {
         Self(fs::read_to_string("/proc/cmdline").unwrap_or_default())
     }
 
-    /// The value of `lab.KEY`, the last if there are several.
+    /// Returns the value of `lab.KEY`, the last one if there are several.
     pub fn get(&self, key: &str) -> Option<&str> {
         self.0
             .split_whitespace()
@@ -20,7 +19,7 @@ impl Cmdline {
             .find_map(|word| word.strip_prefix("lab.")?.strip_prefix(key)?.strip_prefix('='))
     }
 
-    /// Whether a word of the kernel's own is there.
+    /// Returns true if the command line has a word of the kernel's own.
     pub fn has(&self, word: &str) -> bool {
         self.0.split_whitespace().any(|found| found == word)
     }

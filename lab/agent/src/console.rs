@@ -12,7 +12,7 @@ use rustix::termios::{Winsize, tcsetwinsize};
 
 use crate::{Result, cmdline::Cmdline};
 
-/// Becomes the shell.
+/// Turns this process into the shell.
 pub fn run() -> Result<()> {
     let cmdline = Cmdline::read();
     rustix::process::setsid()?;
@@ -30,7 +30,8 @@ pub fn run() -> Result<()> {
     Err(shell.exec().into())
 }
 
-/// Returns the terminal's own name if `is_described`, else that of its closest kin that is: `tmux-direct` is a `tmux`.
+/// Returns the terminal's own name if `is_described`, else the name of its closest relative that
+/// is: `tmux-direct` is a `tmux`.
 fn known_terminal(name: &str, is_described: impl Fn(&str) -> bool) -> &str {
     let ends = name.match_indices(['-', '.', '+']).map(|(at, _)| at);
     let mut shorter = std::iter::once(name.len()).chain(ends.collect::<Vec<_>>().into_iter().rev());
@@ -44,7 +45,7 @@ fn is_described(name: &str) -> bool {
     PLACES.iter().any(|place| Path::new(place).join(first).join(name).is_file())
 }
 
-/// The last console of the command line is the one that `/dev/console` stands for.
+/// Returns the device of `/dev/console`, which is the last console of the command line.
 fn console_device() -> String {
     let active = fs::read_to_string("/sys/class/tty/console/active").unwrap_or_default();
     format!("/dev/{}", active.split_whitespace().last().unwrap_or("ttyS0"))

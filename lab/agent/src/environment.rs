@@ -1,4 +1,4 @@
-//! The environment of all that the agent starts, under either init.
+//! The environment of every process that the agent starts, under either init.
 
 use std::path::Path;
 
@@ -6,8 +6,8 @@ use mercury_lab_agent::{LAB_DIR, PATH};
 
 use crate::cmdline::Cmdline;
 
-/// Search path, home, and where `mercury` finds its driver: `lab.modules=` names the directory of the
-/// variant that the machine is to use.
+/// Returns the search path, the home directory, and the place of `mercury`'s driver: `lab.modules=`
+/// names the directory of the machine's variant.
 pub fn variables() -> Vec<(&'static str, String)> {
     let mut variables =
         vec![("PATH", PATH.to_owned()), ("HOME", "/root".to_owned()), ("LANG", "C.UTF-8".to_owned())];
@@ -20,7 +20,7 @@ pub fn variables() -> Vec<(&'static str, String)> {
     variables
 }
 
-/// What `uname -r` says.
+/// Returns the version that `uname -r` prints.
 pub fn kernel_release() -> String {
     rustix::system::uname().release().to_string_lossy().into_owned()
 }

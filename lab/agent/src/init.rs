@@ -1,8 +1,8 @@
-//! The first process: sets the machine up, starts the agent (and a shell if one is wanted), takes
-//! in orphans, and ends the machine when it is told to.
+//! The first process. It sets the machine up, starts the agent and, if wanted, a shell, reaps
+//! orphans, and ends the machine on request.
 //!
-//! With `lab.init=systemd` it makes way for systemd instead, and leaves it a unit that starts the
-//! agent.
+//! With `lab.init=systemd` it gives way to systemd instead, and leaves systemd a unit that starts
+//! the agent.
 
 use std::{
     fs,
@@ -18,10 +18,10 @@ use rustix::{
 
 use crate::{Result, boot, cmdline::Cmdline, environment, power};
 
-/// This program, on the artefacts' disk.
+/// This program's path, on the artefacts' disk.
 pub const AGENT: &str = "/mercury/bin/mercury-lab-agent";
 
-/// Runs the machine. Comes back only if it could not be set up.
+/// Runs the machine. Returns only if the machine could not be set up.
 pub fn run() -> Result<()> {
     boot::enter_root()?;
     let cmdline = Cmdline::read();
@@ -41,7 +41,7 @@ pub fn run() -> Result<()> {
     supervise(&cmdline)
 }
 
-/// Goes on to another root, by a script of the lab's.
+/// Changes to another root, by one of the lab's scripts.
 fn change_root(script: &str, arguments: &[&str]) -> Result<()> {
     let path = format!("{LAB_DIR}/lib/{script}");
     let status = Command::new("/bin/sh").arg(&path).args(arguments).env("PATH", PATH).status()?;
@@ -72,7 +72,7 @@ fn mount_rest() -> Result<()> {
     mount_dir("tmpfs", "/dev/shm", safe, Some(c"mode=1777"))?;
     mount_dir("tmpfs", "/run", safe, Some(c"mode=755"))?;
     mount_dir("tmpfs", "/tmp", safe, Some(c"mode=1777"))?;
-    // Wanted by some tests, missing from some kernels.
+    // Some tests need it, and some kernels lack it.
     let _ = mount_dir("cgroup2", "/sys/fs/cgroup", safe, None);
     let _ = mount_dir("debugfs", "/sys/kernel/debug", safe, None);
     let _ = mount_dir("tracefs", "/sys/kernel/tracing", safe, None);
@@ -90,7 +90,7 @@ fn mount_dir(kind: &str, at: &str, flags: MountFlags, options: Option<&std::ffi:
         .map_err(|error| format!("cannot mount {kind} at {at}: {error}").into())
 }
 
-/// Keeps the agent (and the shell) running and takes in orphans, until the end is asked for.
+/// Keeps the agent and the shell running and reaps orphans, until the end is requested.
 fn supervise(cmdline: &Cmdline) -> Result<()> {
     let mut agent = start("serve")?;
     let shell = (cmdline.get("shell") == Some("1")).then(|| start("shell")).transpose()?;

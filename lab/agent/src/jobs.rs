@@ -1,4 +1,4 @@
-//! The jobs that the host has asked for: programs to run, files to write and to read.
+//! The host's jobs: programs to run, and files to write and to read.
 
 use std::{
     collections::HashMap,
@@ -29,10 +29,11 @@ use rustix::{
 
 use crate::{environment, serve::Host};
 
-/// How long a pipe may stay silent after its program has ended: a daemon may hold it open for ever.
+/// Time for which a pipe may stay silent after its program has ended. A daemon may hold the pipe
+/// open for ever.
 const PIPE_GRACE: Timespec = Timespec { tv_sec: 0, tv_nsec: 500_000_000 };
 
-/// A running program as the requests about it need it.
+/// A running program, with the parts that requests about it need.
 struct Running {
     group: Pid,
     stdin: Sender<Vec<u8>>,
@@ -40,19 +41,17 @@ struct Running {
 
 type Table = Arc<Mutex<HashMap<u32, Running>>>;
 
-/// All jobs of this machine.
 pub struct Jobs {
     host: Host,
     running: Table,
 }
 
 impl Jobs {
-    /// No jobs yet.
     pub fn new(host: Host) -> Self {
         Self { host, running: Table::default() }
     }
 
-    /// Does what a request says, or starts doing it.
+    /// Carries out a request, or starts it.
     pub fn take(&mut self, request: Request) {
         match request {
             Request::Hello => {}
@@ -88,10 +87,10 @@ impl Jobs {
         }
     }
 
-    /// Gives a started program its threads: one a pipe, one that waits, one that reports.
+    /// Starts the threads of a program: one for each pipe, one that waits, one that reports.
     fn follow(&mut self, mut child: Child, group: Pid, exec: &Exec) -> io::Result<()> {
         let id = exec.id;
-        // Closed when the program has ended: whoever reads its pipes sees that.
+        // This pipe closes when the program has ended. The readers of its outputs see that.
         let (end_of_out, ended) = io::pipe()?;
         let end_of_err = end_of_out.try_clone()?;
         self.host.tell(&Event::Started { id, pid: child.id() });
@@ -164,21 +163,21 @@ fn kill(group: Pid, signal: i32) {
     }
 }
 
-/// Which of a program's outputs.
+/// An output of a program.
 #[derive(Clone, Copy)]
 enum Stream {
     Out,
     Err,
 }
 
-/// What a job's threads report.
+/// A report from a job's threads.
 enum News {
     Output(Stream, Vec<u8>),
     Closed,
     Ended(io::Result<ExitStatus>),
 }
 
-/// Writes what the host sends into a program's standard input; an empty piece closes it.
+/// Writes the host's data to a program's standard input. An empty piece closes the input.
 fn feed(mut pipe: impl Write, input: &Receiver<Vec<u8>>) {
     for data in input {
         if data.is_empty() || pipe.write_all(&data).is_err() {
@@ -187,7 +186,7 @@ fn feed(mut pipe: impl Write, input: &Receiver<Vec<u8>>) {
     }
 }
 
-/// Reads one of a program's outputs until it is closed, or silent after the program's end.
+/// Reads one of a program's outputs until the output is closed, or silent after the program's end.
 fn pump(
     mut pipe: impl Read + AsFd + Send + 'static,
     end: PipeReader,
@@ -207,15 +206,15 @@ fn pump(
     });
 }
 
-/// Whether there is something to read. All that a program has written is in its pipe when it ends, so a
-/// pipe that is empty after that has nothing more of it, however late this thread is.
+/// Waits for output. Returns false if none will come. All output of a program is in its pipe when
+/// the program ends. A pipe that is empty after that has no more, however late this thread is.
 fn wait_for_output(pipe: &impl AsFd, end: &PipeReader) -> bool {
     let mut both = [PollFd::new(pipe, PollFlags::IN), PollFd::new(end, PollFlags::IN)];
     while poll(&mut both, None) == Err(Errno::INTR) {}
     !both[0].revents().is_empty() || poll(&mut both[..1], Some(&PIPE_GRACE)) != Ok(0)
 }
 
-/// Puts a job's news in order for the host.
+/// Orders a job's reports for the host.
 struct Follower {
     id: u32,
     group: Pid,
@@ -225,7 +224,7 @@ struct Follower {
 }
 
 impl Follower {
-    /// Forwards output until the program has ended and its pipes are read out; returns the job's last
+    /// Forwards output until the program has ended and its pipes are empty. Returns the job's last
     /// event.
     fn follow(&self, news: &Receiver<News>) -> Event {
         let id = self.id;
@@ -253,13 +252,14 @@ impl Follower {
     }
 }
 
-/// How long to wait for the next piece of news.
+/// Returns the time to wait for the next report.
 fn patience(deadline: Option<Instant>) -> Duration {
     let left = |deadline: Instant| deadline.saturating_duration_since(Instant::now());
     deadline.map_or(Duration::from_secs(3600), left)
 }
 
-/// A program whose deadline was set and then taken away was killed for it.
+/// Returns how a program ended. A program whose deadline was set and then removed was killed at the
+/// deadline.
 fn exit_of(status: io::Result<ExitStatus>, set: Option<Instant>, left: Option<Instant>) -> Exit {
     if set.is_some() && left.is_none() {
         return Exit::TimedOut;

@@ -1,7 +1,6 @@
-//! What the host and a lab machine must agree on: the protocol between them and the names of things.
+//! The agreements between the host and a lab machine: their protocol and the names of things.
 //!
-//! The program itself (`main.rs`) is the machine's first process; this library is the part of it
-//! that the host links as well.
+//! The program itself (`main.rs`) is the machine's first process. The host links this library too.
 
 #![allow(missing_docs)]
 
@@ -13,7 +12,7 @@ pub const PORT_NAME: &str = "mercury.lab";
 pub const ROOT_LABEL: &str = "mercury-root";
 /// The ext4 label of the disk that carries the project's artefacts, mounted at [`LAB_DIR`].
 pub const LAB_LABEL: &str = "mercury-lab";
-/// Where the artefacts are mounted in the machine.
+/// The mount point of the artefacts in the machine.
 pub const LAB_DIR: &str = "/mercury";
-/// The search path of everything that the agent starts.
+/// The search path of every process that the agent starts.
 pub const PATH: &str = "/mercury/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";

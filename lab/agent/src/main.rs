@@ -1,11 +1,13 @@
-//! The first process of a lab machine, and the host's hand inside it.
+//! The first process of a lab machine, which carries out the host's requests.
 //!
-//! One program in four roles, told apart by name and argument:
+//! One program has four roles, by name and argument:
 //!
-//! - `init`, started by the kernel from the initramfs: finds the root disk and the artefacts, goes
-//!   there, and is then either the first process itself or makes way for systemd (`init.rs`).
-//! - `mercury-lab-agent serve`: does what the host asks over the virtio-serial port (`serve.rs`).
-//! - `poweroff`, `reboot`, `halt`: end the machine where no systemd would (`power.rs`).
+//! - `init`, started by the kernel from the initramfs: finds the root disk and the artefacts, and
+//!   changes to them. Then it is either the first process itself or gives way to systemd
+//!   (`init.rs`).
+//! - `mercury-lab-agent serve`: carries out the host's requests over the virtio-serial port
+//!   (`serve.rs`).
+//! - `poweroff`, `reboot`, `halt`: end the machine where systemd would not (`power.rs`).
 //! - `mercury-lab-agent shell`: the shell on the serial console (`console.rs`).
 
 #![allow(missing_docs)]
@@ -21,7 +23,7 @@ mod serve;
 
 use std::{error::Error, path::Path, process::ExitCode};
 
-/// Whatever went wrong; in this program errors are only ever shown.
+/// The result of any operation. This program only ever shows errors.
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 fn main() -> ExitCode {

@@ -1,7 +1,7 @@
 //! The end of a machine: `poweroff`, `reboot` and `halt`.
 //!
-//! Everything is told to stop, then made to, the disks are written, and the kernel is called. Where
-//! systemd is the first process, it is asked instead.
+//! Every process is asked to stop, then killed, the disks are written, and the kernel is called.
+//! Where systemd is the first process, systemd is asked instead.
 
 use std::{
     fs,
@@ -20,19 +20,19 @@ use rustix::{
 
 use crate::{Result, init::AGENT};
 
-/// How long processes have to stop by themselves.
+/// Time in which processes may stop by themselves.
 const GRACE: Duration = Duration::from_secs(5);
-/// Says that the end has begun, so that nothing is started again.
+/// The file that shows that the end has begun, so that nothing is started again.
 const ENDING: &str = "/run/lab.ending";
 
-/// What the end is to be.
+/// A way to end a machine.
 #[derive(Clone, Copy, Debug)]
 pub enum End {
-    /// Power off: QEMU ends.
+    /// A power-off, at which QEMU ends.
     PowerOff,
-    /// Restart, through the kernel's reboot notifiers and the firmware.
+    /// A restart, through the kernel's reboot notifiers and the firmware.
     Reboot,
-    /// Stop the processors; the machine stays as it is.
+    /// A stop of the processors; the machine stays as it is.
     Halt,
 }
 
@@ -45,7 +45,7 @@ impl End {
         }
     }
 
-    /// What a command's name asks for.
+    /// Returns the end that a command's name asks for.
     pub fn named(name: &str) -> Option<Self> {
         match name {
             "poweroff" => Some(Self::PowerOff),
@@ -64,8 +64,8 @@ impl End {
     }
 }
 
-/// Ends the machine on behalf of a user's command. The shell that the command came from ends too, and
-/// the kernel then hangs up on all that belongs to its terminal: so another process does it.
+/// Ends the machine on behalf of a user's command. The command's shell ends too, and the kernel
+/// then hangs up on all processes of its terminal. Therefore another process ends the machine.
 pub fn request(how: End) -> Result<()> {
     if Path::new("/run/systemd/private").exists() {
         return Err(Command::new(how.program()).args(std::env::args().skip(1)).exec().into());
@@ -81,12 +81,12 @@ pub fn end_detached(how: End) -> Result<()> {
     end(how)
 }
 
-/// Whether the end has begun.
+/// Returns true if the end has begun.
 pub fn ending() -> bool {
     Path::new(ENDING).exists()
 }
 
-/// Ends the machine. Comes back only if the kernel refuses.
+/// Ends the machine. Returns only if the kernel refuses.
 pub fn end(how: End) -> Result<()> {
     fs::write(ENDING, "")?;
     signal_all(Signal::TERM);
@@ -101,12 +101,12 @@ pub fn end(how: End) -> Result<()> {
     Ok(reboot(how.command())?)
 }
 
-/// Signals every process but the first and this one: the process group 1 stands for "all".
+/// Signals every process but the first and this one. The process group 1 stands for "all".
 fn signal_all(signal: Signal) {
     let _ = kill_process_group(Pid::INIT, signal);
 }
 
-/// Whether any process is left that runs a program, the first and this one aside.
+/// Returns true if a process is left that runs a program, besides the first and this one.
 fn others_are_left() -> bool {
     let own = std::process::id();
     let Ok(entries) = fs::read_dir("/proc") else { return false };
@@ -117,7 +117,7 @@ fn others_are_left() -> bool {
         .any(runs_a_program)
 }
 
-/// Kernel threads and zombies have no command line.
+/// Returns true if a process runs a program. Kernel threads and zombies have no command line.
 fn runs_a_program(pid: u32) -> bool {
     fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| !line.is_empty())
 }

@@ -1,7 +1,7 @@
 //! The protocol between the host and the agent in a lab machine, version 1.
 //!
-//! It runs over one virtio-serial port, a reliable byte stream that either side may lose and find
-//! again (the machine is reset, or its state is loaded from a snapshot).
+//! The protocol runs over one virtio-serial port, a reliable byte stream. Either side may lose the
+//! stream and find it again: the machine is reset, or its state is loaded from a snapshot.
 //!
 //! ```text
 //! frame    magic   "MLAB"    4 bytes   where a reader finds its place again
@@ -10,12 +10,13 @@
 //!          payload postcard  length    one `Request` (to the machine) or `Event` (from it)
 //! ```
 //!
-//! - The agent opens with [`Event::Hello`]; a second one means that the machine has started again
-//!   and that every job before it is gone. A host that speaks another version gives up by name.
-//! - Every job has a number that the host chose. A job ends with exactly one of [`Event::Exited`],
-//!   [`Event::Done`] and [`Event::Failed`]; its output, in order, comes before that.
-//! - A reader that does not find a frame where one should be skips to the next magic. Payloads above
-//!   [`MAX_PAYLOAD`] are refused; data travels in pieces of at most [`CHUNK`] bytes.
+//! - The agent opens with [`Event::Hello`]. A second hello means that the machine has started again
+//!   and that all earlier jobs are gone. A host that speaks another version gives up with that
+//!   reason.
+//! - The host numbers every job. A job ends with exactly one of [`Event::Exited`], [`Event::Done`]
+//!   and [`Event::Failed`]. The job's output comes before that, in order.
+//! - A reader that finds no frame skips to the next magic. Payloads above [`MAX_PAYLOAD`] are
+//!   refused. Data travels in pieces of at most [`CHUNK`] bytes.
 
 use std::io::{self, Read, Write};
 
@@ -31,131 +32,86 @@ pub const CHUNK: usize = 1 << 15;
 const MAGIC: [u8; 4] = *b"MLAB";
 const HEADER: usize = 12;
 
-/// What the host asks of the machine.
+/// A request from the host to the machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Request {
-    /// Say hello again: the host has (re)connected.
+    /// Say hello again: the host has connected or reconnected.
     Hello,
     /// Start a program as a job.
     Exec(Exec),
     /// Bytes for a job's standard input; an empty piece closes it.
-    Stdin {
-        /// The job.
-        id: u32,
-        /// The bytes.
-        data: Vec<u8>,
-    },
+    Stdin { id: u32, data: Vec<u8> },
     /// Send a signal to a job's process group.
-    Kill {
-        /// The job.
-        id: u32,
-        /// The signal's number.
-        signal: i32,
-    },
+    Kill { id: u32, signal: i32 },
     /// Write a piece of a file; the first piece creates it.
     Put {
-        /// The job.
         id: u32,
-        /// Where to.
         path: String,
         /// Permission bits of a new file.
         mode: u32,
-        /// Where in the file, in bytes; at 0 an old file is truncated.
+        /// The place in the file, in bytes. At 0 an old file is truncated.
         offset: u64,
-        /// The bytes.
         data: Vec<u8>,
-        /// What comes after this piece.
+        /// The mark of the last piece.
         end: End,
     },
     /// Read a whole file.
-    Get {
-        /// The job.
-        id: u32,
-        /// Which file.
-        path: String,
-    },
+    Get { id: u32, path: String },
 }
 
 /// A program to start.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Exec {
-    /// The job's number.
     pub id: u32,
-    /// Program and arguments.
+    /// The program and its arguments.
     pub argv: Vec<String>,
-    /// Environment, on top of the agent's own.
+    /// Variables added to the agent's own environment.
     pub env: Vec<(String, String)>,
-    /// Working directory; `/root` if none.
+    /// The working directory; `/root` if `None`.
     pub cwd: Option<String>,
-    /// Kill the process group after so many milliseconds of the machine's time.
+    /// The time in milliseconds of the machine's time after which the process group is killed.
     pub timeout_ms: Option<u64>,
 }
 
-/// Whether more pieces follow.
+/// The mark of a file's last piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum End {
-    /// More to come.
+    /// More pieces follow.
     More,
-    /// This was the last piece.
     Last,
 }
 
-/// What the machine tells the host.
+/// A message from the machine to the host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Event {
-    /// The agent is there.
+    /// The agent's introduction.
     Hello(Hello),
-    /// A job's process runs.
+    /// A job's process has started.
     Started {
-        /// The job.
         id: u32,
         /// Its process ID in the machine.
         pid: u32,
     },
     /// Bytes from a job's standard output.
-    Stdout {
-        /// The job.
-        id: u32,
-        /// The bytes.
-        data: Vec<u8>,
-    },
+    Stdout { id: u32, data: Vec<u8> },
     /// Bytes from a job's standard error.
-    Stderr {
-        /// The job.
-        id: u32,
-        /// The bytes.
-        data: Vec<u8>,
-    },
+    Stderr { id: u32, data: Vec<u8> },
     /// A job's process has ended.
-    Exited {
-        /// The job.
-        id: u32,
-        /// How.
-        exit: Exit,
-    },
-    /// A piece of a file that was asked for.
-    Data {
-        /// The job.
-        id: u32,
-        /// The bytes.
-        data: Vec<u8>,
-    },
+    Exited { id: u32, exit: Exit },
+    /// A piece of a requested file.
+    Data { id: u32, data: Vec<u8> },
     /// A file job is complete.
-    Done {
-        /// The job.
-        id: u32,
-    },
-    /// A job could not be done.
+    Done { id: u32 },
+    /// A job that could not be done.
     Failed {
-        /// The job.
         id: u32,
-        /// Why, for a person.
+        /// The reason, for a person.
         error: String,
     },
 }
 
 impl Event {
-    /// The job that this is about; a hello is about none.
+    /// Returns the job of the event; a hello belongs to none.
     #[must_use]
     pub fn job(&self) -> Option<u32> {
         match self {
@@ -174,32 +130,30 @@ impl Event {
 /// The agent's introduction.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
-    /// [`VERSION`] of the agent.
+    /// The agent's [`VERSION`].
     pub version: u16,
     /// The running kernel's release.
     pub kernel: String,
-    /// The kernel's boot ID: another one means another boot.
+    /// The kernel's boot ID: another ID means another boot.
     pub boot_id: String,
 }
 
-/// How a process ended.
+/// The way in which a process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Exit {
-    /// By itself, with this code.
+    /// An exit by itself, with this code.
     Code(i32),
-    /// By this signal.
     Signal(i32),
-    /// By the agent, because its time was up.
+    /// A kill by the agent after the time limit.
     TimedOut,
 }
 
-/// Why a frame could not be sent.
+/// The reason for which a frame could not be sent.
 #[derive(Debug, thiserror::Error)]
 pub enum SendError {
     /// The stream failed.
     #[error("cannot write to the port")]
     Io(#[from] io::Error),
-    /// The message has no encoding.
     #[error("cannot encode a message")]
     Encode(#[from] postcard::Error),
     /// The message is larger than a frame may be.
@@ -217,7 +171,7 @@ pub fn send<M: Serialize>(out: &mut impl Write, message: &M) -> Result<(), SendE
     Ok(())
 }
 
-/// One message as the bytes of a frame.
+/// Returns the bytes of a message's frame.
 ///
 /// # Errors
 /// If the message is too large for a frame.
@@ -235,7 +189,7 @@ pub fn encode<M: Serialize>(message: &M) -> Result<Vec<u8>, SendError> {
     Ok(frame)
 }
 
-/// Finds messages in a stream of bytes, whatever is lost or mixed in between.
+/// A decoder that finds messages in a stream of bytes, whatever is lost or mixed in between.
 #[derive(Debug, Default)]
 pub struct Decoder {
     buffer: Vec<u8>,
@@ -247,7 +201,7 @@ impl Decoder {
         self.buffer.extend_from_slice(bytes);
     }
 
-    /// The next whole message, if there is one. What is not a message is skipped.
+    /// Returns the next whole message, if there is one. Other bytes are skipped.
     pub fn next_message<M: DeserializeOwned>(&mut self) -> Option<M> {
         loop {
             self.skip_to_magic();
@@ -261,7 +215,7 @@ impl Decoder {
         }
     }
 
-    /// `None`: more bytes are needed. `Some(None)`: this is no frame.
+    /// Reads a frame. `None`: more bytes are needed. `Some(None)`: there is no frame here.
     fn frame<M: DeserializeOwned>(&self) -> Option<Option<(M, usize)>> {
         let word = |at: usize| -> Option<u32> {
             let bytes = self.buffer.get(at..at + 4)?;
@@ -288,7 +242,7 @@ impl Decoder {
     }
 }
 
-/// Reads messages from a stream until it ends.
+/// A receiver that reads messages from a stream until the stream ends.
 #[derive(Debug)]
 pub struct Receiver<R> {
     stream: R,
@@ -296,12 +250,11 @@ pub struct Receiver<R> {
 }
 
 impl<R: Read> Receiver<R> {
-    /// A receiver on `stream`.
     pub fn new(stream: R) -> Self {
         Self { stream, decoder: Decoder::default() }
     }
 
-    /// The next message; `None` at the end of the stream.
+    /// Returns the next message, or `None` at the end of the stream.
     ///
     /// # Errors
     /// If the stream fails.
@@ -366,8 +319,8 @@ mod tests {
             let mut decoder = Decoder::default();
             decoder.feed(&garbage);
             decoder.feed(&encode(&message).unwrap());
-            // Garbage that happens to look like the head of a long frame may hold the decoder up
-            // until that many bytes have come, no longer.
+            // Garbage that looks like the head of a long frame may delay the decoder until that
+            // many bytes have come, and no longer.
             let mut got = drain(&mut decoder);
             if got.is_empty() {
                 decoder.feed(&vec![0; MAX_PAYLOAD + HEADER]);

@@ -1,4 +1,4 @@
-//! The agent's service: requests from the port go to jobs, events of jobs go to the port.
+//! The agent's service: it passes requests from the port to jobs, and events of jobs to the port.
 
 use std::{
     fs::{self, File},
@@ -16,15 +16,15 @@ use rustix::termios::{OptionalActions, tcgetattr, tcsetattr};
 
 use crate::{Result, cmdline::Cmdline, environment, jobs::Jobs};
 
-/// How often to look for the port, or for the host's return, while there is none.
+/// Interval between two attempts to find the port, or the host's return.
 const RETRY: Duration = Duration::from_millis(20);
 
-/// The way to the host, shared by all jobs.
+/// The connection to the host, shared by all jobs.
 #[derive(Clone)]
 pub struct Host(Arc<Mutex<File>>);
 
 impl Host {
-    /// Tells the host something. A host that is not there hears it when it comes back.
+    /// Sends an event to the host. An absent host gets the event when it comes back.
     pub fn tell(&self, event: &Event) {
         let mut port = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Err(error) = send(&mut *port, event) {
@@ -50,8 +50,8 @@ pub fn run() -> Result<()> {
     }
 }
 
-/// Opens the port as soon as it is there: its driver may still be loading. `lab.port` names a serial port
-/// where the machine has no other.
+/// Opens the port as soon as it exists, since its driver may still be loading. `lab.port` names a
+/// serial port where the machine has no other.
 fn open_port() -> File {
     let serial = Cmdline::read().get("port").map(|name| Path::new("/dev").join(name));
     loop {
@@ -63,7 +63,7 @@ fn open_port() -> File {
     }
 }
 
-/// A serial port that passes bytes on as they are, at the most that a PC's has.
+/// Sets up a serial port to pass bytes on unchanged, at the highest speed of a PC's port.
 fn raw(port: File) -> File {
     if let Ok(mut settings) = tcgetattr(&port) {
         settings.make_raw();

@@ -1,9 +1,10 @@
-//! Hardware breakpoints. perf counts stores to a variable and calls of a function; a debugger watches a
-//! variable of its child. Both must see each hit exactly once. Or one of each CPU's is armed from beginning to end, whoever
-//! runs there, and none is missed meanwhile.
+//! Hardware breakpoints. perf counts stores to a variable and calls of a function. A debugger
+//! watches a variable of its child. Both must see each hit exactly once. In another mode, a
+//! breakpoint of each CPU is armed from beginning to end whatever task runs there, and no hit may
+//! be missed.
 //!
-//! There is one watched variable at a time: of two, QEMU 7.2 reports the one that was hit before along
-//! with the one that is hit.
+//! There is one watched variable at a time. With two, QEMU 7.2 reports the one that was hit before
+//! along with the one that is hit.
 
 use core::arch::global_asm;
 use std::{
@@ -47,23 +48,24 @@ unsafe extern "C" {
 
 const WATCHED_STORES: u64 = 8;
 const COUNTED: u64 = 20;
-/// The length of an execution breakpoint, as perf wants it.
+/// The length of an execution breakpoint for perf.
 const INSTRUCTION: u64 = size_of::<libc::c_long>() as u64;
-/// DR7: breakpoint 0 is on for this task, for stores of four bytes.
+/// The value of DR7: breakpoint 0 is on for this task, for stores of four bytes.
 const WATCH_STORES: u64 = 1 | 1 << 16 | 3 << 18;
 
-/// What to watch.
+/// The breakpoints to watch.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Stores only: Bochs does not honour RFLAGS.RF, and an execution breakpoint strikes for ever
+    /// Watch stores only: Bochs does not honour RFLAGS.RF, and an execution breakpoint strikes for
+    /// ever
     #[arg(long)]
     stores: bool,
-    /// One that is always armed on each CPU, for stores
+    /// Keep a breakpoint for stores armed on each CPU
     #[arg(long)]
     held: bool,
 }
 
-/// Counts on each CPU.
+/// Counts hits on each CPU.
 pub fn run(args: &Args, stop: &Stop, report: &mut Report) -> Result<()> {
     if args.held {
         return cpus::on_each(stop, report, hold);
@@ -84,10 +86,10 @@ pub fn run(args: &Args, stop: &Stop, report: &mut Report) -> Result<()> {
     })
 }
 
-/// Between two looks at what is always armed.
+/// Interval between two checks of an armed breakpoint.
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// Whoever runs on this CPU, its debug registers have this in them.
+/// Checks that this CPU's debug registers hold the breakpoint whatever task runs there.
 fn hold(cpu: usize, stop: &Stop, report: &mut Report) -> Result<()> {
     let variable = Box::new(AtomicU64::new(0));
     let address = variable.as_ptr() as u64;
@@ -105,7 +107,7 @@ fn hold(cpu: usize, stop: &Stop, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// A variable, and the counters; the function is the same for all.
+/// A variable with its counters. The function is the same for all.
 struct Counted {
     variable: Box<AtomicU64>,
     stores: Event,
@@ -149,7 +151,7 @@ extern "C" fn called(number: u64) -> u64 {
     black_box(number)
 }
 
-/// One round of the child: it stops at each store, and at the mark.
+/// Runs one round of the child, which stops at each store and at the mark.
 fn watch(child: &Tracee, cpu: usize, variable: u64, report: &mut Report) -> Result<()> {
     let mark = ptr::from_ref(&mercury_watch_mark) as u64;
     let mut hits = 0;

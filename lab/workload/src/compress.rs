@@ -1,4 +1,5 @@
-//! zstd alone on a file's content: what a stream of memory is compared with. Reading the file takes no time here.
+//! zstd alone on a file's content, for comparison with a stream of memory. The time to read the
+//! file does not count.
 
 use core::arch::x86_64::_rdtsc;
 use std::{
@@ -10,10 +11,10 @@ use std::{
 
 use crate::{Result, report::Report};
 
-/// So much is given to zstd at once.
+/// Bytes given to zstd at once.
 const PIECE: usize = 1 << 20;
 
-/// What to compress.
+/// The file to compress.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// zstd's level
@@ -23,7 +24,7 @@ pub struct Args {
     file: PathBuf,
 }
 
-/// Counts what comes out.
+/// A counter of the compressed bytes.
 struct Sink(u64);
 
 impl Write for Sink {
@@ -37,7 +38,7 @@ impl Write for Sink {
     }
 }
 
-/// Once over the file, in one thread.
+/// Compresses the file once, in one thread.
 pub fn run(args: &Args, report: &mut Report) -> Result<()> {
     let mut file = File::open(&args.file)?;
     let mut encoder = zstd::Encoder::new(Sink(0), args.level)?;

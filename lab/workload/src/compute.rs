@@ -1,4 +1,4 @@
-//! Work whose result is known: primes, and a chain of hashes.
+//! Work with a known result: primes, and a chain of hashes.
 
 use std::{
     thread,
@@ -12,7 +12,7 @@ use crate::{Result, cpus, report::Report, stop::Stop};
 const PRIMES_BELOW: usize = 100_000;
 const PRIMES: usize = 9592;
 const LINKS: usize = 1000;
-/// SHA-256 of SHA-256 of … of 32 zero bytes, a thousand times.
+/// The end of the chain: SHA-256 of SHA-256 of … of 32 zero bytes, a thousand times.
 const END_OF_CHAIN: [u8; 32] = [
     0x36, 0xc1, 0xcb, 0x4f, 0x82, 0x6a, 0xe4, 0x2c, 0xeb, 0xa8, 0x48, 0x22, 0x7e, 0x0c, 0x5f, 0x78, 0x61,
     0x78, 0xca, 0x9d, 0xce, 0xca, 0x67, 0x72, 0xe5, 0xd7, 0x28, 0xd0, 0x9c, 0x30, 0xa2, 0xf6,
@@ -20,12 +20,12 @@ const END_OF_CHAIN: [u8; 32] = [
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// After each pass rest for this many times as long
+    /// Rest after each pass for this many times its length
     #[arg(long, default_value_t = 0.0)]
     rest: f64,
 }
 
-/// A rest is no longer than this: somebody may want it to end.
+/// The longest rest, so that the workload ends soon on request.
 const REST_MAX: Duration = Duration::from_millis(500);
 
 /// Computes on each CPU.

@@ -1,5 +1,5 @@
-//! What CPUID costs, which a VMX machine cannot be attached without intercepting: ticks of the TSC for one, on
-//! each CPU, without the loop around it.
+//! The cost of CPUID, which a VMX machine must intercept while attached: ticks of the TSC for one
+//! instruction, on each CPU, without the loop around it.
 
 use core::arch::x86_64::{__cpuid_count, _rdtsc};
 
@@ -8,7 +8,7 @@ use crate::{Result, cpus, report::Report, stop::Stop};
 const PER_SAMPLE: u32 = 1000;
 const SAMPLES: u32 = 11;
 
-/// What to execute.
+/// The instruction to measure.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// EAX
@@ -16,7 +16,7 @@ pub struct Args {
     leaf: u32,
 }
 
-/// Measures on each CPU in turn; the smallest of the samples.
+/// Measures on each CPU in turn. The smallest sample counts.
 pub fn run(args: &Args, stop: &Stop, report: &mut Report) -> Result<()> {
     for cpu in cpus::usable()? {
         cpus::pin(cpu)?;

@@ -1,10 +1,10 @@
-//! CPUs that may be used, and threads that stay on theirs.
+//! The CPUs that a process may use, and threads that stay on one CPU.
 
 use std::{io, mem, thread};
 
 use crate::{Result, report::Report, stop::Stop};
 
-/// The CPUs that this process may run on.
+/// Returns the CPUs that this process may run on.
 pub fn usable() -> Result<Vec<usize>> {
     // SAFETY: a set of all zeros is an empty set; the kernel writes no more than its size.
     let set = unsafe {
@@ -35,12 +35,12 @@ pub fn fifo(priority: i32) -> Result<()> {
     Ok(())
 }
 
-/// Errors of calls that return -1.
+/// Turns a result of -1 into the error.
 pub fn check(result: i32) -> io::Result<i32> {
     if result == -1 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
-/// Runs `work` on a thread of each CPU until it is time to stop, and gathers what they report.
+/// Runs `work` on a thread of each CPU until the workload ends, and collects the reports.
 pub fn on_each(
     stop: &Stop,
     report: &mut Report,

@@ -1,4 +1,4 @@
-//! `/dev/mercury`.
+//! The device `/dev/mercury`.
 
 use std::{
     fs::{File, OpenOptions},
@@ -21,7 +21,7 @@ use crate::{Result, cpus::check};
 
 const PATH: &str = "/dev/mercury";
 
-/// Opens the device to look.
+/// Opens the device read-only.
 pub fn open_to_look() -> io::Result<File> {
     File::open(PATH)
 }
@@ -31,37 +31,37 @@ pub fn open_to_control() -> io::Result<File> {
     OpenOptions::new().read(true).write(true).open(PATH)
 }
 
-/// An ioctl with a request of the right type.
+/// Calls an ioctl with a request of the right type.
 pub fn request<T: Copy>(device: &File, command: u32, request: &mut T) -> io::Result<()> {
     // SAFETY: `T` is what the command takes: its number holds the size, and the driver checks it.
     unsafe { raw_request(device, command, ptr::from_mut(request) as u64) }
 }
 
-/// An ioctl with any address.
+/// Calls an ioctl with any address.
 ///
 /// # Safety
-/// What the driver may write to at the address must be nobody's, or mapped for that.
+/// No memory of this process may be at the address, unless it is meant to be written by the driver.
 pub unsafe fn raw_request(device: &File, command: u32, address: u64) -> io::Result<()> {
     // SAFETY: by contract.
     check(unsafe { libc::ioctl(device.as_raw_fd(), libc::c_ulong::from(command), address) })?;
     Ok(())
 }
 
-/// What the driver says of itself.
+/// Reads the driver's description of itself.
 pub fn system(device: &File) -> Result<SystemInfo> {
     let mut info = SystemInfo { header: Header::of::<SystemInfo>(), ..SystemInfo::default() };
     request(device, MERCURY_IOC_SYSTEM, &mut info)?;
     Ok(info)
 }
 
-/// The facts of a CPU.
+/// Reads the facts of a CPU.
 pub fn facts(device: &File, cpu: usize) -> Result<CpuFacts> {
     let mut facts = CpuFacts { header: Header::of::<CpuFacts>(), cpu: cpu as u32, ..CpuFacts::default() };
     request(device, MERCURY_IOC_FACTS, &mut facts)?;
     Ok(facts)
 }
 
-/// Loads the hypervisor if it is not there.
+/// Loads the hypervisor, unless it is loaded.
 pub fn load(device: &File) -> Result<()> {
     if system(device)?.state != MERCURY_STATE_UNLOADED {
         return Ok(());
@@ -70,7 +70,8 @@ pub fn load(device: &File) -> Result<()> {
     request(device, MERCURY_IOC_LOAD, &mut load).map_err(|error| explain(error, load.outcome))
 }
 
-/// Attaches or detaches the CPUs in `mask` (0: all); a result for each one that has switched.
+/// Attaches or detaches the CPUs in `mask` (0: all). Returns a result for each CPU that has
+/// switched.
 pub fn switch(device: &File, command: u32, mask: u64, flags: u64) -> Result<Vec<SwitchResult>> {
     let mut results = vec![SwitchResult::default(); 64];
     let mask = [mask];
@@ -89,7 +90,7 @@ pub fn switch(device: &File, command: u32, mask: u64, flags: u64) -> Result<Vec<
     Ok(results)
 }
 
-/// The driver's code in words.
+/// Returns the driver's code in words.
 pub fn explain(error: io::Error, outcome: Outcome) -> crate::Error {
     let name = Code::from_number(outcome.code).map_or("an unknown code", Code::name);
     format!("{name} on CPU {} ({error}), details {:x?}", outcome.cpu as i32, outcome.detail).into()

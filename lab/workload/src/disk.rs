@@ -1,5 +1,5 @@
-//! Copies a disk that is written to onto another one, by the driver's log of what is written, and compares the two when
-//! nobody writes any more: byte for byte.
+//! A copy of a disk that is written to, by the driver's dirty log of the disk. After the last write
+//! the two disks are compared byte for byte.
 
 use std::{
     fs::{File, OpenOptions},
@@ -24,17 +24,17 @@ use mercury_abi::{
 use crate::{Result, cpus::check, device, report::Report};
 
 const CHUNK: usize = 1 << MERCURY_DISK_CHUNK_SHIFT_MIN;
-/// Disks want buffers that begin here.
+/// Alignment of buffers for disks.
 const ALIGN: usize = 4096;
-/// From linux/fs.h.
+/// A request number from linux/fs.h.
 const FIFREEZE: libc::c_ulong = 0xC004_5877;
 const FITHAW: libc::c_ulong = 0xC004_5878;
-/// Missed chunks that are told one by one.
+/// The number of missed chunks that are reported one by one.
 const TOLD: u64 = 20;
-/// Who has written until now may have something under way.
+/// Time for writes that are still under way.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What to copy.
+/// The disks to copy.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The disk that is written to
@@ -44,15 +44,16 @@ pub struct Args {
     /// Collections while it is written to
     #[arg(long, default_value_t = 8)]
     collections: u64,
-    /// When so many were made, say so and wait for this file: nobody writes to the disk itself any more
+    /// Report after that many collections, and wait for this file: no task writes to the disk any
+    /// more
     #[arg(long)]
     wait_file: PathBuf,
-    /// A file system on it, which is held still then
+    /// A file system on the disk, which is frozen then
     #[arg(long)]
     freeze: Option<PathBuf>,
 }
 
-/// Copies it.
+/// Copies the disk.
 pub fn run(args: &Args, report: &mut Report) -> Result<()> {
     let copy = Copy::begin(args)?;
     refuses_nonsense(&copy, report);
@@ -102,7 +103,8 @@ pub fn run(args: &Args, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// One log of a disk at a time, of a disk, with maps of the right size.
+/// Checks that the driver allows one dirty log at a time, only of a disk, and only with maps of the
+/// right size.
 fn refuses_nonsense(copy: &Copy, report: &mut Report) {
     let mut refused = |what: &str, answer: Result<DiskLogRequest>, code: &str| {
         let said = answer.map_or_else(|error| error.to_string(), |_| "it is taken".into());
@@ -115,7 +117,7 @@ fn refuses_nonsense(copy: &Copy, report: &mut Report) {
     refused("a word too many", copy.ask(MERCURY_DISK_LOG_END + 1, &mut []), "bad-argument");
 }
 
-/// Bytes that begin where disks want it.
+/// Bytes that are aligned for disks.
 struct Buffer(Vec<u8>, usize);
 
 impl Buffer {
@@ -172,7 +174,7 @@ impl Copy {
         Ok(request)
     }
 
-    /// Copies what was written since the last time: how many chunks.
+    /// Copies the chunks written since the last call. Returns their number.
     fn round(&self, buffer: &mut Buffer) -> Result<u64> {
         let mut map = vec![0; self.chunks.div_ceil(64) as usize];
         let found = self.ask(MERCURY_DISK_LOG_COLLECT, &mut map)?.chunks;
@@ -182,7 +184,7 @@ impl Copy {
         Ok(found)
     }
 
-    /// Where a chunk is, and how long: the last one may be shorter.
+    /// Returns the place and the length of a chunk. The last chunk may be shorter.
     fn place(&self, chunk: u64) -> (u64, usize) {
         let start = chunk * CHUNK as u64;
         (start, (self.bytes - start).min(CHUNK as u64) as usize)
@@ -212,7 +214,7 @@ fn size(disk: &File) -> io::Result<u64> {
     Ok(bytes)
 }
 
-/// A file system that stands still until this is dropped.
+/// A file system that is frozen until this value is dropped.
 struct Frozen(File);
 
 impl Frozen {

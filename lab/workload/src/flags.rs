@@ -1,5 +1,5 @@
-//! General registers, flags, selectors and the bases of FS and GS hold patterns while the processor
-//! spins, with no system call in between.
+//! Patterns in general registers, flags, selectors and the bases of FS and GS. The processor spins
+//! with them, with no system call in between.
 
 use core::arch::{asm, naked_asm};
 
@@ -10,15 +10,15 @@ const CARRY: u64 = 1;
 const DIRECTION: u64 = 1 << 10;
 const ALIGNMENT_CHECK: u64 = 1 << 18;
 const IDENTIFICATION: u64 = 1 << 21;
-/// What survives the arithmetic of the loop, and may be chosen in user mode. The resume and trap flags,
-/// the privilege level and the like must stay clear.
+/// Flags that outlast the arithmetic of the loop, and that user mode may set. The resume and trap
+/// flags, the privilege level and the like must stay clear.
 const CHOSEN: u64 = CARRY | DIRECTION | ALIGNMENT_CHECK | IDENTIFICATION;
 const COMPARED: u64 = CHOSEN | 1 << 8 | 1 << 9 | 3 << 12 | 1 << 14 | 1 << 16 | 1 << 17;
 const INTERRUPTS: u64 = 1 << 9;
 const USER_DATA: u16 = 0x2B;
 const ARCH_SET_GS: i32 = 0x1001;
 
-/// All but RSP, which is in use, and RAX, which carries the address of this.
+/// All registers but RSP, which is in use, and RAX, which holds the address of this structure.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Registers {
@@ -80,8 +80,8 @@ pub fn run(stop: &Stop, report: &mut Report) -> Result<()> {
     })
 }
 
-/// Loads all registers from `*registers`, spins `rounds` times, and stores them there again. The
-/// counter is on the stack: no register is spared.
+/// Loads all registers from `*registers`, spins `rounds` times, and stores the registers there
+/// again. The counter is on the stack, so every register has a pattern.
 #[unsafe(naked)]
 unsafe extern "C" fn spin_with(registers: *mut Registers, rounds: u64) {
     naked_asm!(
@@ -94,7 +94,7 @@ unsafe extern "C" fn spin_with(registers: *mut Registers, rounds: u64) {
         "mov rsi, [rax + 24]; mov rdi, [rax + 32]; mov rbp, [rax + 40]",
         "mov r8, [rax + 48]; mov r9, [rax + 56]; mov r10, [rax + 64]; mov r11, [rax + 72]",
         "mov r12, [rax + 80]; mov r13, [rax + 88]; mov r14, [rax + 96]; mov r15, [rax + 104]",
-        // RAX too has a pattern while it spins.
+        // RAX has a pattern too while the loop spins.
         "not rax",
         "popfq",
         "2: dec qword ptr [rsp]",
@@ -109,7 +109,8 @@ unsafe extern "C" fn spin_with(registers: *mut Registers, rounds: u64) {
         "mov [rax + 80], r12; mov [rax + 88], r13; mov [rax + 96], r14; mov [rax + 104], r15",
         "pop qword ptr [rax + 112]",
         "add rsp, 16",
-        // The calling convention wants these clear, and so does code that is not aligned.
+        // The calling convention requires these flags to be clear, and so does code that is not
+        // aligned.
         "push 2",
         "popfq",
         "pop r15; pop r14; pop r13; pop r12; pop rbp; pop rbx",
@@ -125,7 +126,7 @@ fn set_gs_base(base: u64) -> Result<()> {
     Ok(())
 }
 
-/// GS's base by way of the kernel, whether or not RDGSBASE may be used.
+/// Reads GS's base from the kernel, whether or not RDGSBASE may be used.
 fn gs_base() -> u64 {
     const ARCH_GET_GS: i32 = 0x1004;
     let mut base = 0u64;
@@ -134,7 +135,7 @@ fn gs_base() -> u64 {
     base
 }
 
-/// The thread's own address, as the thread control block has it.
+/// Reads the thread's own address from the thread control block.
 fn fs_word() -> u64 {
     let word: u64;
     // SAFETY: the C library keeps a pointer to the control block at its start.
@@ -147,7 +148,7 @@ fn set_data_segments(selector: u16) {
     unsafe { asm!("mov ds, {0:e}", "mov es, {0:e}", in(reg) u32::from(selector), options(nostack)) };
 }
 
-/// ES, CS, SS, DS, FS, GS.
+/// Reads ES, CS, SS, DS, FS and GS.
 fn selectors() -> [u16; 6] {
     let [es, cs, ss, ds, fs, gs]: [u32; 6];
     // SAFETY: reads registers.

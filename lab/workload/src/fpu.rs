@@ -1,6 +1,6 @@
-//! Every register of the extended state holds a pattern while the processor spins: x87, SSE, AVX,
-//! AVX-512 with its masks, MXCSR and the x87 control word. XRSTOR loads them, XSAVE stores them, and
-//! there is no system call in between.
+//! Patterns in every register of the extended state: x87, SSE, AVX, AVX-512 with its masks, MXCSR
+//! and the x87 control word. XRSTOR loads the registers, the processor spins, and XSAVE stores
+//! them, with no system call in between.
 
 use core::arch::{asm, x86_64::__cpuid_count, x86_64::_xgetbv};
 use std::{
@@ -10,11 +10,13 @@ use std::{
 
 use crate::{Result, cpus, report::Report, rng::Rng, stop::Stop};
 
-/// x87, SSE, AVX, opmask, ZMM_Hi256 and Hi16_ZMM; protection keys are not to be played with.
+/// The components x87, SSE, AVX, opmask, ZMM_Hi256 and Hi16_ZMM. Protection keys must not be
+/// changed.
 const COMPONENTS: u64 = 0xE7;
 const LEGACY_SIZE: usize = 512;
 const ROUNDS: u64 = 40_000;
-/// Rounding to nearest, extended precision, all exceptions masked; and a rounding that is not the usual one.
+/// Control words: rounding to nearest, extended precision, all exceptions masked; and an unusual
+/// rounding.
 const CONTROL_WORDS: [u16; 2] = [0x037F, 0x0F7F];
 const MXCSR: [u32; 2] = [0x1F80, 0x7F80];
 
@@ -52,7 +54,7 @@ unsafe fn xgetbv() -> u64 {
     unsafe { _xgetbv(0) }
 }
 
-/// Where a component is in an area of the standard format.
+/// Returns the place of a component in an area of the standard format.
 fn component(number: u32) -> std::ops::Range<usize> {
     let leaf = __cpuid_count(0xD, number);
     leaf.ebx as usize..(leaf.ebx + leaf.eax) as usize
@@ -62,7 +64,7 @@ fn extended(components: u64) -> impl Iterator<Item = std::ops::Range<usize>> {
     (2..8).filter(move |number| components & 1 << number != 0).map(component)
 }
 
-/// An area for XSAVE.
+/// A memory area for XSAVE.
 struct Area {
     memory: *mut u8,
     layout: Layout,
@@ -81,7 +83,7 @@ impl Area {
         unsafe { slice::from_raw_parts_mut(self.memory, self.layout.size()) }
     }
 
-    /// Random registers that are legal to load.
+    /// Fills the area with random registers that are legal to load.
     fn fill(&mut self, rng: &mut Rng, components: u64) {
         let bytes = self.bytes();
         bytes.fill(0);
@@ -140,7 +142,7 @@ fn spin(before: &Area, after: &mut Area, components: u64) {
     }
 }
 
-/// What differs, by name. The last instruction's address and the like are nobody's pattern.
+/// Returns the differences by name. Fields like the last instruction's address hold no pattern.
 fn differences(before: &[u8], after: &[u8], components: u64) -> Vec<String> {
     let parts = [("FCW", 0..2), ("tags", 4..5), ("MXCSR", 24..28), ("x87", 32..160), ("XMM", 160..416)];
     let parts = parts.into_iter().map(|(name, range)| (name.to_owned(), range));

@@ -1,8 +1,10 @@
-//! Nonsense for the driver: known and unknown requests, with sizes, versions, flags, counts and addresses
-//! that are right, nearly right and wrong, from several threads, while CPUs attach and detach. Only
-//! errors that the interface knows may come back, and no byte outside of a request may change.
+//! Random requests for the driver: known and unknown ones, with sizes, versions, flags, counts and
+//! addresses that are right, nearly right and wrong, from several threads, while CPUs attach and
+//! detach. Only errors that the interface knows may come back, and no byte outside a request may
+//! change.
 //!
-//! A seed decides what each thread asks, in which order. What is answered also depends on the others.
+//! A seed decides each thread's requests and their order. The answers also depend on the other
+//! threads.
 
 use std::{collections::BTreeMap, fs::File, io, os::fd::AsRawFd, ptr, thread};
 
@@ -27,7 +29,7 @@ use crate::{Result, device, report::Report, rng::Rng, stop::Stop};
 
 const PAGE: usize = 4096;
 const CANARY: u8 = 0xA5;
-/// Errors that the interface knows.
+/// The errors that the interface knows.
 const ERRORS: [(i32, &str); 13] = [
     (libc::EINVAL, "EINVAL"),
     (libc::EFAULT, "EFAULT"),
@@ -67,24 +69,24 @@ const COMMANDS: [u32; 22] = [
     MERCURY_IOC_RESTORE_READ,
     MERCURY_IOC_RESTORE_GO,
 ];
-/// The first number that is no request's.
+/// The first number beyond all requests.
 const NUMBERS_END: u32 = 29;
 
-/// How long, and what.
+/// The requests to send.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Decides what is asked
+    /// The seed of all requests
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Requests, of all threads together
+    /// Number of requests of all threads together
     #[arg(long, default_value_t = 10_000)]
     iterations: u64,
-    /// Threads
+    /// Number of threads
     #[arg(long, default_value_t = 4)]
     threads: u64,
 }
 
-/// Fuzzes, and leaves every CPU native and nothing loaded.
+/// Sends the requests. Leaves every CPU native and nothing loaded.
 pub fn run(args: &Args, stop: &Stop, report: &mut Report) -> Result<()> {
     let control = device::open_to_control()?;
     let with_faults = device::system(&control)?.features & MERCURY_FEATURE_FAULT_INJECTION != 0;
@@ -111,7 +113,7 @@ pub fn run(args: &Args, stop: &Stop, report: &mut Report) -> Result<()> {
     leave(&control, report)
 }
 
-/// Everything off; a driver that has crashed would say so here.
+/// Detaches and unloads everything. A driver that has crashed would report it here.
 fn leave(control: &File, report: &mut Report) -> Result<()> {
     let state = device::system(control)?.state;
     report.check(state != MERCURY_STATE_CRASHED, || "the hypervisor has crashed".into());
@@ -123,16 +125,16 @@ fn leave(control: &File, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// Where a request can be.
+/// The place of a request in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
-    /// Ends with a page, and behind it is nothing.
+    /// The end of a page, with nothing mapped after it.
     AtTheEdge,
-    /// Half of it is behind the edge.
+    /// The edge of a page, with one half beyond it.
     OverTheEdge,
-    /// Cannot be written to.
+    /// A page that cannot be written to.
     ReadOnly,
-    /// An address that is nobody's.
+    /// An address with nothing mapped.
     Nowhere(u64),
 }
 
@@ -179,7 +181,7 @@ impl<'a> Fuzzer<'a> {
         Ok((self.report, self.answers))
     }
 
-    /// There is one controller, and this process has it.
+    /// Opens the device again. There is one controller, and this process is it.
     fn open_again(&mut self) {
         let again = device::open_to_control();
         let busy = again.as_ref().is_err_and(|error| error.raw_os_error() == Some(libc::EBUSY));
@@ -230,7 +232,7 @@ impl<'a> Fuzzer<'a> {
         self.answer(result, &format!("{command:#x} at {place:x?}"));
     }
 
-    /// Mostly a known one.
+    /// Chooses a command, mostly a known one.
     fn command(&mut self) -> u32 {
         let known = self.rng.pick(&COMMANDS);
         let fault = if self.with_faults { known } else { MERCURY_IOC_FAULT };
@@ -263,7 +265,7 @@ impl<'a> Fuzzer<'a> {
         }
     }
 
-    /// An address inside a request.
+    /// Chooses an address inside a request.
     fn pointer(&mut self) -> u64 {
         match self.rng.below(4) {
             0 => self.rng.pick(&NOWHERE),
@@ -282,7 +284,7 @@ impl<'a> Fuzzer<'a> {
         self.rng.pick(&[0, 0, 0, 0, 0, 1, 1, 2, 8, 8, 1 << 63, random])
     }
 
-    /// Its bytes; a random tail where the command is not known.
+    /// Returns the request's bytes. An unknown command gets a random tail.
     fn request(&mut self, command: u32, size: usize) -> Vec<u8> {
         let header = self.header(size);
         let mut bytes = match command {
@@ -360,7 +362,7 @@ impl<'a> Fuzzer<'a> {
         bytes
     }
 
-    /// A physical one.
+    /// Chooses a physical address.
     fn address(&mut self) -> u64 {
         let random = self.rng.next();
         self.rng.pick(&[0, 0, 1, 0x1000, 0x10_0000, 0x1000_0000, 1 << 52, u64::MAX, u64::MAX, random])
@@ -399,7 +401,7 @@ impl<'a> Fuzzer<'a> {
         }
     }
 
-    /// A code that exists, and success only where the call was one.
+    /// Checks that the code exists, and that only a successful call reports success.
     fn check_outcome(&mut self, command: u32, result: &io::Result<()>, outcome: Option<Outcome>) {
         let Some(outcome) = outcome else { return };
         let code = Code::from_number(outcome.code);
@@ -426,14 +428,14 @@ impl<'a> Fuzzer<'a> {
     }
 }
 
-/// A structure's bytes.
+/// Returns a structure's bytes.
 fn bytes_of<T: Copy>(value: T) -> Vec<u8> {
     // SAFETY: the interface's structures have no padding and consist of integers.
     unsafe { std::slice::from_raw_parts(ptr::from_ref(&value).cast(), size_of::<T>()) }.to_vec()
 }
 
-/// A thread's own pages: one for requests with nothing behind it, one that cannot be written to, and one
-/// for what requests point to, with nothing behind it either.
+/// A thread's own pages: one for requests with nothing mapped after it, one that cannot be written
+/// to, and one for the data of requests, also with nothing mapped after it.
 struct Memory(*mut u8);
 
 const REQUESTS: usize = 0;
@@ -477,7 +479,7 @@ impl Memory {
         }
     }
 
-    /// Puts a request somewhere; its address.
+    /// Puts a request at a place. Returns its address.
     fn put(&mut self, place: Place, request: &[u8]) -> u64 {
         let size = request.len().min(PAGE);
         match place {
@@ -505,17 +507,17 @@ impl Memory {
     }
 
     fn protect(&self, access: i32) {
-        // SAFETY: a page of this mapping that nobody has borrowed.
+        // SAFETY: a page of this mapping that no reference has borrowed.
         unsafe { libc::mprotect(self.0.add(READ_ONLY).cast(), PAGE, access) };
     }
 
-    /// Whether nothing was written before the request at the edge.
+    /// Returns true if nothing was written before the request at the edge.
     fn is_intact(&mut self, place: Place, size: usize) -> bool {
         place != Place::AtTheEdge
             || self.page(REQUESTS)[..PAGE - size.min(PAGE)].iter().all(|byte| *byte == CANARY)
     }
 
-    /// The outcome in the request at the edge, for commands that have one.
+    /// Returns the outcome in the request at the edge, for commands that have one.
     fn outcome(&mut self, command: u32, size: usize) -> Option<Outcome> {
         let offset = match command {
             MERCURY_IOC_LOAD | MERCURY_IOC_UNLOAD | MERCURY_IOC_RESTORE_GO => {

@@ -1,5 +1,6 @@
-//! The pause that an application sees: it wakes up a thousand times a second and keeps the longest time in which it did
-//! not, by the TSC, which goes on whatever the kernel makes of its clocks meanwhile.
+//! The pause that an application sees. The program wakes up a thousand times a second and keeps the
+//! longest time without a wake-up, by the TSC, which goes on whatever the kernel does to its clocks
+//! meanwhile.
 
 use core::arch::x86_64::_rdtsc;
 use std::{
@@ -12,7 +13,7 @@ use crate::{report::Report, stop::Stop};
 const PERIOD: Duration = Duration::from_millis(1);
 const CALIBRATION: Duration = Duration::from_millis(200);
 
-/// Until it is told to stop.
+/// Runs until the workload ends.
 pub fn run(stop: &Stop, report: &mut Report) {
     let ticks_per_us = calibrate();
     let (mut longest, mut before) = (0, ticks());

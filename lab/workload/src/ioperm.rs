@@ -1,5 +1,5 @@
-//! Ports by the task's own bitmap: the one that is permitted can be used, its neighbour cannot. The
-//! bitmap is behind the task-state segment, whose limit says that it is there.
+//! Ports by the task's own bitmap: the permitted port can be used, its neighbour cannot. The bitmap
+//! is after the task-state segment, whose limit includes it.
 
 use crate::{
     Result, cpus,
@@ -8,7 +8,7 @@ use crate::{
     stop::Stop,
 };
 
-/// Where firmware writes its progress: harmless.
+/// The port to which firmware writes its progress, which is harmless.
 const PERMITTED: u16 = 0x80;
 const FORBIDDEN: u16 = 0x81;
 const REFUSED: Option<Fault> = Some(Fault { signal: libc::SIGSEGV, in_place: true });

@@ -1,4 +1,4 @@
-//! The test module: a command in words, an answer in lines of a name and a value.
+//! The test module's interface: a command in words, and an answer in lines of a name and a value.
 
 use std::{
     fs::OpenOptions,
@@ -11,10 +11,10 @@ use crate::{Result, cpus, report::Report};
 
 const PATH: &str = "/dev/mercury_test";
 
-/// What to ask of it.
+/// The command to give.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Ask from this CPU
+    /// Give the command from this CPU
     #[arg(long)]
     on: Option<usize>,
     /// The command's words
@@ -22,7 +22,7 @@ pub struct Args {
     words: Vec<String>,
 }
 
-/// Asks, and reports the answer.
+/// Gives the command, and reports the answer.
 pub fn run(args: &Args, report: &mut Report) -> Result<()> {
     if let Some(cpu) = args.on {
         cpus::pin(cpu)?;
@@ -39,7 +39,7 @@ pub fn run(args: &Args, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// Decimal numbers are numbers; 64 bits of anything else stay text.
+/// Reads a value. Decimal numbers become numbers; 64 bits of anything else stay text.
 fn value(text: &str) -> Value {
     text.parse::<u64>().map_or_else(|_| text.into(), Value::from)
 }

@@ -1,8 +1,8 @@
-//! A process with a local descriptor table: DS and ES hold its selectors while 64-bit code spins, and
-//! 32-bit code runs in a segment of it and reads through the bases of two others.
+//! A process with a local descriptor table. DS and ES hold its selectors while 64-bit code spins.
+//! 32-bit code runs in one of its segments and reads through the bases of two others.
 //!
-//! The ways there and back are far jumps: QEMU 7.2 reads the stack for a far return in user mode as if it
-//! were the kernel, which SMAP forbids.
+//! The ways there and back are far jumps. QEMU 7.2 reads the stack for a far return in user mode as
+//! if it were the kernel, which SMAP forbids.
 
 use core::arch::asm;
 use std::{io, ptr, sync::Mutex};
@@ -13,7 +13,7 @@ const PAGE: usize = 4096;
 const ENTRIES_PER_CPU: u32 = 3;
 const SPINS: u64 = 40_000;
 const CALLS: u32 = 20_000;
-/// Offsets in the page that everything 32-bit is in.
+/// Offsets in the page with all 32-bit code and data.
 const CODE: usize = 0;
 const RETURN: usize = 0x80;
 const ENTRY: usize = 0xE0;
@@ -22,8 +22,8 @@ const DATA: [usize; 2] = [0x200, 0x400];
 /// Linux's selector of 64-bit user code.
 const USER_CODE: u16 = 0x33;
 
-/// In 32-bit mode: EDI rounds; ESI selector for DS and ES; ECX what is at DS:0, EDX what is at ES:4. It
-/// ends with EBX = 0 if all was right, in a far jump whose target follows.
+/// The 32-bit code. Its input is: EDI rounds; ESI the selector for DS and ES; ECX the word at DS:0;
+/// EDX the word at ES:4. It ends with EBX = 0 if all was right, in a far jump whose target follows.
 #[rustfmt::skip]
 const CODE_32: &[u8] = &[
     0x8E, 0xDE,                                 // mov ds, esi
@@ -42,7 +42,7 @@ const CODE_32: &[u8] = &[
     0xEA,                                       // ljmp …
 ];
 
-/// What a far jump takes.
+/// Returns the operand of a far jump.
 fn far_pointer(offset: u32, selector: u16) -> [u8; 6] {
     let mut pointer = [0; 6];
     pointer[..4].copy_from_slice(&offset.to_le_bytes());
@@ -50,7 +50,7 @@ fn far_pointer(offset: u32, selector: u16) -> [u8; 6] {
     pointer
 }
 
-/// In 64-bit mode again: the high halves of registers are not promised to have survived.
+/// Returns the 64-bit code of the way back. The high halves of registers may have been lost.
 fn code_64(saved_rsp: u32) -> Vec<u8> {
     let mut code = vec![0x48, 0x8B, 0x24, 0x25]; // mov rsp, [saved_rsp]
     code.extend(saved_rsp.to_le_bytes());
@@ -58,9 +58,9 @@ fn code_64(saved_rsp: u32) -> Vec<u8> {
     code
 }
 
-/// Runs on each CPU. The table is one of the process: entries are each CPU's own.
+/// Runs on each CPU. The table is one of the process; each CPU has its own entries.
 pub fn run(stop: &Stop, report: &mut Report) -> Result<()> {
-    // A change of the table is a change of the whole table.
+    // A change replaces the whole table.
     let table = Mutex::new(());
     cpus::on_each(stop, report, |cpu, stop, report| {
         let mut rng = Rng::new(cpu as u64);
@@ -84,24 +84,24 @@ pub fn run(stop: &Stop, report: &mut Report) -> Result<()> {
     })
 }
 
-/// `struct user_desc`.
+/// The structure `user_desc`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     number: u32,
     base: u32,
     limit: u32,
-    /// 32-bit; kind of contents; read-only; limit in pages; absent; usable; 64-bit.
+    /// Flags: 32-bit; kind of contents; read-only; limit in pages; absent; usable; 64-bit.
     flags: u32,
 }
 
 impl Entry {
-    /// Flat 32-bit code.
+    /// Returns flat 32-bit code.
     fn code(number: u32) -> Self {
         Self { number, base: 0, limit: 0xF_FFFF, flags: 1 | 2 << 1 | 1 << 4 | 1 << 6 }
     }
 
-    /// One of the page's two data areas, just as large as it is.
+    /// Returns one of the page's two data areas, with exactly its size.
     fn data(number: u32, page: &LowPage, which: usize) -> Self {
         Self { number, base: page.address(DATA[which]), limit: 0xFF, flags: 1 | 1 << 6 }
     }
@@ -117,14 +117,14 @@ fn set(table: &Mutex<()>, entry: &Entry) -> Result<()> {
     // SAFETY: the kernel reads one entry.
     let result =
         unsafe { libc::syscall(libc::SYS_modify_ldt, WRITE, ptr::from_ref(entry), size_of::<Entry>()) };
-    // Its result is an int, in a register whose high half is not sign-extended.
+    // The result is an int, in a register whose high half is not sign-extended.
     match result as i32 {
         0 => Ok(()),
         error => Err(io::Error::from_raw_os_error(-error).into()),
     }
 }
 
-/// Whether DS and ES keep their selectors through a spin.
+/// Returns true if DS and ES keep their selectors through a spin.
 fn hold_in_64_bit(ds: u16, es: u16) -> bool {
     let (ds_after, es_after): (u32, u32);
     // SAFETY: 64-bit code ignores DS and ES; both are null again at the end.
@@ -176,7 +176,7 @@ impl LowPage {
         unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), self.0.add(offset), bytes.len()) };
     }
 
-    /// New words in a data area: what is at 0 and at 4.
+    /// Fills a data area with new words at 0 and at 4.
     fn fill(&self, which: usize, rng: &mut Rng) -> [u32; 2] {
         let words = [rng.next() as u32, rng.next() as u32];
         self.write(DATA[which], &words[0].to_le_bytes());
@@ -184,7 +184,7 @@ impl LowPage {
         words
     }
 
-    /// Far into 32-bit code and back: 0, or how many rounds were left when something was wrong.
+    /// Jumps into 32-bit code and back. Returns 0, or the number of rounds left at an error.
     fn call_32_bit(&self, code: &Entry, data: &Entry, words: [u32; 2]) -> u32 {
         self.write(ENTRY, &far_pointer(self.address(CODE), code.selector()));
         let left: u32;

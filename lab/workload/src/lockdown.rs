@@ -1,5 +1,5 @@
-//! Asks the driver for what reads or replaces the kernel's memory, in requests that it refuses anyway for want of a snapshot
-//! or an image, and tells the code of each refusal: lockdown's comes first.
+//! Requests that read or replace the kernel's memory. The driver refuses them anyway, for want of a
+//! snapshot or an image. The report has the code of each refusal: lockdown's comes first.
 
 use std::fs::File;
 
@@ -16,10 +16,10 @@ use mercury_abi::{
 
 use crate::{Result, device, report::Report};
 
-/// A flag that no version knows.
+/// A flag that no version has.
 const UNKNOWN_FLAG: u64 = 1 << 63;
 
-/// One request of each kind.
+/// Sends one request of each kind.
 pub fn run(report: &mut Report) -> Result<()> {
     let device = device::open_to_control()?;
     for (name, command) in
@@ -56,7 +56,7 @@ pub fn run(report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// The name of the code with which the driver refuses.
+/// Returns the name of the code with which the driver refuses.
 fn refusal<T: Copy>(
     device: &File,
     command: u32,

@@ -1,5 +1,5 @@
-//! Keeps a log of what is written through the driver, and proves it: what is not in it is at the instant what it was when
-//! it was read last, whoever writes.
+//! A dirty log through the driver, with its proof: a page that is not in the log has at the instant
+//! the contents of its last reading, whatever wrote to memory.
 
 use std::{collections::HashMap, fs::File, path::PathBuf, thread, time::Duration};
 
@@ -17,24 +17,24 @@ use mercury_abi::{
 use crate::{Result, device, report::Report, snapshot::kind, stop::Stop};
 
 const PAGE_WORDS: usize = 512;
-/// Frames of one request.
+/// The number of frames of one request.
 const BATCH: usize = 256;
-/// Missed pages that are told one by one.
+/// The number of missed pages that are reported one by one.
 const TOLD: u64 = 20;
 
-/// What to log.
+/// The logs to keep.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Pages of the pool
     #[arg(long, default_value_t = 20_000)]
     pool_pages: u64,
-    /// End after so many logs
+    /// End after this many logs
     #[arg(long)]
     rounds: Option<u64>,
     /// Collections before the instant
     #[arg(long, default_value_t = 4)]
     collections: u64,
-    /// When all of memory has been read once, say so and wait for this file
+    /// After one reading of all memory, report that and wait for this file
     #[arg(long)]
     wait_file: Option<PathBuf>,
 }
@@ -49,7 +49,7 @@ struct Totals {
     missed: u64,
 }
 
-/// One after the other. All CPUs are attached.
+/// Keeps one log after the other. All CPUs are attached.
 pub fn run(args: &Args, stop: &Stop, report: &mut Report) -> Result<()> {
     let device = device::open_to_control()?;
     let mut totals = Totals::default();
@@ -89,7 +89,7 @@ fn round(device: &File, args: &Args, report: &mut Report, totals: &mut Totals) -
     totals.last += last.0;
     totals.changed_last += last.1;
     totals.last_of_devices += collected.device_pages;
-    // What is left was not in the log.
+    // The remaining pages were not in the log.
     let mut missed = 0;
     let mut compare = |frame: u64, found: u64| {
         let is_missed = known.get(&frame) != Some(&found);
@@ -123,7 +123,8 @@ fn log(device: &File, what: u32) -> Result<LogRequest> {
     Ok(request)
 }
 
-/// Reads frames and hands on their hashes: how many, and of how many `each` says that they are others.
+/// Reads frames and passes on their hashes. Returns the number of frames, and the number for which
+/// `each` reports a change.
 fn read(device: &File, what: u32, flags: u64, each: &mut impl FnMut(u64, u64) -> bool) -> Result<(u64, u64)> {
     let mut frames = vec![0_u64; BATCH];
     let mut data = vec![[0_u64; PAGE_WORDS]; BATCH];

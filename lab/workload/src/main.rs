@@ -1,12 +1,14 @@
-//! Programs that would notice if something beneath them were not as it was. Each runs until it is told
-//! to stop, prints one line of JSON, and ends with code 1 if it has seen a violation.
+//! Programs that would notice a change under them. Each runs until it is told to stop, prints one
+//! line of JSON, and ends with code 1 if it has seen a violation.
 //!
-//! They watch what a mode switch could spoil: time (`spin`, `realtime`), results (`compute`), registers
-//! (`fpu`, `flags`), segments and tables (`ldt`, `ioperm`), debugging (`breakpoint`, `step`,
-//! `sampling`) and exceptions (`vmmcall`, `wrap`). `switch` is what they are to withstand, `state` compares a
-//! CPU with itself, `fuzz-ioctl` attacks the driver, `touch` makes the nested tables fault from user mode,
-//! `cpuid` measures what that costs, and `kernel` talks to the test module. `gap` and `compress` measure for the
-//! benchmarks.
+//! They watch everything that a mode switch could damage: time (`spin`, `realtime`), results
+//! (`compute`), registers (`fpu`, `flags`), segments and tables (`ldt`, `ioperm`), debugging
+//! (`breakpoint`, `step`, `sampling`) and exceptions (`vmmcall`, `wrap`).
+//!
+//! Other programs act: `switch` switches under them, `state` compares a CPU with itself,
+//! `fuzz-ioctl` attacks the driver, `touch` makes the nested tables fault from user mode, `cpuid`
+//! measures the cost of that instruction, and `kernel` talks to the test module. `gap` and
+//! `compress` measure for the benchmarks.
 
 #![allow(missing_docs)]
 
@@ -65,55 +67,55 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Workload {
-    /// A thread on each CPU reads the time and keeps the longest gaps
+    /// Read the time in a thread on each CPU, and keep the longest gaps
     Spin(spin::Args),
-    /// Primes and hashes with known results, on each CPU
+    /// Compute primes and hashes with known results, on each CPU
     Compute(compute::Args),
-    /// x87, SSE, AVX and AVX-512 registers hold patterns
+    /// Hold patterns in x87, SSE, AVX and AVX-512 registers
     Fpu,
-    /// General registers, flags, selectors, FS and GS bases hold patterns
+    /// Hold patterns in general registers, flags, selectors, FS and GS bases
     Flags,
-    /// Segments of a local descriptor table, in 64-bit and in 32-bit code
+    /// Use segments of a local descriptor table, in 64-bit and in 32-bit code
     Ldt,
-    /// Ports that are permitted and ports that are not
+    /// Use a permitted port and one that is not
     Ioperm,
-    /// Hardware breakpoints by perf and by ptrace count exactly
+    /// Count hardware breakpoints exactly, by perf and by ptrace
     Breakpoint(breakpoint::Args),
-    /// A child is single-stepped; every instruction counts once
+    /// Single-step a child, and count every instruction once
     Step(step::Args),
-    /// Samples flow on every CPU
+    /// Take samples on every CPU
     Sampling,
-    /// Shadow stacks match the calls
+    /// Match shadow stacks with calls
     ShadowStack(shadow_stack::Args),
-    /// Real-time threads wake up each millisecond
+    /// Wake up real-time threads each millisecond
     Realtime(realtime::Args),
-    /// Virtualization instructions in user mode fault as they do natively
+    /// Execute virtualization instructions in user mode, which must fault as they do natively
     Vmmcall,
-    /// CPUID at the end of 4 GiB, in 32-bit code
+    /// Execute CPUID at the end of 4 GiB, in 32-bit code
     Wrap,
-    /// Attaches and detaches again and again, through the driver itself
+    /// Attach and detach again and again, through the driver itself
     Switch(switch::Args),
-    /// Takes snapshots of memory, and proves them by hashes
+    /// Take snapshots of memory, and prove them by hashes
     Snapshot(snapshot::Args),
-    /// Logs what is written, and proves by hashes that nothing is missing
+    /// Keep a dirty log, and prove by hashes that nothing is missing
     Log(log::Args),
-    /// Asks for what lockdown forbids
+    /// Request what lockdown forbids
     Lockdown,
-    /// Copies a disk that is written to, by the log of what is, and compares the copy
+    /// Copy a disk that is written to, by its dirty log, and compare the copy
     Disk(disk::Args),
-    /// Compares the state of each CPU before, during and after
+    /// Compare the state of each CPU before, during and after
     State(state::Args),
-    /// Calls the driver with nonsense
+    /// Send random requests to the driver
     FuzzIoctl(fuzz::Args),
-    /// Reads a physical address from user mode
+    /// Read a physical address from user mode
     Touch(touch::Args),
-    /// Measures what CPUID costs
+    /// Measure the cost of CPUID
     Cpuid(cpuid::Args),
-    /// Wakes up each millisecond and keeps the longest time in which it did not
+    /// Wake up each millisecond, and keep the longest time without a wake-up
     Gap,
-    /// Compresses a file with zstd alone
+    /// Compress a file with zstd alone
     Compress(compress::Args),
-    /// Gives a command to the test module and prints its answer
+    /// Give a command to the test module and print its answer
     Kernel(kernel::Args),
 }
 

@@ -23,21 +23,20 @@ const DISABLE: libc::c_ulong = 0x2401;
 const RESET: libc::c_ulong = 0x2403;
 const RECORD_LOST: u32 = 2;
 const RECORD_SAMPLE: u32 = 9;
-/// `perf_event_header::misc`.
+/// Bits of `perf_event_header::misc`.
 const MODE_MASK: u16 = 7;
 const MODE_KERNEL: u16 = 1;
 const MODE_USER: u16 = 2;
 
-/// A counter that is open.
 #[derive(Debug)]
 pub struct Event(OwnedFd);
 
-/// Whom an event is about.
+/// The subject of an event.
 #[derive(Clone, Copy, Debug)]
 pub enum Target {
-    /// The calling thread, wherever it runs.
+    /// The calling thread, on any CPU.
     ThisThread,
-    /// All that runs on a CPU.
+    /// All tasks on a CPU.
     Cpu(usize),
 }
 
@@ -53,11 +52,11 @@ impl Event {
         // SAFETY: the kernel reads `attr`.
         let fd = unsafe { libc::syscall(libc::SYS_perf_event_open, &raw const attr, pid, cpu, -1, CLOEXEC) };
         let fd = check(fd as i32)?;
-        // SAFETY: a new descriptor that nobody else has.
+        // SAFETY: a new descriptor with no other owner.
         Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) }))
     }
 
-    /// A breakpoint in user mode, off at first.
+    /// Opens a breakpoint in user mode, off at first.
     pub fn breakpoint(target: Target, kind_of_access: u32, address: u64, length: u64) -> io::Result<Self> {
         let attr = Attr {
             kind: kind::BREAKPOINT,
@@ -77,19 +76,19 @@ impl Event {
         Ok(())
     }
 
-    /// Counts from zero.
+    /// Starts counting from zero.
     pub fn start(&self) -> Result<()> {
         self.control(RESET)?;
         self.control(ENABLE)
     }
 
-    /// Stops, and says how far it has counted.
+    /// Stops counting, and returns the count.
     pub fn finish(&self) -> Result<u64> {
         self.control(DISABLE)?;
         self.count()
     }
 
-    /// How far it has counted.
+    /// Returns the count so far.
     pub fn count(&self) -> Result<u64> {
         let mut count = [0; 8];
         // SAFETY: the buffer has the size that is passed.
@@ -101,29 +100,29 @@ impl Event {
     }
 }
 
-/// Samples since the last look.
+/// Samples since the last reading.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Samples {
-    /// In the kernel.
+    /// Samples in the kernel.
     pub kernel: u64,
-    /// In user mode.
+    /// Samples in user mode.
     pub user: u64,
-    /// Neither.
+    /// Samples in neither.
     pub elsewhere: u64,
-    /// On another CPU than the event's.
+    /// Samples on another CPU than the event's.
     pub astray: u64,
-    /// There was no room for them.
+    /// Samples for which there was no room.
     pub lost: u64,
 }
 
 impl Samples {
-    /// All that were taken.
+    /// Returns the number of all samples taken.
     pub fn taken(&self) -> u64 {
         self.kernel + self.user + self.elsewhere
     }
 }
 
-/// A ring that the kernel writes samples to, each with its instruction and its CPU.
+/// A ring to which the kernel writes samples, each with its instruction and its CPU.
 pub struct Ring {
     event: Event,
     pages: *mut u8,
@@ -160,7 +159,7 @@ impl Ring {
         std::array::from_fn(|index| self.byte(position + index as u64))
     }
 
-    /// Takes everything out of the ring.
+    /// Takes all samples out of the ring.
     pub fn take(&self) -> Samples {
         let mut samples = Samples::default();
         let head = self.position(DATA_HEAD).load(Ordering::Acquire);
@@ -191,7 +190,7 @@ impl Ring {
         }
     }
 
-    /// The event behind it.
+    /// Returns the ring's event.
     pub fn event(&self) -> &Event {
         &self.event
     }

@@ -1,4 +1,4 @@
-//! Real-time threads that sleep until each next millisecond: how late they wake up.
+//! Real-time threads that sleep until each next millisecond, and the delays of their wake-ups.
 
 use std::io;
 
@@ -9,7 +9,7 @@ use crate::{Result, cpus, report::Report, stop::Stop};
 const NS_PER_S: u64 = 1_000_000_000;
 const BUCKETS: usize = 40;
 
-/// How to run.
+/// The threads' settings.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Period, in microseconds
@@ -23,7 +23,7 @@ pub struct Args {
     limit_us: Option<u64>,
 }
 
-/// A thread on each CPU.
+/// Runs a thread on each CPU.
 pub fn run(args: &Args, stop: &Stop, report: &mut Report) -> Result<()> {
     cpus::on_each(stop, report, |cpu, stop, report| {
         cpus::fifo(args.priority)?;
@@ -40,13 +40,13 @@ fn wake_up(cpu: usize, args: &Args, stop: &Stop, report: &mut Report) -> Result<
         next += period;
         sleep_until(next)?;
         let Some(late) = now().checked_sub(next) else {
-            // A signal may have ended the sleep, and this with it.
+            // A signal may have ended the sleep, and the workload with it.
             report.check(stop.is_set(), || format!("CPU {cpu}: woke up too early"));
             continue;
         };
         latest = latest.max(late);
         histogram[(late.max(1).ilog2() as usize).min(BUCKETS - 1)] += 1;
-        // Whole periods that were slept through are lost; the rhythm goes on from here.
+        // Whole periods that passed in sleep are lost; the rhythm goes on from here.
         lost += late / period;
         next += late / period * period;
         report.pass();

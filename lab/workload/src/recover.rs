@@ -1,29 +1,29 @@
-//! Instructions that are expected to fault: the signal's handler goes on behind them and remembers what
-//! it was.
+//! Instructions that are expected to fault. The signal's handler goes on after them and records the
+//! fault.
 
 use std::{cell::UnsafeCell, mem, ptr};
 
 use crate::{Result, cpus::check};
 
-/// Where the current thread goes on after a fault. [`attempt`] writes `resume` and `start`.
+/// The place at which the current thread goes on after a fault. [`attempt`] writes `resume` and
+/// `start`.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Recovery {
-    /// Behind the instruction, or 0 while no fault is expected.
+    /// The address after the instruction, or 0 while no fault is expected.
     pub resume: u64,
-    /// The instruction.
+    /// The instruction's address.
     pub start: u64,
-    /// What happened.
+    /// The signal that came.
     pub signal: i32,
     at: u64,
 }
 
-/// A fault that was expected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fault {
-    /// SIGILL, SIGSEGV …
+    /// The signal: SIGILL, SIGSEGV …
     pub signal: i32,
-    /// The faulting instruction is the one that was tried.
+    /// True if the faulting instruction is the one that was tried.
     pub in_place: bool,
 }
 
@@ -36,7 +36,7 @@ fn recovery() -> *mut Recovery {
     RECOVERY.with(UnsafeCell::get)
 }
 
-/// Takes the signals of faults from now on, on all threads.
+/// Handles the signals of faults from now on, on all threads.
 pub fn install() -> Result<()> {
     let handler: extern "C" fn(i32, *mut libc::siginfo_t, *mut libc::c_void) = on_fault;
     for signal in [libc::SIGILL, libc::SIGSEGV, libc::SIGBUS, libc::SIGTRAP] {
@@ -59,7 +59,7 @@ extern "C" fn on_fault(signal: i32, _info: *mut libc::siginfo_t, context: *mut l
         let rip = &mut (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs[libc::REG_RIP as usize];
         let recovery = recovery();
         if (*recovery).resume == 0 {
-            // Not ours: the instruction faults again and ends the process.
+            // An unexpected fault: the instruction faults again and ends the process.
             libc::signal(signal, libc::SIG_DFL);
             return;
         }
@@ -69,7 +69,6 @@ extern "C" fn on_fault(signal: i32, _info: *mut libc::siginfo_t, context: *mut l
     }
 }
 
-/// Begins an attempt.
 pub fn arm() -> *mut Recovery {
     let recovery = recovery();
     // SAFETY: this thread's own, and no attempt is under way.
@@ -77,7 +76,7 @@ pub fn arm() -> *mut Recovery {
     recovery
 }
 
-/// Ends an attempt: the fault, if there was one.
+/// Ends an attempt. Returns the fault, if there was one.
 pub fn disarm() -> Option<Fault> {
     let recovery = recovery();
     // SAFETY: this thread's own, and the attempt is over.
@@ -85,8 +84,8 @@ pub fn disarm() -> Option<Fault> {
     (done.signal != 0).then_some(Fault { signal: done.signal, in_place: done.at == done.start })
 }
 
-/// Executes instructions of which the first may fault; the value is the fault, if there was one. To be
-/// used in an unsafe block, with the operands that `asm!` takes.
+/// Executes instructions of which the first may fault. The value is the fault, if there was one.
+/// The macro goes into an unsafe block, with the operands that `asm!` takes.
 macro_rules! attempt {
     ($instruction:expr $(, $($operands:tt)*)?) => {{
         let recovery = $crate::recover::arm();

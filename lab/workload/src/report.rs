@@ -1,11 +1,11 @@
-//! The one line that a workload ends with.
+//! The line with which a workload ends.
 
 use serde_json::{Map, Value, json};
 
-/// More than this many violations are only counted.
+/// The number of violations that are shown. Further ones are only counted.
 const SHOWN: usize = 10;
 
-/// What a workload has found.
+/// The findings of a workload.
 #[derive(Debug, Default)]
 pub struct Report {
     passes: u64,
@@ -15,7 +15,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// Adds what one thread has found.
+    /// Adds the findings of one thread.
     pub fn merge(&mut self, other: Self) {
         self.passes += other.passes;
         self.violations += other.violations;
@@ -24,17 +24,17 @@ impl Report {
         self.facts.extend(other.facts);
     }
 
-    /// One more round without a violation, or with one.
+    /// Counts one more round, with or without a violation.
     pub fn pass(&mut self) {
         self.passes += 1;
     }
 
-    /// How many rounds there were.
+    /// Returns the number of rounds.
     pub fn passes(&self) -> u64 {
         self.passes
     }
 
-    /// Something that must not be.
+    /// Adds a violation.
     pub fn violation(&mut self, what: impl Into<String>) {
         self.violations += 1;
         if self.shown.len() < SHOWN {
@@ -42,24 +42,24 @@ impl Report {
         }
     }
 
-    /// A violation unless `holds`.
+    /// Adds a violation unless `holds`.
     pub fn check(&mut self, holds: bool, what: impl FnOnce() -> String) {
         if !holds {
             self.violation(what());
         }
     }
 
-    /// A result for whoever reads the line.
+    /// Adds a result for the line's reader.
     pub fn fact(&mut self, name: &str, value: impl Into<Value>) {
         self.facts.insert(name.to_owned(), value.into());
     }
 
-    /// Whether nothing was violated.
+    /// Returns true if nothing was violated.
     pub fn is_clean(&self) -> bool {
         self.violations == 0
     }
 
-    /// All of it, as JSON in one line.
+    /// Returns the report as JSON in one line.
     pub fn line(&self) -> String {
         let mut line = json!({ "passes": self.passes, "violations": self.violations });
         if let Value::Object(fields) = &mut line {

@@ -1,11 +1,10 @@
-//! Pseudo-random numbers that a seed decides (xorshift64*): no more than that is asked of them.
+//! Pseudo-random numbers from a seed (xorshift64*). Nothing here needs better ones.
 
-/// A generator.
 #[derive(Clone, Debug)]
 pub struct Rng(u64);
 
 impl Rng {
-    /// The generator of a seed; streams of neighbouring seeds have nothing to do with each other.
+    /// Returns the generator of a seed. Streams of neighbouring seeds are unrelated.
     pub fn new(seed: u64) -> Self {
         let mut mixed = seed.wrapping_add(0x9E37_79B9_7F4A_7C15);
         mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -13,7 +12,6 @@ impl Rng {
         Self((mixed ^ (mixed >> 31)).max(1))
     }
 
-    /// The next number.
     pub fn next(&mut self) -> u64 {
         self.0 ^= self.0 >> 12;
         self.0 ^= self.0 << 25;
@@ -21,17 +19,17 @@ impl Rng {
         self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
     }
 
-    /// A number below `end`, which is not zero.
+    /// Returns a number below `end`, which is not zero.
     pub fn below(&mut self, end: u64) -> u64 {
         self.next() % end
     }
 
-    /// One of several.
+    /// Returns one of several values.
     pub fn pick<T: Copy>(&mut self, choices: &[T]) -> T {
         choices[self.below(choices.len() as u64) as usize]
     }
 
-    /// True once in `times`.
+    /// Returns true once in `times`.
     pub fn once_in(&mut self, times: u64) -> bool {
         self.below(times) == 0
     }

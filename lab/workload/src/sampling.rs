@@ -1,5 +1,6 @@
-//! perf's samples of all CPUs, the kernel included. By the processor's cycles, which come as NMIs,
-//! where there is such a counter (QEMU's software emulation has none); by the CPU's clock otherwise.
+//! perf's samples of all CPUs, the kernel included. The samples come by the processor's cycles, as
+//! NMIs, where there is such a counter (QEMU's software emulation has none), and by the CPU's clock
+//! otherwise.
 
 use std::{thread, time::Duration};
 
@@ -16,7 +17,8 @@ use crate::{
 
 const FREQUENCY: u64 = 500;
 const LOOK_EVERY: Duration = Duration::from_millis(200);
-/// A CPU of a busy emulator may be without its turn for a while.
+/// The number of readings without a sample that are no violation: a CPU of a busy emulator may wait
+/// a while for its turn.
 const PATIENCE: u32 = 25;
 
 /// Samples all CPUs.
@@ -56,12 +58,12 @@ fn best_source(cpu: usize) -> (Attr, &'static str) {
     }
 }
 
-/// Samples of one CPU.
+/// The samples of one CPU.
 #[derive(Debug, Default)]
 struct Watched {
     cpu: usize,
     all: Samples,
-    /// Looks since there was one.
+    /// Readings since the last sample.
     silent: u32,
     longest_silence: u32,
 }

@@ -1,5 +1,6 @@
-//! A thread with a shadow stack (SDM volume 1, "Control-flow enforcement technology") calls and returns, with a
-//! CPUID at the bottom of the calls. A shadow stack pointer that is lost faults at the next return.
+//! A thread with a shadow stack (SDM volume 1, "Control-flow enforcement technology") that calls
+//! and returns, with a CPUID at the bottom of the calls. A lost shadow stack pointer faults at the
+//! next return.
 
 use core::arch::naked_asm;
 use std::mem;
@@ -13,26 +14,26 @@ const SHADOW_STACK: u64 = 1;
 
 const ROUNDS: u64 = 2000;
 
-/// What one passage saw.
+/// The observations of one pass.
 #[repr(C)]
 #[derive(Debug, Default)]
 struct Seen {
     enabled: i64,
-    /// The shadow stack pointer in front of the calls and behind them.
+    /// The shadow stack pointer before the calls and after them.
     before: u64,
     after: u64,
     disabled: i64,
 }
 
-/// How.
+/// The judgement of interrupted passes.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Does not judge what another thread has interrupted: Bochs's XRSTORS loses the shadow stack
+    /// Ignore passes that another thread has interrupted: Bochs's XRSTORS loses the shadow stack
     #[arg(long)]
     alone: bool,
 }
 
-/// On each CPU.
+/// Runs on each CPU.
 pub fn run(args: &Args, stop: &Stop, report: &mut Report) -> Result<()> {
     cpus::on_each(stop, report, |cpu, stop, report| {
         while !stop.is_set() {
@@ -55,7 +56,7 @@ pub fn run(args: &Args, stop: &Stop, report: &mut Report) -> Result<()> {
     })
 }
 
-/// How often this thread has given its processor away.
+/// Returns how often this thread has given its processor away.
 fn context_switches() -> Result<i64> {
     // SAFETY: numbers that may all be zero, which the kernel fills in.
     let usage = unsafe {
@@ -66,8 +67,9 @@ fn context_switches() -> Result<i64> {
     Ok(usage.ru_nvcsw + usage.ru_nivcsw)
 }
 
-/// Switches the shadow stack on, calls eight deep `rounds` times, and switches it off. A function that switches
-/// it on cannot return before it is off: its own return address is not on it.
+/// Switches the shadow stack on, calls eight levels deep `rounds` times, and switches it off. A
+/// function that switches it on cannot return before it is off, since the function's own return
+/// address is not on it.
 #[unsafe(naked)]
 unsafe extern "C" fn call_and_return(seen: *mut Seen, rounds: u64) {
     naked_asm!(

@@ -1,5 +1,6 @@
-//! Takes snapshots of memory through the driver, and proves them: the hypervisor has hashed every page at the
-//! instant, with no CPU in the system, and what is taken must have the same hashes. Needs a build with fault points.
+//! Snapshots of memory through the driver, with their proof: the hypervisor has hashed every page
+//! at the instant, while no CPU ran the system, and each page that is read must have the same hash.
+//! Needs a build with fault points.
 
 use std::{fs::File, os::unix::fs::FileExt};
 
@@ -15,21 +16,21 @@ use mercury_abi::{
 use crate::{Result, device, report::Report, stop::Stop};
 
 const PAGE_WORDS: usize = 512;
-/// Frames of one request.
+/// The number of frames of one request.
 const BATCH: usize = 256;
 
-/// What to take.
+/// The snapshots to take.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Pages of the pool
     #[arg(long, default_value_t = 20_000)]
     pool_pages: u64,
-    /// End after so many
+    /// End after this many snapshots
     #[arg(long)]
     rounds: Option<u64>,
 }
 
-/// One after the other. All CPUs are attached.
+/// Takes one snapshot after the other. All CPUs are attached.
 pub fn run(args: &Args, stop: &Stop, report: &mut Report) -> Result<()> {
     let device = device::open_to_control()?;
     let mut totals = Totals::default();
@@ -99,7 +100,8 @@ fn take_all(device: &File, report: &mut Report) -> Result<u64> {
     Ok(taken)
 }
 
-/// What the kernel says of a page now: flags as in its `kernel-page-flags.h`, and how often it is mapped.
+/// Returns the kernel's present description of a page: flags as in its `kernel-page-flags.h`, and
+/// how often the page is mapped.
 pub fn kind(frame: u64) -> String {
     let word = |path: &str| {
         let mut bytes = [0; 8];

@@ -1,5 +1,5 @@
-//! What a spinning thread sees of everything else: each CPU reads its TSC in a loop, and whatever is
-//! missing between two readings was spent elsewhere.
+//! The gaps that a spinning thread sees. Each CPU reads its TSC in a loop; time that is missing
+//! between two readings was spent elsewhere.
 
 use core::arch::x86_64::_rdtsc;
 use std::time::Instant;
@@ -11,10 +11,10 @@ use crate::{Result, cpus, report::Report, stop::Stop};
 const LONGEST: usize = 8;
 const BUCKETS: usize = 40;
 
-/// How to spin.
+/// The way to spin.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Real-time priority, so that only interrupts and what is beneath come in between
+    /// Real-time priority, so that only interrupts and the hypervisor come in between
     #[arg(long)]
     fifo: Option<i32>,
     /// A gap longer than this many microseconds is a violation
@@ -26,7 +26,7 @@ pub struct Args {
 #[derive(Debug)]
 struct Gaps {
     longest: [u64; LONGEST],
-    /// By powers of two.
+    /// The number of gaps by powers of two.
     histogram: [u64; BUCKETS],
     backwards: u64,
 }

@@ -1,4 +1,4 @@
-//! Each CPU compared with itself: native, attached, and native again.
+//! The comparison of each CPU with itself: native, attached, and native again.
 
 use std::fs::File;
 
@@ -14,7 +14,7 @@ use mercury_preflight::{
 
 use crate::{Result, cpus, device, report::Report, stop::Stop};
 
-/// How often.
+/// The number of comparisons.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Times there and back
@@ -43,7 +43,8 @@ pub fn run(args: &Args, stop: &Stop, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// What is to be seen while attached: the virtualization extension is on, and the rest as before.
+/// Returns the state that must be seen while attached: the virtualization extension is on, and the
+/// rest is as before.
 fn as_attached(native: &CpuFacts) -> CpuFacts {
     match vendor(native) {
         Vendor::Intel => CpuFacts { cr4: native.cr4 | cr4::VMXE, ..*native },
@@ -51,8 +52,8 @@ fn as_attached(native: &CpuFacts) -> CpuFacts {
     }
 }
 
-/// Reads a CPU from itself, in this task's own system call: what belongs to a task (SS is whatever the last
-/// way into the kernel has left) is this one's then, and the same each time.
+/// Reads a CPU from itself, in this task's own system call. State that belongs to a task (SS is
+/// what the last entry into the kernel has left) is then this task's, and the same each time.
 fn facts(device: &File, cpu: usize) -> Result<CpuFacts> {
     cpus::pin(cpu)?;
     device::facts(device, cpu)

@@ -1,5 +1,6 @@
-//! A child is single-stepped, again and again, through a sequence that has what is hard to step over:
-//! CPUID, SYSCALL, PUSHF and POPF, and VMMCALL, which faults. Every instruction stops it once.
+//! A child that is single-stepped, again and again, through instructions that are hard to step
+//! over: CPUID, SYSCALL, PUSHF and POPF, and VMMCALL, which faults. Every instruction must stop the
+//! child once.
 
 use core::arch::global_asm;
 
@@ -46,7 +47,7 @@ unsafe extern "C" {
     safe static mercury_step_last: u8;
 }
 
-/// Instructions from the first to the last, the loop's three rounds unrolled.
+/// The number of instructions from the first to the last, with the loop's three rounds unrolled.
 const STEPS: usize = 19;
 const VMMCALL_LENGTH: u64 = 3;
 const TRAP_FLAG: u64 = 1 << 8;
@@ -55,10 +56,10 @@ fn address(label: &u8) -> u64 {
     std::ptr::from_ref(label) as u64
 }
 
-/// How.
+/// The sequence to step through.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Leaves SYSCALL out: Bochs traps behind it, in the kernel
+    /// Leave SYSCALL out: Bochs traps after it, in the kernel
     #[arg(long)]
     without_syscall: bool,
 }
@@ -82,7 +83,7 @@ pub fn run(args: &Args, stop: &Stop, report: &mut Report) -> Result<()> {
     })
 }
 
-/// Steps through the sequence: the address of each instruction.
+/// Steps through the sequence. Returns the address of each instruction.
 fn walk(child: &Tracee, cpu: usize, report: &mut Report) -> Result<Vec<u64>> {
     let mut way = Vec::new();
     let mut at = child.peek(RIP)?;
@@ -99,7 +100,8 @@ fn walk(child: &Tracee, cpu: usize, report: &mut Report) -> Result<Vec<u64>> {
         }
         at = child.peek(RIP)?;
     }
-    // Linux loses track of whose the trap flag is over a POPF that clears it, and would leave it set.
+    // Linux loses track of the owner of the trap flag over a POPF that clears the flag, and would
+    // leave it set.
     child.poke(FLAGS, child.peek(FLAGS)? & !TRAP_FLAG)?;
     Ok(way)
 }

@@ -1,4 +1,5 @@
-//! When a workload ends: a deadline, a file that appears, SIGTERM or SIGINT; whichever is first.
+//! The end of a workload: a deadline, a file that appears, SIGTERM or SIGINT, whichever comes
+//! first.
 
 use std::{
     path::PathBuf,
@@ -14,12 +15,12 @@ pub struct StopArgs {
     /// End after this many seconds
     #[arg(long, global = true)]
     seconds: Option<f64>,
-    /// End when this file is there
+    /// End when this file exists
     #[arg(long, global = true, value_name = "FILE")]
     until_file: Option<PathBuf>,
 }
 
-/// Whether it is time to end.
+/// The state of a workload's end.
 #[derive(Debug)]
 pub struct Stop {
     deadline: Option<Instant>,
@@ -32,7 +33,7 @@ extern "C" fn on_signal(_signal: i32) {
 }
 
 impl Stop {
-    /// Takes SIGTERM and SIGINT from now on.
+    /// Handles SIGTERM and SIGINT from now on.
     pub fn new(args: &StopArgs) -> Self {
         let handler: extern "C" fn(i32) = on_signal;
         for signal in [libc::SIGTERM, libc::SIGINT] {
@@ -43,7 +44,7 @@ impl Stop {
         Self { deadline, file: args.until_file.clone(), seen: AtomicBool::new(false) }
     }
 
-    /// Asks everything; a system call or two.
+    /// Returns true if the workload is to end. Checks all ways, with a system call or two.
     pub fn now(&self) -> bool {
         let now = self.is_set()
             || self.deadline.is_some_and(|deadline| Instant::now() >= deadline)
@@ -54,17 +55,17 @@ impl Stop {
         now
     }
 
-    /// Whether somebody has found that it is time; no system call.
+    /// Returns true if a thread has found that the workload is to end. Makes no system call.
     pub fn is_set(&self) -> bool {
         self.seen.load(Ordering::Relaxed) || SIGNALLED.load(Ordering::Relaxed)
     }
 
-    /// Ends it for all threads.
+    /// Ends the workload for all threads.
     pub fn set(&self) {
         self.seen.store(true, Ordering::Relaxed);
     }
 
-    /// Waits for the end, looking ten times a second.
+    /// Waits for the end, and checks ten times a second.
     pub fn wait(&self) {
         while !self.now() {
             std::thread::sleep(Duration::from_millis(100));

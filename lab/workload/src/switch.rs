@@ -1,4 +1,4 @@
-//! Attaches and detaches again and again, through the driver itself, and counts.
+//! Attaches and detaches that go through the driver itself, again and again, with counts.
 
 use std::{fs::File, thread, time::Duration};
 
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::{Result, cpus, device, report::Report, stop::Stop};
 
-/// How to switch.
+/// The switches to make.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// End after this many times there and back
@@ -22,20 +22,20 @@ pub struct Args {
     /// Wait this long after each switch
     #[arg(long, default_value_t = 0)]
     pause_us: u64,
-    /// Real-time priority of the one who switches
+    /// Real-time priority of the switching thread
     #[arg(long)]
     fifo: Option<i32>,
-    /// Not there and back, but once in one direction
+    /// Switch only once, in one direction
     #[arg(long)]
     only: Option<Direction>,
 }
 
-/// Which way.
+/// The direction of a switch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Direction {
-    /// The hypervisor goes beneath.
+    /// Put the hypervisor under the system.
     Attach,
-    /// It goes out again.
+    /// Take the hypervisor out.
     Detach,
 }
 
@@ -74,7 +74,7 @@ pub fn run(args: &Args, stop: &Stop, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// What was switched so far.
+/// The switches so far.
 struct Switcher<'a> {
     device: &'a File,
     mask: u64,
@@ -123,7 +123,7 @@ impl<'a> Switcher<'a> {
     }
 }
 
-/// With interrupts off, in nanoseconds.
+/// Returns the distribution of the times with interrupts off, in nanoseconds.
 fn distribution(ticks: &mut [u64], tsc_khz: u64) -> Value {
     ticks.sort_unstable();
     let at = |part: f64| {

@@ -1,6 +1,6 @@
-//! Reads a physical address from user mode, through the test module's mapping. Where the nested tables do
-//! not know the address yet, that is an exit in the midst of a user's program: its registers must not
-//! change, whatever the hypervisor makes of the exit.
+//! A read of a physical address from user mode, through the test module's mapping. Where the nested
+//! tables do not map the address yet, the read exits in the midst of a user's program. The
+//! program's registers must not change, whatever the hypervisor does at the exit.
 
 use std::{
     arch::asm,
@@ -14,7 +14,7 @@ use crate::{Result, cpus, report::Report};
 const PATH: &str = "/dev/mercury_test";
 const PAGE: usize = 4096;
 
-/// Where, and from where.
+/// The address, and the CPU that reads it.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Read from this CPU
@@ -25,7 +25,7 @@ pub struct Args {
     at: u64,
 }
 
-/// Reads once.
+/// Reads the address once.
 pub fn run(args: &Args, report: &mut Report) -> Result<()> {
     cpus::pin(args.on)?;
     let module = OpenOptions::new().read(true).write(true).open(PATH)?;
@@ -33,7 +33,7 @@ pub fn run(args: &Args, report: &mut Report) -> Result<()> {
     let before: [u64; 4] = [0x1111_2222_3333_4444, u64::MAX, 1 << 63, 0x0123_4567_89AB_CDEF];
     let [mut rax, mut rcx, mut rdx, mut r8] = before;
     let (mut stack_before, mut stack_after) = (0_u64, 0_u64);
-    // SAFETY: the page is mapped for reading; what is there is nobody's memory.
+    // SAFETY: the page is mapped for reading, and no Rust object is there.
     unsafe {
         asm!(
             "mov r10, rsp",

@@ -4,22 +4,21 @@ use std::{io, ptr};
 
 use crate::{Result, cpus::check};
 
-/// Offset of RIP in `struct user`.
+/// The offset of RIP in `struct user`.
 pub const RIP: usize = 16 * 8;
-/// Offset of the flags.
+/// The offset of the flags.
 pub const FLAGS: usize = 18 * 8;
-/// Offset of a debug register in `struct user`.
+/// Returns the offset of a debug register in `struct user`.
 pub const fn debug_register(number: usize) -> usize {
     848 + 8 * number
 }
 
-/// The child.
 #[derive(Debug)]
 pub struct Tracee(i32);
 
 impl Tracee {
-    /// Starts a child that calls `body`, which must do without the C library and never return. It is
-    /// stopped before its first instruction there.
+    /// Starts a child that calls `body`, which must do without the C library and never return. The
+    /// child is stopped before its first instruction there.
     pub fn start(body: unsafe extern "C" fn(u64), argument: u64) -> Result<Self> {
         // SAFETY: between fork and `body` the child makes only calls that a signal handler may make.
         let pid = unsafe {
@@ -43,12 +42,12 @@ impl Tracee {
         }
     }
 
-    /// Lets it run until it stops; the signal that stopped it.
+    /// Lets the child run until it stops. Returns the signal that stopped it.
     pub fn run(&self) -> Result<i32> {
         self.go(libc::PTRACE_CONT)
     }
 
-    /// Executes one instruction; the signal that stopped it.
+    /// Executes one instruction of the child. Returns the signal that stopped it.
     pub fn step(&self) -> Result<i32> {
         self.go(libc::PTRACE_SINGLESTEP)
     }
@@ -75,7 +74,7 @@ impl Tracee {
         }
     }
 
-    /// A word of its registers.
+    /// Reads a word of the child's registers.
     pub fn peek(&self, offset: usize) -> Result<u64> {
         let mut word = 0u64;
         // The system call itself, not the library's wrapper, writes the word to an address.
@@ -86,7 +85,7 @@ impl Tracee {
         Ok(word)
     }
 
-    /// Sets a word of its registers.
+    /// Sets a word of the child's registers.
     pub fn poke(&self, offset: usize, word: u64) -> Result<()> {
         // SAFETY: concerns the child only.
         check(unsafe { libc::syscall(libc::SYS_ptrace, libc::PTRACE_POKEUSER, self.0, offset, word) } as i32)?;

@@ -1,6 +1,7 @@
-//! Virtualization instructions in user mode, AMD's and Intel's. Natively each is #UD, the hypervisor's own
-//! calls too. While attached, those of SVM that ask for privilege first are #GP, since EFER.SVME is visible
-//! (docs/hardware.md, A-51). Nothing may be executed, and no register may change.
+//! Virtualization instructions in user mode, AMD's and Intel's. Natively each is #UD, and so are
+//! the hypervisor's own calls. While attached, SVM instructions that check the privilege first are
+//! #GP, since EFER.SVME is visible (docs/hardware.md, A-51). None may be executed, and no register
+//! may change.
 
 use mercury_abi::gate::HYPERCALL_MAGIC;
 use serde_json::json;
@@ -44,7 +45,7 @@ pub fn run(stop: &Stop, report: &mut Report) -> Result<()> {
     })
 }
 
-/// What the driver might say, and anything.
+/// Returns arguments that the driver might use, and random ones.
 fn arguments(rng: &mut Rng) -> [u64; 4] {
     let number = if rng.once_in(2) { rng.below(6) } else { rng.next() };
     let magic = if rng.once_in(2) { HYPERCALL_MAGIC } else { rng.next() };
@@ -56,7 +57,7 @@ fn hypercall(cpu: usize, rng: &mut Rng, report: &mut Report) {
     let before = arguments(rng);
     let [mut rax, mut rcx, mut rdi, mut rsi] = before;
     let mut rdx = before[0] ^ before[2];
-    // SAFETY: it faults; if it does not, that is what this is to find out.
+    // SAFETY: the instruction faults; this program exists to find out if it does not.
     let fault = unsafe {
         if name == "VMCALL" {
             attempt!("vmcall", inout("rax") rax, inout("rcx") rcx, inout("rdx") rdx, inout("rdi") rdi, inout("rsi") rsi)

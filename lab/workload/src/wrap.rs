@@ -1,5 +1,5 @@
-//! CPUID as the last instruction below 4 GiB, in 32-bit code: the next one is at 0, where nothing is mapped. A
-//! hypervisor that steps over it must step to 0 too.
+//! CPUID as the last instruction below 4 GiB, in 32-bit code. The next instruction is at 0, where
+//! nothing is mapped. A hypervisor that steps over CPUID must step to 0 too.
 
 use std::{arch::asm, ptr};
 
@@ -8,10 +8,10 @@ use crate::{Result, cpus, report::Report, stop::Stop};
 const PAGE: usize = 4096;
 const LAST_PAGE: usize = 0xFFFF_F000;
 const CPUID: [u8; 2] = [0x0F, 0xA2];
-/// Linux's 32-bit code of user mode.
+/// Linux's selector of 32-bit user code.
 const USER32_CS: u16 = 0x23;
 
-/// On each CPU, by a process of its own that is expected to fault.
+/// Runs on each CPU, in a process of its own that is expected to fault.
 pub fn run(stop: &Stop, report: &mut Report) -> Result<()> {
     map()?;
     cpus::on_each(stop, report, |cpu, stop, report| {
@@ -24,7 +24,7 @@ pub fn run(stop: &Stop, report: &mut Report) -> Result<()> {
     })
 }
 
-/// The instruction, at the end of its page.
+/// Maps the instruction at the end of its page.
 fn map() -> Result<()> {
     let protection = libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
@@ -39,7 +39,7 @@ fn map() -> Result<()> {
     Ok(())
 }
 
-/// The signal that ended a process which has gone there.
+/// Returns the signal that ended a process which has jumped there.
 fn of_child() -> Result<Option<i32>> {
     // SAFETY: the child calls nothing but the jump.
     match unsafe { libc::fork() } {
@@ -54,7 +54,7 @@ fn of_child() -> Result<Option<i32>> {
     }
 }
 
-/// Into 32-bit code, from which there is no way back.
+/// Jumps into 32-bit code, from which there is no way back.
 fn jump() -> ! {
     #[repr(C, packed)]
     struct Far(u32, u16);
