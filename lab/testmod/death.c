@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * What a kernel does not come back from by itself.
+ * Failures from which a kernel does not recover by itself.
  */
 #include <linux/delay.h>
 #include <linux/panic.h>
@@ -16,13 +16,13 @@ static void hang(void *argument)
 		cpu_relax();
 }
 
-/* hang CPU: with interrupts off, for ever */
+/* hang CPU: the CPU loops for ever, with interrupts off */
 int test_hang(struct test_answer *answer, const u64 *arguments)
 {
 	return test_on_cpu(arguments[0], hang, NULL);
 }
 
-/* hang-and-panic CPU: that one hangs, and this one panics */
+/* hang-and-panic CPU: the named CPU hangs, and this CPU panics */
 int test_hang_and_panic(struct test_answer *answer, const u64 *arguments)
 {
 	int err = smp_call_function_single(arguments[0], hang, NULL, 0);
@@ -33,7 +33,7 @@ int test_hang_and_panic(struct test_answer *answer, const u64 *arguments)
 	panic("CPU %llu hangs", arguments[0]);
 }
 
-/* Without an interrupt table the exception cannot be delivered, nor can the next, nor the one after that. */
+/* Without an interrupt table neither the exception can be delivered nor the two that follow from it. */
 static void triple_fault(void *argument)
 {
 	const struct desc_ptr nothing = {};
@@ -42,7 +42,7 @@ static void triple_fault(void *argument)
 	asm volatile("int3");
 }
 
-/* triple-fault CPU */
+/* triple-fault CPU: the CPU causes a triple fault */
 int test_triple_fault(struct test_answer *answer, const u64 *arguments)
 {
 	return test_on_cpu(arguments[0], triple_fault, NULL);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * The hypervisor's image, as the kernel sees it. It is found while the CPU is native, by its magic, in a
- * page that is marked reserved; while the CPU is attached the same addresses must read as zeros, and
- * writes must go nowhere.
+ * The hypervisor's image, as the kernel sees it. While the CPU is native the module finds the image by
+ * its magic, in a reserved page. While the CPU is attached the same addresses must read as zeros, and
+ * writes to them must have no effect.
  */
 #include <linux/crc32.h>
 #include <linux/io.h>
@@ -45,7 +45,7 @@ static int search(struct resource *resource, void *unused)
 	return 0;
 }
 
-/* hidden-find: on a native CPU */
+/* hidden-find: finds the image, on a native CPU */
 int test_hidden_find(struct test_answer *answer, const u64 *arguments)
 {
 	image.at = NULL;
@@ -57,7 +57,7 @@ int test_hidden_find(struct test_answer *answer, const u64 *arguments)
 	return 0;
 }
 
-/* hidden-read: on the CPU that this runs on */
+/* hidden-read: reads the image on the CPU that runs the command */
 int test_hidden_read(struct test_answer *answer, const u64 *arguments)
 {
 	const u8 *bytes = (const u8 *)image.at;
@@ -76,7 +76,7 @@ int test_hidden_read(struct test_answer *answer, const u64 *arguments)
 	return 0;
 }
 
-/* hidden-write OFFSET: a word, on the CPU that this runs on; refused where the image can be seen */
+/* hidden-write OFFSET: writes a word on the CPU that runs the command; refused where the image is visible */
 int test_hidden_write(struct test_answer *answer, const u64 *arguments)
 {
 	u64 offset = arguments[0] & ~7ULL, *word = (void *)image.at + offset;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Hypercalls that make no sense, from kernel mode, with an exception table entry. The one that detaches
- * is left out: it would be obeyed.
+ * Random hypercalls from kernel mode, with an exception table entry. The call that detaches is left out:
+ * the hypervisor would obey it.
  */
 #include <linux/sched/signal.h>
 #include <asm/alternative.h>
@@ -14,7 +14,7 @@ struct call {
 	u64 rax, rcx, rdx, rbx, rsi, rdi, r8, r9, r10, r11;
 };
 
-/* Whether the instruction was executed at all. */
+/* Returns true if the instruction was executed. */
 static noinline bool hypercall(struct call *call)
 {
 	register u64 r8 asm("r8") = call->r8;
@@ -47,7 +47,7 @@ static u64 next_random(u64 *state)
 	return *state * 0x2545f4914f6cdd1dULL;
 }
 
-/* One in two has the magic, and one in two a small number. */
+/* Half of the calls have the magic, and half a small number. */
 static void randomize(struct call *call, u64 *state)
 {
 	u64 *word;
@@ -62,7 +62,7 @@ static void randomize(struct call *call, u64 *state)
 		call->rax = MERCURY_HYPERCALL_PING;
 }
 
-/* Whether an answer is one of those that the call may get. */
+/* Returns true if the call may get this answer. */
 static bool is_legal(const struct call *asked, const struct call *got)
 {
 	bool kept = got->rcx == asked->rcx && got->rbx == asked->rbx && got->rsi == asked->rsi &&
@@ -84,7 +84,7 @@ static bool is_legal(const struct call *asked, const struct call *got)
 	}
 }
 
-/* hypercall SEED COUNT: from the CPU that this runs on */
+/* hypercall SEED COUNT: calls from the CPU that runs the command */
 int test_hypercall(struct test_answer *answer, const u64 *arguments)
 {
 	u64 state = arguments[0] | 1, undefined = 0, ok = 0, refused = 0, illegal = 0, i;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * A CPU that takes no interrupts for a while, and NMIs: one at a time, so that each that was sent must
+ * A CPU that takes no interrupts for a while, and NMIs. NMIs are sent one at a time, so that each one must
  * be handled.
  */
 #include <linux/cpumask.h>
@@ -19,7 +19,7 @@
 
 static atomic_t holding;
 
-/* NMIs sent to a CPU and not handled yet; handled so far. One is under way at a time: two may merge. */
+/* NMIs that a CPU has not handled yet, and those handled so far. One at a time is sent: two could merge. */
 static DEFINE_PER_CPU(struct mutex, turn);
 static DEFINE_PER_CPU(atomic_t, expected);
 static DEFINE_PER_CPU(unsigned long, handled);
@@ -28,14 +28,14 @@ static void hold(void *argument)
 {
 	u64 end = ktime_get_ns() + *(u64 *)argument * NSEC_PER_MSEC;
 
-	/* Not mdelay(): its loops are counted while the machine boots, and an emulator's host is moody. */
+	/* Not mdelay(): the kernel calibrates its loops at boot, and the speed of an emulator's host varies. */
 	atomic_inc(&holding);
 	while (ktime_get_ns() < end)
 		cpu_relax();
 	atomic_dec(&holding);
 }
 
-/* hold CPU MS */
+/* hold CPU MS: keeps interrupts off on the CPU for so many milliseconds */
 int test_hold(struct test_answer *answer, const u64 *arguments)
 {
 	u64 ms = arguments[1];
@@ -49,7 +49,7 @@ int test_hold(struct test_answer *answer, const u64 *arguments)
 	return err;
 }
 
-/* holding: how many CPUs are held just now */
+/* holding: the number of CPUs that are held now */
 int test_holding(struct test_answer *answer, const u64 *arguments)
 {
 	test_say(answer, "holding %d\n", atomic_read(&holding));
@@ -84,7 +84,7 @@ static bool send_one(unsigned int cpu)
 	return true;
 }
 
-/* nmi CPU COUNT: from the CPU that this runs on */
+/* nmi CPU COUNT: sends NMIs from the CPU that runs the command */
 int test_nmi(struct test_answer *answer, const u64 *arguments)
 {
 	u64 cpu = arguments[0], sent = 0, lost = 0;

@@ -103,7 +103,7 @@ static ssize_t test_write(struct file *file, const char __user *user, size_t siz
 	answer->used = 0;
 	*at = 0;
 	err = run_line(line, answer);
-	/* The answer is read from its start: the position does not move. */
+	/* Each read begins at the start of the answer. */
 	return err ? err : size;
 }
 

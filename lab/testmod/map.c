@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Any physical page for user mode: how a program makes the nested tables fault, and so the hypervisor run,
- * with no system call in between.
+ * A mapping of any physical page for user mode. With it a program makes the nested tables fault, and so the
+ * hypervisor run, with no system call in between.
  */
 #include <linux/mm.h>
 

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * The lab's test module: does in the kernel what a test cannot do from outside. /dev/mercury_test takes
- * a command in words and answers in lines of a name and a value.
+ * The lab's test module, which acts in the kernel where a test cannot act from outside. /dev/mercury_test
+ * takes a command in words and answers in lines of a name and a value.
  *
  *	main.c		the device and its commands
  *	interrupts.c	a CPU that is held with interrupts off; NMIs
- *	hypercall.c	hypercalls that make no sense
+ *	hypercall.c	random hypercalls
  *	hidden.c	the hypervisor's memory, seen from the kernel
  *	map.c		physical pages for user mode
- *	state.c		MSRs, CR4, and all that can be read of a CPU
+ *	state.c		MSRs, CR4, and the readable state of a CPU
  *	refuse.c	a device that refuses to be quiesced
  *	death.c		a CPU that hangs, and one that shuts down
  *	send.c		a read-only page for a device
@@ -23,18 +23,18 @@
 
 #define TEST_ARGUMENTS_MAX 4
 
-/* What a command says. */
+/* A command's answer. */
 struct test_answer {
 	size_t used;
 	char text[8192];
 };
 
-/* A command: 0 or a negative errno. */
+/* A command, which returns 0 or a negative errno. */
 typedef int (*test_command)(struct test_answer *answer, const u64 *arguments);
 
 __printf(2, 3) void test_say(struct test_answer *answer, const char *format, ...);
 
-/* Runs something on a CPU, in a kernel thread of its own, with interrupts off. */
+/* Runs a function on a CPU, in a kernel thread of its own, with interrupts off. */
 int test_on_cpu(u64 cpu, void (*run)(void *), void *argument);
 
 /* interrupts.c */

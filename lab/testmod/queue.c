@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
  * Entries without pages in a virtqueue, as a driver adds them that has mapped its buffers itself (AF_XDP
- * without copies does). The queue belongs to no device: nothing is ever taken from it.
+ * without copies does so). The queue belongs to no device, so no entry is ever consumed.
  */
 #include <linux/gfp.h>
 #include <linux/module.h>
@@ -16,7 +16,7 @@
 
 #define ENTRIES 4096
 
-/* A module on some kernels, which not every machine has loaded. */
+/* This is a module on some kernels, and not every machine has loaded it. */
 struct rings {
 	typeof(vring_new_virtqueue) *new;
 	typeof(vring_del_virtqueue) *del;
@@ -57,7 +57,7 @@ static int use_queue(const struct rings *rings, struct virtio_device *device, vo
 	return err;
 }
 
-/* queue-without-pages COUNT */
+/* queue-without-pages COUNT: adds so many entries */
 int test_queue_without_pages(struct test_answer *answer, const u64 *arguments)
 {
 	struct rings rings = {

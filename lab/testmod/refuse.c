@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * A device whose driver refuses to be quiesced, if it is told to.
+ * A device whose driver refuses to be quiesced, on request.
  */
 #include <linux/platform_device.h>
 #include <linux/pm.h>
@@ -27,7 +27,7 @@ static struct platform_driver driver = {
 	.driver = { .name = "mercury_refuser", .pm = &operations },
 };
 
-/* refuse WHETHER */
+/* refuse 1 or 0: turns the refusal on or off */
 int test_refuse(struct test_answer *answer, const u64 *arguments)
 {
 	refuses = arguments[0];

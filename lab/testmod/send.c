@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * A page that the kernel cannot write, given to a device to read: its own text.
+ * A page of the kernel's own text, which the kernel cannot write, given to a device to read.
  */
 #include <linux/dma-mapping.h>
 #include <linux/mm.h>
@@ -17,7 +17,7 @@ static bool is_writable(struct page *page)
 	return entry && pte_write(*entry);
 }
 
-/* send-read-only */
+/* send-read-only: gives the page to a device */
 int test_send_read_only(struct test_answer *answer, const u64 *arguments)
 {
 	struct page *page = pfn_to_page(PHYS_PFN(__pa(dump_stack)));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * MSRs, and all that can be read of a CPU: read without the driver, to hold against what the driver says
- * and against the CPU itself at another time. It is read in a kernel thread, so that nothing in it
+ * MSRs and the whole readable state of a CPU, read without the driver. Tests compare the state with the
+ * driver's report, and with the CPU's state at another time. A kernel thread reads it, so that no part
  * belongs to a task of user space.
  */
 #include <linux/crc32.h>
@@ -46,7 +46,7 @@ static int report_msr(struct test_answer *answer, u64 cpu, struct msr_access *ac
 	return err;
 }
 
-/* rdmsr CPU INDEX */
+/* rdmsr CPU INDEX: reads an MSR */
 int test_rdmsr(struct test_answer *answer, const u64 *arguments)
 {
 	struct msr_access access = { .index = arguments[1] };
@@ -54,7 +54,7 @@ int test_rdmsr(struct test_answer *answer, const u64 *arguments)
 	return report_msr(answer, arguments[0], &access);
 }
 
-/* wrmsr CPU INDEX VALUE */
+/* wrmsr CPU INDEX VALUE: writes an MSR */
 int test_wrmsr(struct test_answer *answer, const u64 *arguments)
 {
 	struct msr_access access = { .index = arguments[1], .write = true, .value = arguments[2] };
@@ -67,7 +67,7 @@ static void clear_cr4(void *bits)
 	cr4_clear_bits_irqsoff(*(u64 *)bits);
 }
 
-/* clear-cr4 CPU BITS, in the kernel's own view as well */
+/* clear-cr4 CPU BITS: clears bits of CR4, in the kernel's own copy too */
 int test_clear_cr4(struct test_answer *answer, const u64 *arguments)
 {
 	u64 bits = arguments[1];
@@ -79,7 +79,7 @@ int test_clear_cr4(struct test_answer *answer, const u64 *arguments)
 
 static void vmxoff(void *fault)
 {
-	/* As KVM does; natively it is undefined. */
+	/* KVM does the same; natively the instruction is undefined. */
 	asm volatile goto("1: vmxoff\n" _ASM_EXTABLE(1b, %l[undefined]) : : : "cc", "memory" : undefined);
 	cr4_clear_bits_irqsoff(X86_CR4_VMXE);
 	return;
@@ -87,7 +87,7 @@ undefined:
 	*(int *)fault = 1;
 }
 
-/* vmxoff CPU */
+/* vmxoff CPU: executes VMXOFF */
 int test_vmxoff(struct test_answer *answer, const u64 *arguments)
 {
 	int fault = 0, err = test_on_cpu(arguments[0], vmxoff, &fault);
@@ -170,7 +170,7 @@ static void say_state(void *argument)
 {
 	struct test_answer *answer = argument;
 
-	/* An interrupt in user mode leaves 0 there, a system call does not; it stays until the next one. */
+	/* An interrupt in user mode leaves 0 in SS, a system call does not. SS stays so until the next entry. */
 	loadsegment(ss, __KERNEL_DS);
 	say_control(answer);
 	say_tables(answer);
@@ -183,7 +183,7 @@ static void say_state(void *argument)
 	say_msrs(answer);
 }
 
-/* state CPU */
+/* state CPU: prints the CPU's state */
 int test_state(struct test_answer *answer, const u64 *arguments)
 {
 	return test_on_cpu(arguments[0], say_state, answer);

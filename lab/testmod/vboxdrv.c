@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Another hypervisor's module, as far as Mercury sees it: the name, and with hold=1 what it does to
- * each CPU when it takes SVM or VMX for itself. It is refused where somebody has that already.
+ * Another hypervisor's module, as far as Mercury sees it: the name, and with hold=1 the change of
+ * each CPU when the module takes SVM or VMX. The load is refused where the hardware is taken already.
  */
 #include <linux/cpu.h>
 #include <linux/module.h>

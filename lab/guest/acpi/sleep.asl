@@ -1,6 +1,6 @@
 /*
- * What firmware does around a sleep, told to the kernel's log: `iasl -tc` makes sleep.aml of it. The kernel prints
- * it with acpi.aml_debug_output=1.
+ * Firmware methods around a sleep, which report their calls to the kernel's log. `iasl -tc` compiles this file into
+ * sleep.aml. The kernel prints the reports with acpi.aml_debug_output=1.
  */
 DefinitionBlock ("sleep.aml", "SSDT", 2, "MERC", "SLEEP", 1)
 {

@@ -1,9 +1,9 @@
 /*
- * Odd programs: what a program does that few do, and what becomes of it. Each line of output is a fact that must be the same
- * natively and in a hosted machine; a line that begins with "hosted" is only printed if the first argument says so.
+ * Odd programs: rare actions of programs, and their results. Each line of output is a fact that must be the same natively
+ * and in a hosted machine. A line that begins with "hosted" is printed only if the first argument asks for it.
  *
  *	odd checks		facts, one by one
- *	odd stress SEED COUNT [CASE ...]	instructions at random, each stepped: a number for each thousand. The named cases are left out
+ *	odd stress SEED COUNT [CASE ...]	random instructions, each stepped: a number for each thousand. The named cases are left out
  *	odd show SEED FIRST COUNT	the same, with each result
  */
 #define _GNU_SOURCE
@@ -27,7 +27,7 @@
 
 static unsigned char altstack[1 << 16];
 
-/* What the last signal said, in memory that children share. */
+/* The contents of the last signal, in memory that children share. */
 static struct {
 	volatile long signo, code, trap, error, address, rip, flags, cs, count;
 } *seen;
@@ -64,7 +64,7 @@ static void catch_all(void (*handler)(int, siginfo_t *, void *))
 		sigaction(signals[i], &action, NULL);
 }
 
-/* Does something in a child, and says what its signal said. */
+/* Calls a function in a child, and prints the contents of its signal. */
 static void try(const char *name, void (*what)(void))
 {
 	int status;
@@ -92,7 +92,7 @@ static void unaligned(void)
 
 static void unaligned_call(void)
 {
-	/* A call with AC set, and an unaligned access that is the kernel's. */
+	/* A system call with AC set, in which the kernel makes an unaligned access. */
 	static char bytes[16] __attribute__((aligned(16)));
 	long result;
 
@@ -140,7 +140,7 @@ static void nested(void)
 	asm volatile("pushfq; orl %0, (%%rsp); popfq; ud2" : : "i"(NT | ID) : "memory");
 }
 
-/* The return from a signal leads somewhere that the processor refuses. */
+/* Returns from a signal to a state that the processor refuses. */
 static long back_to[5];
 
 static void go_there(int signo, siginfo_t *info, void *context)
@@ -185,7 +185,7 @@ static void return_to_32_bits(void)
 	return_to((long)at, 0x23, 0, 0x10000800);
 }
 
-/* Steps a child, as a debugger does, through calls too. */
+/* Single-steps a child as a debugger does, through system calls too. */
 static void steps(void)
 {
 	int status;
@@ -216,7 +216,7 @@ static void steps(void)
 	waitpid(child, &status, 0);
 }
 
-/* A debugger sets a program's flags, and lets it run. */
+/* Sets a program's flags as a debugger does, and lets the program run. */
 static void traced_flags(void)
 {
 	int status;
@@ -238,7 +238,7 @@ static void traced_flags(void)
 	waitpid(child, &status, 0);
 }
 
-/* Flags that belong to one thread are not another's: two programs that yield to one another. */
+/* Keeps the flags of two programs apart that yield to one another. */
 static void kept_flags(void)
 {
 	int status, bad = 0;
@@ -271,7 +271,7 @@ static const char *outcome(void *got, void *wanted)
 	return got == wanted ? "there" : "elsewhere";
 }
 
-/* New memory is zero, can be written to, and is where it was asked for, or it is not given. */
+/* Checks that new memory is zero, writable and at the requested address, or is refused. */
 static int is_memory(void *at, size_t length)
 {
 	for (size_t i = 0; i < length; i += 4096) {
@@ -300,7 +300,7 @@ static void low_memory(void)
 	printf("odd: 32 bits: %d\n", good);
 }
 
-/* Everywhere below 8 GiB, and at some places above: what is given is memory. */
+/* Maps memory everywhere below 8 GiB, and at some places above, and checks each mapping. */
 static void everywhere(void)
 {
 	static const int how[] = { 0, MAP_FIXED_NOREPLACE };
@@ -374,7 +374,7 @@ static void checks(int hosted)
 	}
 }
 
-/* Instructions at random. Each is stepped, from registers, flags and memory that are the same everywhere. */
+/* Random instructions. Each is stepped, from registers, flags and memory that are the same in each run. */
 
 #define CODE ((unsigned char *)0x10000000)
 #define DATA ((unsigned char *)0x10100000)
@@ -401,7 +401,7 @@ static unsigned long next(struct number *n)
 	return n->state * 0x2545F4914F6CDD1D;
 }
 
-/* In memory that children share: they may end at any instruction. */
+/* State in memory that children share, since a child may end at any instruction. */
 static struct {
 	volatile unsigned long seed, at, end, sum, shows;
 	/* 16 bytes of code, and room for the filling that is_left_out() writes after an instruction. */
@@ -426,7 +426,7 @@ static int is_prefix(unsigned char byte, int is_64_bits)
 	return memchr(all, byte, sizeof(all)) || (is_64_bits && (byte & 0xF0) == 0x40);
 }
 
-/* What shows the machine, the time or chance, calls the kernel, or takes away what this program needs. */
+/* Instructions that depend on the machine, the time or chance, call the kernel, or destroy state of this program. */
 static int is_left_out(unsigned char *code, int is_64_bits)
 {
 	static const unsigned char two[] = { 0x00, 0x01, 0x02, 0x03, 0x05, 0x31, 0x33, 0x34, 0xA1, 0xA2, 0xA9, 0xAE, 0xB2, 0xB4, 0xB5, 0xC7 };
@@ -438,14 +438,14 @@ static int is_left_out(unsigned char *code, int is_64_bits)
 	case 0x0F:
 		return !!memchr(two, at[1], sizeof(two));
 	case 0x8E:
-		/* FS and GS, and a stack's selector from memory. */
+		/* Changes of FS and GS, and a stack selector from memory. */
 		if ((at[1] & 0x38) >= 0x20 || ((at[1] & 0x38) == 0x10 && at[1] < 0xC0))
 			return 1;
 		if (at[1] >= 0xC0)
 			memset(at + 2, 0xCC, 12);
 		return 0;
 	case 0x17: case 0x9D: case 0xCF:
-		/* They may end the stepping, now or for one instruction. */
+		/* These instructions may end the stepping, for good or for one instruction. */
 		memset(at + 1, 0xCC, 12);
 		return 0;
 	case 0xCD:
@@ -492,7 +492,7 @@ static unsigned long any_value(struct number *n)
 	}
 }
 
-/* The next case: code, memory, registers. */
+/* Prepares the next case: code, memory, registers. */
 static void prepare(ucontext_t *context)
 {
 	static const int general[] = { REG_RAX, REG_RBX, REG_RCX, REG_RDX, REG_RSI, REG_RDI, REG_RBP, REG_R8, REG_R9,
@@ -571,14 +571,14 @@ static void hex(unsigned long value, char end)
 	say(text + at, 18 - at);
 }
 
-/* What became of the case, and the next one. No thread's data is used here: the bases of FS and GS are the case's. */
+/* Records the result of a case, and begins the next one. Uses no thread-local data: FS and GS have the case's bases. */
 static void result(int signo, siginfo_t *info, void *context)
 {
 	ucontext_t *all = context;
 	greg_t *r = all->uc_mcontext.gregs;
 	unsigned char *state = (unsigned char *)all->uc_mcontext.fpregs;
 
-	/* A signal leaves AC as it was. */
+	/* A signal does not change AC. */
 	asm volatile("pushfq; andl %0, (%%rsp); popfq" : : "i"(~AC) : "memory", "cc");
 	if (!has_state) {
 		memcpy(first_state, state, 416);
@@ -624,7 +624,7 @@ static void result(int signo, siginfo_t *info, void *context)
 	prepare(all);
 }
 
-/* The cases up to the end of the run, in children, for one may end in the midst. */
+/* Runs all cases in children, since a child may end at any case. */
 static void go_through(void)
 {
 	while (run->at < run->end) {
@@ -664,7 +664,7 @@ static void set_up(unsigned long seed, unsigned long first)
 static int stress(unsigned long seed, unsigned long count, int left_out, char **cases)
 {
 	set_up(seed, 0);
-	/* The machine appends options of its own to the kernel's command line, which come here as words. */
+	/* The machine appends its own options to the kernel's command line. They arrive here as further arguments. */
 	for (int i = 0; i < left_out && run->left_out_count < MOST_APART; i++)
 		if (cases[i][0] >= '0' && cases[i][0] <= '9')
 			run->left_out[run->left_out_count++] = strtoul(cases[i], NULL, 0);

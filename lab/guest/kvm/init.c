@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * All that runs in a virtual machine of KVM's: processes that compute the same, and memory that is written and looked at,
- * for SECONDS or until a line comes on the console. It says there how many CPUs there are, how many processes there
- * were, and how much was wrong: processes that came to another result, pages that were not what was written. In between
- * it says how far it is. With the argument "panic" its kernel dies in the end.
+ * The only program in a KVM guest. Its processes compute the same result, and it writes and checks memory, for SECONDS or
+ * until a line comes on the console. It prints there the number of CPUs, the number of processes, and the number of
+ * errors: processes with another result, and pages with other contents. It prints its progress in between. With the
+ * argument "panic" its kernel panics in the end.
  */
 #include <fcntl.h>
 #include <poll.h>
@@ -40,7 +40,7 @@ static int result(void)
 	return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 
-/* A page has the number of the pass that wrote it last; the first pass is 1. */
+/* A page holds the number of the last pass that wrote it; the first pass is 1. */
 static int page_is_wrong(unsigned long pass, int write)
 {
 	unsigned long *page = memory[pass % PAGES];

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * All that runs in a virtual machine that is itself a host of KVM's: it loads KVM, and has a virtual machine without a
- * kernel count for SECONDS or until a line comes on the console, on memory and to a port, as `counter` does. It says
- * there how far it is, and in the end how much was wrong.
+ * The only program in a guest that is itself a KVM host. It loads KVM, and lets a virtual machine without a kernel count
+ * for SECONDS or until a line comes on the console, in memory and to a port, as `counter` does. It prints its progress
+ * there, and the number of errors in the end.
  */
 #include <dirent.h>
 #include <errno.h>
@@ -42,7 +42,7 @@ static void die(const char *what)
 	exit(1);
 }
 
-/* The modules lie there in the order in which they are loaded. */
+/* The file names are in loading order. */
 static void load_kvm(void)
 {
 	struct dirent **names;
@@ -92,7 +92,7 @@ static struct guest make(void)
 	return guest;
 }
 
-/* Runs it until it says its next number; whether that is the right one. */
+/* Runs the guest until its next number. Returns true if the number is right. */
 static int next(const struct guest *guest, unsigned long count)
 {
 	const struct kvm_run *run = guest->run;
