@@ -543,7 +543,7 @@ fn disks_that_have_moved_on_are_refused() -> Result<()> {
     debuggers_open(&machine)?;
     let reason = "was written to after the instant";
     let said = machine.try_other(&boot, Duration::from_secs(40))?;
-    assert!(said.contains("it is tried again in 10 s"), "{said}");
+    assert!(said.contains("the next attempt is in 10 s"), "{said}");
     assert!(said.matches(reason).count() > 1, "once only: {said}");
     is_refused(machine, &boot, reason);
     Ok(())

@@ -112,7 +112,7 @@ fn cpus_come_and_go() -> Result<()> {
     let stream = begin(&machine, "")?;
     online(&machine, 1, 0)?;
     fails(&machine, stream, "snapshot-lost")?;
-    is_refused(&machine, &format!("mercury checkpoint {DISK}"), &["CPUs 1 are there and offline"])?;
+    is_refused(&machine, &format!("mercury checkpoint {DISK}"), &["CPUs 1 are present and offline"])?;
     let stream = begin(&machine, "--force-offline")?;
     online(&machine, 1, 1)?;
     fails(&machine, stream, "snapshot-hotplug")?;

@@ -290,7 +290,7 @@ mod tests {
         let found = |changes| Compared { cpu: 0, mode: "native", changes };
         assert_eq!(found(vec![]).verdict(), "equal before, while attached and after");
         let of_task = found(vec![change("spec_ctrl", true)]);
-        assert_eq!(of_task.verdict(), "equal, except for what changes with the task:");
+        assert_eq!(of_task.verdict(), "equal, except for state that changes with the task:");
         assert_eq!(found(vec![change("spec_ctrl", true), change("efer", false)]).verdict(), "differs:");
     }
 

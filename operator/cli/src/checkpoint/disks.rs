@@ -926,7 +926,7 @@ mod tests {
         let (marked, unmarked) = (file_system("/", Some("1")), file_system("/media", None));
         assert!(refuse_unmarked(std::slice::from_ref(&marked)).is_ok());
         let error = refuse_unmarked(&[marked, unmarked]).expect_err("refused");
-        assert!(error.message.contains("of /media (/dev/no-such-disk) cannot be marked"), "{error}");
+        assert!(error.message.contains("of /media (/dev/no-such-disk) has no fingerprint"), "{error}");
         assert!(error.message.contains("No such file"), "{error}");
     }
 

@@ -423,7 +423,7 @@ mod tests {
                 client.write_all(noise.as_bytes()).unwrap();
                 let mut said = String::new();
                 client.read_to_string(&mut said).unwrap();
-                assert!(said.contains("this is no order"), "{noise}: {said}");
+                assert!(said.contains("this is not an order"), "{noise}: {said}");
             }
             let mut long = UnixStream::connect(socket).unwrap();
             let _ = long.write_all(&[b'x'; 100_000]);
