@@ -3,7 +3,7 @@
 use crate::{
     checkpoint::{series::Interval, target::Name},
     cpus::CpuSet,
-    explain::Codes,
+    explanation::Codes,
     receive::Listen,
     restore::MEMORY_LEAST_MIB,
     size::mebibytes,

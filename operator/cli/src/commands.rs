@@ -1,6 +1,7 @@
 //! The commands: each opens the driver, does one thing and returns a report.
 
 use crate::{
+    access::{control_if_loaded, controlled, current_status, load_hypervisor, loaded, need_root, observe},
     args::{
         AttachArgs, BenchCommand, Cli, Command, CpusArgs, DetachArgs, DoctorArgs, FaultArgs, GenerateArgs,
         Generated, LogArgs, ModuleArgs, UnloadArgs, VerifyArgs,
@@ -13,26 +14,24 @@ use crate::{
     driver::{Direction, Driver},
     error::{Error, Result},
     exit::Exit,
-    explain, facts, generate, hosted, inspect,
+    explanation, facts, generate, hosted, inspect,
     interrupt::Deferred,
-    journal,
     log::{self, Reader},
     maintenance, merge, metrics, migrate, module,
-    output::{Format, Render, Text, Tone, text},
-    progress, receive, restore, snapshot, status,
+    output::{Format, Render},
+    progress, receive, restore,
+    say::{Say, fail, print},
+    snapshot, status,
     status::Status,
-    sudo,
     switch::{self, LoadReport, Prepared, UnloadReport},
     sysroot::{Module, Sysroot},
     tsc,
 };
-use libsystemd::logging::Priority;
-use mercury_abi::{code::Code, facts::CpuFacts, ioctl::FaultRequest};
+use mercury_abi::{code::Code, ioctl::FaultRequest};
 use mercury_hosted_options::HostedCommand;
 use serde::Serialize;
 use std::{
-    io::{IsTerminal, Write},
-    path::Path,
+    io::IsTerminal,
     time::{Duration, Instant},
 };
 
@@ -79,7 +78,7 @@ fn dispatch(command: &Command, format: Format, name: &str) -> Result<Exit> {
         Command::Hosted(_) => hosted::run(),
         Command::Log(args) => show_log(args, say),
         Command::Metrics(args) => metrics::run(args, say),
-        Command::Explain(args) => explain::explain(args.code.as_deref()).map(|found| say.done(&found)),
+        Command::Explain(args) => explanation::explain(args.code.as_deref()).map(|found| say.done(&found)),
         Command::Generate(args) => generate_files(args),
         Command::Facts(args) => facts::collect(&observe()?, &chosen(args)).map(|all| say.done(&all)),
         Command::Verify(args) => verify(args, say),
@@ -123,134 +122,12 @@ fn command_name(command: &Command) -> &'static str {
     }
 }
 
-/// The destination of results.
-#[derive(Clone, Copy, Debug)]
-pub struct Say<'a> {
-    pub format: Format,
-    pub name: &'a str,
-}
-
-impl Say<'_> {
-    /// Prints the only result of a command.
-    pub fn done<T: Serialize + Render>(self, result: &T) -> Exit {
-        print(&text(self.format, self.name, result));
-        Exit::Done
-    }
-
-    /// Prints one of many results: JSON on one line. Returns false when the reader is gone.
-    pub fn one_of_many<T: Serialize + Render>(self, result: &T) -> bool {
-        match self.format {
-            Format::Text => print(&text(self.format, self.name, result)),
-            Format::Json => print(&(serde_json::to_string(result).unwrap_or_default() + "\n")),
-        }
-    }
-}
-
-/// Prints to standard output. Returns false when the reader is gone.
-pub fn print(text: &str) -> bool {
-    let mut stdout = std::io::stdout().lock();
-    stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).is_ok()
-}
-
-#[derive(Serialize)]
-struct Failure<'a> {
-    error: &'a Error,
-}
-
-/// Reports a failure as text or JSON, and returns its exit status.
-pub fn fail(error: &Error, format: Format, name: &str) -> Exit {
-    match format {
-        Format::Json => drop(print(&(crate::output::json(name, &Failure { error }) + "\n"))),
-        Format::Text if is_in_journal(error, name) => {}
-        Format::Text => eprint!("{}", complaint(Text::to(&std::io::stderr()), error, name)),
-    }
-    error.exit
-}
-
-/// Returns true if systemd's journal has the failure, with its fields. Standard error of a service
-/// goes there too.
-fn is_in_journal(error: &Error, name: &str) -> bool {
-    let mut fields = journal::of_failure(name, error);
-    fields.push(("SYSLOG_IDENTIFIER", "mercury".to_owned()));
-    let hint = error.hint.as_ref().map(|hint| format!("\n  → {hint}")).unwrap_or_default();
-    journal::send(Priority::Error, &format!("mercury {name}: {error}{hint}"), &fields)
-}
-
-/// Formats a failure for people: what happened and why, then what to do.
-fn complaint(mut to: Text, error: &Error, name: &str) -> String {
-    let program = to.tone(Tone::Bad, &format!("mercury {name}:"));
-    to.line(format!("{program} {error}"));
-    if let Some(hint) = &error.hint {
-        to.line(format!("  → {hint}"));
-    }
-    to.finish()
-}
-
-/// Refuses a user who is not root.
-pub fn need_root(action: &str) -> Result<()> {
-    let error = || Error::new(Exit::Permission, format!("{action} needs root")).hint(sudo::again());
-    if rustix::process::geteuid().is_root() { Ok(()) } else { Err(error()) }
-}
-
 fn doctor(args: &DoctorArgs, say: Say<'_>) -> Result<Exit> {
     let module = args.module.module.as_deref();
     let machine = progress::during("examining the machine", || Machine::read(module, &Sysroot::default()));
     let report = doctor::examine(&machine, args.quiet);
     say.done(&report);
     Ok(report.exit())
-}
-
-/// Loads the driver and opens it for control.
-pub fn controlled(module: Option<&Path>, action: &str) -> Result<(Device, Prepared)> {
-    need_root(action)?;
-    let mut driver_inserted = false;
-    for _ in 0..INSERTIONS {
-        driver_inserted |=
-            progress::during("loading the driver", || module::insert(module, &Sysroot::default()))
-                .map_err(|error| without_driver(error, &doctor::machine::cpuid_facts(), action))?;
-        match Device::open(Access::Control) {
-            // Another process has removed the driver since.
-            Err(error) if error.code == Some(Code::NotLoaded) => {}
-            opened => return Ok((opened?, Prepared { driver_inserted, ..Prepared::default() })),
-        }
-    }
-    Err(Error::new(Exit::Busy, "another process removes the driver again and again")
-        .hint("wait until that process (`mercury unload`) ends, and repeat the command"))
-}
-
-/// Improves the error for a driver that cannot be loaded: a refusal that no driver could change
-/// comes first.
-fn without_driver(error: Error, cpuid: &CpuFacts, action: &str) -> Error {
-    let Some(refusal) = doctor::processor::refused_processor(cpuid, action) else { return error };
-    Error { message: format!("{}; besides, {}", refusal.message, error.message), ..refusal }
-}
-
-/// How often the driver is loaded again if another process removes it at once.
-const INSERTIONS: usize = 3;
-
-/// Opens the device for control when no other process loads or removes the driver. Returns none
-/// without a driver.
-fn control_if_loaded() -> Result<Option<Device>> {
-    if !module::settles_as_loaded(&Sysroot::default())? {
-        return Ok(None);
-    }
-    match Device::open(Access::Control) {
-        // Another process has removed the driver since.
-        Err(error) if error.code == Some(Code::NotLoaded) => Ok(None),
-        opened => opened.map(Some),
-    }
-}
-
-/// Loads the driver and the hypervisor, and opens the driver for control.
-pub fn loaded(module: Option<&Path>, action: &str) -> Result<(Device, Prepared)> {
-    let (device, mut prepared) = controlled(module, action)?;
-    prepared.hypervisor_loaded = load_hypervisor(&device)?;
-    Ok((device, prepared))
-}
-
-/// Loads the hypervisor unless it is loaded. Returns true if this call loaded it.
-fn load_hypervisor(device: &Device) -> Result<bool> {
-    progress::during("loading the hypervisor into memory", || switch::ensure_loaded(device))
 }
 
 /// Refuses a CPU that cannot be switched, before the switch begins.
@@ -364,20 +241,6 @@ fn detach(args: &DetachArgs) -> Result<switch::SwitchReport> {
     all_online("detach", args.cpus.as_ref())?;
     let Some(device) = control_if_loaded()? else { return Ok(switch::nothing_to_detach()) };
     switch_deferred(&device, Direction::Detach, args.cpus.as_ref(), Prepared::default())
-}
-
-/// Opens the driver for reading only.
-fn observe() -> Result<Device> {
-    Device::open(Access::Observe)
-}
-
-/// Reads the status, also without a driver.
-pub fn current_status() -> Result<Status> {
-    match observe() {
-        Ok(device) => Status::collect(&device),
-        Err(error) if error.code == Some(Code::NotLoaded) => Ok(Status::without_driver(&Sysroot::default())),
-        Err(error) => Err(error),
-    }
 }
 
 fn watch(say: Say<'_>) -> Result<Exit> {

@@ -17,6 +17,9 @@
 //! the benchmarks, and the few system calls of checkpoint and restore that no library has; nowhere
 //! else.
 
+#![allow(missing_docs)]
+
+pub mod access;
 pub mod args;
 pub mod bench;
 pub mod bits;
@@ -31,6 +34,7 @@ pub mod error;
 pub mod ethernet;
 pub mod exit;
 pub mod explain;
+pub mod explanation;
 pub mod facts;
 #[cfg(test)]
 mod fake;
@@ -50,10 +54,13 @@ pub mod metrics;
 pub mod migrate;
 pub mod module;
 pub mod output;
+pub mod processor;
 pub mod progress;
 pub mod receive;
 pub mod refusals;
 pub mod restore;
+pub mod rollback;
+pub mod say;
 pub mod size;
 pub mod snapshot;
 pub mod span;

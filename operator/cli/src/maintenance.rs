@@ -5,14 +5,15 @@
 //! an operator names the destination of the way back, and arrives in the end.
 
 use crate::{
+    access,
     args::{MaintenanceArgs, MigrateArgs},
     checkpoint,
-    commands::{self, Say},
     error::{Error, Result},
     exit::Exit,
     interrupt::Deferred,
     migrate::{self, report::Report},
     output::{Render, Text},
+    say::Say,
 };
 use mercury_migration::session::PairingToken;
 use serde::Serialize;
@@ -88,7 +89,7 @@ pub fn run(args: &MaintenanceArgs, say: Say<'_>) -> Result<Exit> {
         return migrate::run(args, say);
     }
     let deferred = Deferred::begin();
-    commands::need_root("maintenance")?;
+    access::need_root("maintenance")?;
     checkpoint::stay_in_the_foreground();
     if args.key.as_deref() == Some("-") {
         return Err(Error::new(Exit::Usage, "standard input is needed for the way back")

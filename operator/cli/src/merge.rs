@@ -7,13 +7,13 @@ use crate::{
         stream::{Pace, Send, Watch, image_error, pipe, send_full},
         target::{Name, Target},
     },
-    commands::Say,
     error::{Error, Result},
     exit::Exit,
     images::{named, unreadable},
     interrupt::Deferred,
     output::{Render, Text, bytes, thousands},
     progress,
+    say::Say,
 };
 use mercury_image::{Chain, Identity, Merged, PAGE, PARENTS_MAX, Packer, Reader, Writer};
 use serde::Serialize;

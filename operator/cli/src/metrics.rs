@@ -1,12 +1,14 @@
 //! `mercury metrics`: state and counters for Prometheus, on standard output or in a file for node_exporter's textfile collector.
 
 use crate::{
+    access,
     args::MetricsArgs,
-    commands::{self, Say},
     error::{Error, Result},
     exit::Exit,
     history::{self, Action, Outcome, Record},
     output::Format,
+    say,
+    say::Say,
     status::Status,
 };
 use prometheus_client::{
@@ -77,19 +79,19 @@ pub fn run(args: &MetricsArgs, say: Say<'_>) -> Result<Exit> {
         return Err(Error::new(Exit::Usage, "metrics have a format of their own")
             .hint("`mercury status --json` has JSON"));
     }
-    commands::need_root("metrics")?;
+    access::need_root("metrics")?;
     let folder = Path::new(history::FOLDER);
     let past = Action::ALL.map(|action| Past {
         action,
         record: history::read(folder, action),
         is_running: history::is_running(folder, action),
     });
-    let text = exposition(&commands::current_status()?, &past).map_err(|error| {
+    let text = exposition(&access::current_status()?, &past).map_err(|error| {
         Error::new(Exit::Failed, format!("the metrics could not be put into text: {error}"))
             .hint("report it as a bug")
     })?;
     let Some(file) = &args.textfile else {
-        commands::print(&text);
+        say::print(&text);
         return Ok(Exit::Done);
     };
     put(file, args.group.as_deref(), &text).map(|()| Exit::Done)

@@ -4,6 +4,7 @@
 //! goes on inside this command, which therefore ends a second time.
 
 use crate::{
+    access,
     args::SnapshotArgs,
     checkpoint::{
         self, Attached,
@@ -16,21 +17,21 @@ use crate::{
         stale::{Stale, Whose},
         swap, waits,
     },
-    commands::{self, Say},
     device::{Access, Device, Silent},
     driver::Driver,
     error::{Error, Result},
     exit::Exit,
     interrupt::Deferred,
-    output::{Hex, Render, Text, bytes, duration, thousands, ticks_to_us},
+    output::{Render, Text, bytes, duration, thousands},
     refusals::{self, Lifted, Operation},
+    rollback::Rollback,
+    say::Say,
     status::nul_padded,
     sysroot::Sysroot,
 };
 use mercury_abi::{
     code::Code,
     ioctl::{MERCURY_SNAPSHOT_HASH, MERCURY_SNAPSHOT_KEEP, SnapshotRequest},
-    snapshot::{RollbackReason, RollbackReport},
 };
 use serde::Serialize;
 use std::time;
@@ -59,81 +60,6 @@ pub enum Report {
         /// Pages that had been copied.
         copied_pages: u64,
     },
-}
-
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Rollback {
-    /// Number of rollbacks since the hypervisor was loaded.
-    pub count: u64,
-    /// Reason for the rollback.
-    pub reason: &'static str,
-    /// Last message of the kernel.
-    #[serde(skip_serializing_if = "String::is_empty")]
-    pub message: String,
-    /// CPU that asked for the rollback.
-    pub cpu: u32,
-    /// Instruction pointer there.
-    pub rip: Hex,
-    /// Pages that were copied back.
-    pub pages: u64,
-    /// Devices that were silenced.
-    pub devices: u64,
-    /// Microseconds until the rendezvous of all CPUs.
-    pub meet_us: f64,
-    /// Microseconds from then until everything was in place.
-    pub work_us: f64,
-    /// Test builds: pages that were compared, and pages that differ.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub compared: Option<Compared>,
-}
-
-/// The result of a comparison of all memory.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Compared {
-    /// Pages that were compared.
-    pub pages: u64,
-    /// Pages that differ.
-    pub different: u64,
-    /// Address of the first that differs.
-    pub first: Hex,
-}
-
-impl Rollback {
-    /// Converts the driver's report.
-    #[must_use]
-    pub fn new(report: &RollbackReport, message: String, tsc_khz: u64) -> Self {
-        let name = RollbackReason::NAMES.iter().find(|(reason, _)| *reason as u32 == report.reason);
-        let compared = Compared {
-            pages: report.compared,
-            different: report.different,
-            first: Hex(report.different_phys),
-        };
-        Self {
-            count: report.count,
-            reason: name.map_or("unknown", |(_, name)| name),
-            message,
-            cpu: report.cpu,
-            rip: Hex(report.rip_virt),
-            pages: report.pages,
-            devices: report.functions,
-            meet_us: ticks_to_us(report.rendezvous_ticks, tsc_khz),
-            work_us: ticks_to_us(report.work_ticks, tsc_khz),
-            compared: (report.compared != 0).then_some(compared),
-        }
-    }
-
-    /// Formats the rollback in one line.
-    #[must_use]
-    pub fn text(&self) -> String {
-        let message = if self.message.is_empty() { String::new() } else { format!(" ({})", self.message) };
-        format!(
-            "{} on CPU {}{message}: {} pages in {}",
-            self.reason,
-            self.cpu,
-            thousands(self.pages),
-            duration(self.meet_us + self.work_us)
-        )
-    }
 }
 
 impl Render for Report {
@@ -167,7 +93,7 @@ impl Render for Report {
 ///
 /// Returns an error if there is no snapshot in the end; the machine runs on.
 pub fn run(args: &SnapshotArgs, say: Say<'_>) -> Result<Exit> {
-    commands::need_root("snapshot")?;
+    access::need_root("snapshot")?;
     if args.drop {
         let status = Device::open(Access::Control)?.snapshot_end()?.status;
         return Ok(say.done(&Report::Dropped { copied_pages: status.copied }));
@@ -179,7 +105,7 @@ pub fn run(args: &SnapshotArgs, say: Say<'_>) -> Result<Exit> {
         refusals::lifted(&[(args.force_devices, Lifted::Devices), (args.force_disks, Lifted::Disks)]);
     refusals::refuse(Operation::Snapshot, &lifted, &sysroot)?;
     let mounts = disks::all(&sysroot)?;
-    let (device, _) = commands::loaded(args.module.module.as_deref(), "snapshot")?;
+    let (device, _) = access::loaded(args.module.module.as_deref(), "snapshot")?;
     let mut guard = Guard::start()?;
     let attached = Attached::make(&device, &mut guard)?;
     let report = keep(args, &device, &mounts, &sysroot, &mut guard)?;
@@ -195,7 +121,7 @@ pub fn run(args: &SnapshotArgs, say: Say<'_>) -> Result<Exit> {
 ///
 /// Always returns an error if it returns.
 pub fn rollback() -> Result<Exit> {
-    commands::need_root("rollback")?;
+    access::need_root("rollback")?;
     Device::open(Access::Control)?.rollback()?;
     Err(Error::new(Exit::Failed, "the machine was not put back")
         .hint("`mercury status` shows if the snapshot is still there, `mercury log` what has happened"))
@@ -408,21 +334,5 @@ mod tests {
         for is in [Some("2"), None] {
             assert_eq!(moved_on(&mounts, &were, &marks([None, is])), Some(&mounts[1]));
         }
-    }
-
-    #[test]
-    fn a_rollback_in_words() {
-        let report = RollbackReport {
-            count: 1,
-            reason: RollbackReason::Panic as u32,
-            cpu: 3,
-            pages: 4096,
-            rendezvous_ticks: 1_000_000,
-            work_ticks: 4_000_000,
-            ..RollbackReport::default()
-        };
-        let rollback = Rollback::new(&report, "sysrq triggered crash".into(), 1_000_000);
-        assert_eq!(rollback.text(), "panic on CPU 3 (sysrq triggered crash): 4,096 pages in 5.00 ms");
-        assert_eq!(rollback.compared, None);
     }
 }

@@ -6,7 +6,7 @@ use crate::{
     error::Result,
     module,
     output::{Hex, Render, Text, Tone, bytes, duration, thousands, ticks_to_us},
-    snapshot::Rollback,
+    rollback::Rollback,
     svm,
     sysroot::Sysroot,
 };

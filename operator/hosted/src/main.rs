@@ -9,10 +9,10 @@ use std::{
 
 use clap::Parser;
 use mercury_cli::{
-    commands::{Say, fail},
     error::{Error, Result},
     exit::Exit,
     output::{Format, Render, Text},
+    say::{Say, fail},
 };
 use mercury_hosted::{
     devices::NetOption,

@@ -6,19 +6,13 @@ pub mod spin;
 pub mod switch;
 mod workloads;
 
-use crate::{
-    args::BenchCommand,
-    commands::{self, Say},
-    error::Result,
-    exit::Exit,
-    interrupt::Deferred,
-};
+use crate::{access, args::BenchCommand, error::Result, exit::Exit, interrupt::Deferred, say::Say};
 
 pub fn run(command: &BenchCommand, say: Say<'_>) -> Result<Exit> {
     let deferred = Deferred::begin();
     match command {
         BenchCommand::Switch(args) => {
-            let (device, _) = commands::loaded(args.module.module.as_deref(), "bench switch")?;
+            let (device, _) = access::loaded(args.module.module.as_deref(), "bench switch")?;
             let report = switch::measure(&device, args.cycles, &|| deferred.requested())?;
             say.done(&report);
         }

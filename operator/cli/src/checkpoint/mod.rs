@@ -45,8 +45,8 @@ pub mod watchdogs;
 mod writeback;
 
 use crate::{
+    access,
     args::CheckpointArgs,
-    commands::{self, Say},
     device::{Device, Silent},
     driver::{Direction, Driver},
     error::{Error, Result},
@@ -61,6 +61,7 @@ use crate::{
         MEMORY_LEAST_MIB,
         fit::{self, Room},
     },
+    say::Say,
     switch,
     sysroot::Sysroot,
 };
@@ -189,7 +190,7 @@ impl Render for Report {
 pub fn run(args: &CheckpointArgs, say: Say<'_>) -> Result<Exit> {
     let deferred = Deferred::begin();
     let sysroot = Sysroot::default();
-    commands::need_root("checkpoint")?;
+    access::need_root("checkpoint")?;
     lockdown::refuse_reading("checkpoint", &sysroot)?;
     stay_in_the_foreground();
     match (args.every, &args.image) {
@@ -380,7 +381,7 @@ fn one(
     refuse_unreachable(args, image, sysroot)?;
     before.refuse_loss(image)?;
     // Only the process that controls the driver writes images.
-    let (device, _) = commands::loaded(args.module.module.as_deref(), "checkpoint")?;
+    let (device, _) = access::loaded(args.module.module.as_deref(), "checkpoint")?;
     // The undo process starts before the file is made, so that a killed command hardly ever leaves
     // the file behind.
     let mut guard = Guard::start()?;

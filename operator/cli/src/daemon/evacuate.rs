@@ -2,10 +2,11 @@
 
 use super::order::{Answer, Order};
 use crate::{
+    access,
     args::EvacuateArgs,
-    commands::{self, Say},
     error::{Error, Result},
     exit::Exit,
+    say::Say,
 };
 use std::{
     io::{self, BufRead, BufReader, Write},
@@ -23,7 +24,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 ///
 /// Returns an error if there is no daemon, or it refuses the order.
 pub fn run(args: &EvacuateArgs, say: Say<'_>) -> Result<Exit> {
-    commands::need_root("evacuate")?;
+    access::need_root("evacuate")?;
     let order = if args.status { Order::Status {} } else { Order::Evacuate { reason: args.reason.clone() } };
     let answer = ask(&args.socket, &order).map_err(|error| no_daemon(&args.socket, &error))?;
     match &answer.refused {

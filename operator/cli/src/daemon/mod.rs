@@ -12,8 +12,9 @@ pub mod evacuate;
 pub mod order;
 
 use crate::{
+    access,
     args::DaemonArgs,
-    checkpoint, commands,
+    checkpoint,
     error::{Error, Result},
     exit::Exit,
     interrupt::Deferred,
@@ -87,7 +88,7 @@ fn tell(priority: Priority, text: &str, event: &str, fields: &[(&'static str, &s
 ///
 /// Returns an error if another daemon runs, or the socket cannot be made.
 pub fn run(args: &DaemonArgs) -> Result<Exit> {
-    commands::need_root("daemon")?;
+    access::need_root("daemon")?;
     let deferred = Deferred::begin();
     checkpoint::stay_in_the_foreground();
     watch_for_signals();

@@ -6,16 +6,17 @@ use crate::{
     driver::Driver,
     error::{Error, Result},
     lockdown, module,
+    processor::cpuid_facts,
     refusals::{self, Answer, Operation},
     snapshot,
     sysroot::{Module, Sysroot},
 };
 use mercury_abi::{
     code::Code,
-    facts::{CpuFacts, CpuidLeaf},
+    facts::CpuFacts,
     ioctl::{MERCURY_MODE_ATTACHED, MERCURY_STATE_UNLOADED},
 };
-use std::{arch::x86_64::__cpuid_count, path::PathBuf};
+use std::path::PathBuf;
 
 /// EFI variable with the state of Secure Boot: four bytes of attributes, then the value.
 const SECURE_BOOT: &str = "sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c";
@@ -190,28 +191,6 @@ fn ask_device(driver: &dyn Driver, sysroot: &Sysroot) -> Result<Asked> {
 /// Returns the facts of a CPU as if it were native.
 fn without_mercury(facts: CpuFacts, attached: &CpuSet) -> CpuFacts {
     if attached.contains(facts.cpu) { mercury_preflight::as_if_native(&facts) } else { facts }
-}
-
-/// Reads CPUID without a driver. Everything else stays zero.
-#[must_use]
-pub fn cpuid_facts() -> CpuFacts {
-    let leaf = |number: u32, subleaf: u32| {
-        let found = __cpuid_count(number, subleaf);
-        CpuidLeaf { eax: found.eax, ebx: found.ebx, ecx: found.ecx, edx: found.edx }
-    };
-    let basic = leaf(0, 0);
-    let extended = leaf(0x8000_0000, 0);
-    let upto = |number: u32| if number <= extended.eax { leaf(number, 0) } else { CpuidLeaf::default() };
-    CpuFacts {
-        cpuid_0: basic,
-        cpuid_1: leaf(1, 0),
-        cpuid_4000_0000: leaf(0x4000_0000, 0),
-        cpuid_8000_0000: extended,
-        cpuid_8000_0001: upto(0x8000_0001),
-        cpuid_8000_0008: upto(0x8000_0008),
-        cpuid_8000_000a: upto(0x8000_000a),
-        ..CpuFacts::default()
-    }
 }
 
 #[cfg(test)]

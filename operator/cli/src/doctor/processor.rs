@@ -4,7 +4,7 @@ use super::{
     Grade, Item,
     machine::{Asked, Machine},
 };
-use crate::{bits, cpus::CpuSet, error::Error, explain, module};
+use crate::{bits, cpus::CpuSet, explain, module, processor::is_decided_by_cpuid};
 use mercury_abi::{code::Code, facts::CpuFacts};
 use mercury_preflight::{Finding, Severity, Vendor, bits::cpuid, physical_bits, vendor, vmx};
 
@@ -13,8 +13,6 @@ struct Group {
     name: &'static str,
     /// Codes of the checks.
     codes: &'static [Code],
-    /// True if CPUID alone decides, so that no driver is needed.
-    by_cpuid: bool,
     /// Text if nothing was found.
     fine: fn(&CpuFacts) -> String,
     /// Vendor of the processors with these checks.
@@ -25,42 +23,31 @@ const GROUPS: &[Group] = &[
     Group {
         name: "processor",
         codes: &[Code::VendorUnsupported, Code::FamilyUnsupported, Code::IntelUnsupported],
-        by_cpuid: true,
         fine: model,
         vendor: None,
     },
-    Group {
-        name: "SVM",
-        codes: &[Code::NoSvm, Code::NoAsids],
-        by_cpuid: true,
-        fine: svm,
-        vendor: Some(Vendor::Amd),
-    },
+    Group { name: "SVM", codes: &[Code::NoSvm, Code::NoAsids], fine: svm, vendor: Some(Vendor::Amd) },
     Group {
         name: "nested paging",
         codes: &[Code::NoNestedPaging],
-        by_cpuid: true,
         fine: nested_paging,
         vendor: Some(Vendor::Amd),
     },
     Group {
         name: "bare metal",
         codes: &[Code::InsideHypervisor],
-        by_cpuid: true,
         fine: |_| "no hypervisor beneath this machine".into(),
         vendor: None,
     },
     Group {
         name: "firmware",
         codes: &[Code::SvmDisabled, Code::InitRedirected],
-        by_cpuid: false,
         fine: |_| "SVM is enabled".into(),
         vendor: Some(Vendor::Amd),
     },
     Group {
         name: "virtualization free",
         codes: &[Code::VirtualizationInUse, Code::HsaveInUse],
-        by_cpuid: false,
         fine: |_| "not in use".into(),
         vendor: None,
     },
@@ -73,112 +60,91 @@ const GROUPS: &[Group] = &[
             Code::EferUnsupported,
             Code::Fred,
         ],
-        by_cpuid: false,
         fine: |facts| format!("CR0 {:#x}, CR4 {:#x}, EFER {:#x}", facts.cr0, facts.cr4, facts.efer),
         vendor: None,
     },
     Group {
         name: "extended state",
         codes: &[Code::XstateUnsupported, Code::SupervisorCet],
-        by_cpuid: false,
         fine: |facts| format!("XCR0 {:#x}, XSS {:#x}", facts.xcr0, facts.xss),
         vendor: None,
     },
     Group {
         name: "readable registers",
         codes: &[Code::FactUnreadable],
-        by_cpuid: false,
         fine: |_| "all required registers".into(),
         vendor: None,
     },
     Group {
         name: "memory encryption",
         codes: &[Code::MemoryEncryption, Code::SnpEnabled],
-        by_cpuid: false,
         fine: |_| "off".into(),
         vendor: Some(Vendor::Amd),
     },
     Group {
         name: "memory types",
         codes: &[Code::PatUnsupported, Code::MtrrInconsistent],
-        by_cpuid: false,
         fine: |facts| format!("PAT {:#x}, MTRRs enabled", facts.pat),
         vendor: None,
     },
-    Group {
-        name: "physical addresses",
-        codes: &[Code::MemoryBeyondMap],
-        by_cpuid: false,
-        fine: addresses,
-        vendor: None,
-    },
+    Group { name: "physical addresses", codes: &[Code::MemoryBeyondMap], fine: addresses, vendor: None },
     Group {
         name: "clock",
         codes: &[Code::TscRatio],
-        by_cpuid: false,
         fine: |_| "the TSC is not scaled".into(),
         vendor: Some(Vendor::Amd),
     },
     Group {
         name: "TLB broadcasts",
         codes: &[Code::InvlpgbInUse],
-        by_cpuid: false,
         fine: |_| "not used by the kernel".into(),
         vendor: Some(Vendor::Amd),
     },
     Group {
         name: "return predictions",
         codes: &[Code::ErapsInUse],
-        by_cpuid: false,
         fine: |_| "not left to the processor".into(),
         vendor: Some(Vendor::Amd),
     },
     Group {
         name: "kernel's mode",
         codes: &[Code::PageTableIsolation, Code::PrivilegedLayer],
-        by_cpuid: false,
         fine: |_| "no layer beneath, no page-table isolation in the way".into(),
         vendor: None,
     },
     Group {
         name: "machine checks",
         codes: &[Code::MachineCheckInProgress],
-        by_cpuid: false,
         fine: |_| "none in progress".into(),
         vendor: None,
     },
     Group {
         name: "debugging",
         codes: &[Code::SingleStep, Code::DebugActive],
-        by_cpuid: false,
         fine: |_| "no breakpoints, no branch recording".into(),
         vendor: None,
     },
     Group {
         name: "CPUs are equal",
         codes: &[Code::CpusDiffer],
-        by_cpuid: false,
         fine: |_| "in all that matters".into(),
         vendor: None,
     },
     Group {
         name: "VMX",
         codes: &[Code::NoVmx],
-        by_cpuid: true,
         fine: |_| "the processor has it".into(),
         vendor: Some(Vendor::Intel),
     },
     Group {
         name: "firmware",
         codes: &[Code::VmxDisabled],
-        by_cpuid: false,
         fine: |_| "VMX is enabled".into(),
         vendor: Some(Vendor::Intel),
     },
     Group {
         name: "nested paging",
         codes: &[Code::NoEpt, Code::EptUnsupported, Code::NoUnrestrictedGuest],
-        by_cpuid: false,
         fine: extended_paging,
         vendor: Some(Vendor::Intel),
     },
@@ -191,14 +157,12 @@ const GROUPS: &[Group] = &[
             Code::VmxFixedBits,
             Code::VmxRegion,
         ],
-        by_cpuid: false,
         fine: |_| "all that is needed, none that is in the way".into(),
         vendor: Some(Vendor::Intel),
     },
     Group {
         name: "trace, debug store",
         codes: &[Code::ProcessorTrace, Code::DebugStore],
-        by_cpuid: false,
         fine: |_| "not in the way".into(),
         vendor: Some(Vendor::Intel),
     },
@@ -222,21 +186,11 @@ pub fn items(machine: &Machine) -> Vec<Item> {
             let facts = std::slice::from_ref(&machine.cpuid);
             let found = findings(facts);
             groups(facts)
-                .filter(|group| group.by_cpuid)
+                .filter(|group| group.codes.iter().all(|code| is_decided_by_cpuid(*code)))
                 .flat_map(|group| group_items(group, machine, facts, &found))
                 .collect()
         }
     }
-}
-
-/// Refuses a processor on which attach can never work, by CPUID alone, because nothing else is
-/// known without a driver.
-#[must_use]
-pub fn refused_processor(cpuid: &CpuFacts, action: &str) -> Option<Error> {
-    let decided = |code: Code| GROUPS.iter().any(|group| group.by_cpuid && group.codes.contains(&code));
-    let checks = mercury_preflight::check(cpuid);
-    let found = checks.iter().find(|finding| finding.severity == Severity::Refuse && decided(finding.code));
-    found.map(|finding| Error::refused(action, finding.code, None, finding.detail))
 }
 
 /// Returns the groups for this machine's vendor.

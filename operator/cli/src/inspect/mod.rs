@@ -6,13 +6,13 @@ mod core;
 use self::core::Core;
 use crate::{
     args::InspectArgs,
-    commands::Say,
     error::Result,
     exit::Exit,
     images::{self, Image},
     interrupt::Deferred,
     migrate::marks::when,
     output::{Render, Text, bytes, thousands},
+    say::Say,
 };
 use mercury_image::{Commit, Machine};
 use serde::Serialize;

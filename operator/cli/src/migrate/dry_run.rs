@@ -7,9 +7,9 @@ use super::{
     log::prepare,
 };
 use crate::{
+    access,
     args::MigrateArgs,
     checkpoint::{Attached, describe, guard::Guard, patient, pool},
-    commands::{self, Say},
     device::{Cursor, Device},
     error::{Error, Result},
     exit::Exit,
@@ -17,6 +17,7 @@ use crate::{
     migrate::{mirror::Mirror, offer::kept},
     output::{Render, Text, bytes, thousands},
     progress,
+    say::Say,
     sysroot::Sysroot,
 };
 use mercury_image::Machine;
@@ -172,7 +173,7 @@ struct Look {
 pub fn run(args: &MigrateArgs, say: Say<'_>, sysroot: &Sysroot, deferred: &Deferred) -> Result<Exit> {
     super::course::refuse_hopeless(args)?;
     super::refuse_unmovable(args, sysroot)?;
-    let (device, _) = commands::loaded(args.module.module.as_deref(), "migrate")?;
+    let (device, _) = access::loaded(args.module.module.as_deref(), "migrate")?;
     let mut guard = Guard::start()?;
     let attached = Attached::make(&device, &mut guard)?;
     let predicted = predict(args, &device, sysroot, deferred);

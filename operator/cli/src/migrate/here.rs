@@ -27,7 +27,6 @@ use crate::{
         guard::{Guard, Undo},
         patient, pool, swap,
     },
-    commands::Say,
     device::{Device, Silent},
     error::{Error, Result},
     ethernet::{self, made},
@@ -35,6 +34,7 @@ use crate::{
     interrupt::Deferred,
     output::Format,
     progress,
+    say::Say,
     sysroot::Sysroot,
 };
 use mercury_abi::ioctl::{MERCURY_SNAPSHOT_HASH, MERCURY_SNAPSHOT_TRACK};

@@ -41,9 +41,9 @@ mod trial;
 mod turns;
 
 use crate::{
+    access,
     args::MigrateArgs,
     checkpoint::{self, Attached, guard::Guard, watchdogs},
-    commands::{self, Say},
     device::{Access, Device},
     error::{Error, Result},
     exit::Exit,
@@ -52,6 +52,7 @@ use crate::{
     lockdown,
     output::Format,
     refusals::{self, Lifted, Operation},
+    say::Say,
     sysroot::Sysroot,
 };
 use here::{Here, With};
@@ -78,7 +79,7 @@ const FROZEN: Duration = Duration::from_secs(20);
 /// Returns the reason if this machine has not moved; the machine goes on.
 pub fn run(args: &MigrateArgs, say: Say<'_>) -> Result<Exit> {
     let deferred = Deferred::begin();
-    commands::need_root("migrate")?;
+    access::need_root("migrate")?;
     lockdown::refuse_reading("migrate", &Sysroot::default())?;
     if args.dry_run {
         if args.key.is_some() {
@@ -113,7 +114,7 @@ fn leave(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Result<report
     if let Some(name) = &args.congestion_control {
         link.control_congestion(name)?;
     }
-    let (device, _) = commands::loaded(args.module.module.as_deref(), "migrate")?;
+    let (device, _) = access::loaded(args.module.module.as_deref(), "migrate")?;
     // The open device keeps other processes from moving this machine now, and the undo process
     // finds what is opened here.
     let marks = if args.without_mark { None } else { Some(Marks::choose(&args.host, &sysroot)?) };

@@ -17,9 +17,9 @@ mod spare;
 mod streams;
 
 use crate::{
+    access,
     args::ReceiveArgs,
     checkpoint,
-    commands::{self, Say},
     error::{Error, Result},
     ethernet::{self, Card},
     exit::Exit,
@@ -35,6 +35,7 @@ use crate::{
         environment::{self, Purpose},
         init,
     },
+    say::Say,
     sysroot::Sysroot,
 };
 use mercury_migration::session::Identity;
@@ -130,7 +131,7 @@ impl Render for Report {
 /// Returns an error if this machine cannot receive, or the command is interrupted. Nothing was
 /// given up then.
 pub fn run(args: &ReceiveArgs, say: Say<'_>) -> Result<Exit> {
-    commands::need_root("receive")?;
+    access::need_root("receive")?;
     if args.here {
         return host::run().map(|()| Exit::Done);
     }

@@ -14,9 +14,9 @@ pub mod menu;
 pub mod place;
 
 use crate::{
+    access,
     args::RestoreArgs,
     checkpoint::{describe, patient},
-    commands::{self, Say},
     device::{Access, Device, Restart},
     error::{Error, Result},
     exit::Exit,
@@ -24,6 +24,7 @@ use crate::{
     interrupt::Deferred,
     lockdown, module,
     output::{Render, Text},
+    say::Say,
     sysroot::Sysroot,
 };
 use environment::Purpose;
@@ -69,7 +70,7 @@ impl Render for Prepared {
 /// Returns an error if the image is damaged or does not fit, or this machine cannot restore it.
 /// Nothing was given up then.
 pub fn run(args: &RestoreArgs, say: Say<'_>) -> Result<Exit> {
-    commands::need_root("restore")?;
+    access::need_root("restore")?;
     if args.here {
         return bring_back(args).map(|()| Exit::Done);
     }

@@ -3,11 +3,12 @@
 
 use super::{Named, SPOTS, all, boot, clear, disk, initramfs, record::Record, spots, when};
 use crate::{
+    access,
     args::MarkArgs,
-    commands::{self, Say},
     error::{Error, Result},
     exit::Exit,
     output::{Render, Text},
+    say::Say,
     sysroot::Sysroot,
 };
 use mercury_migration::protocol::Attempt;
@@ -79,7 +80,7 @@ fn describe(mark: &Record, cleared: bool) -> String {
 /// Returns an error if this cannot be done.
 pub fn run(args: &MarkArgs, say: Say<'_>) -> Result<Exit> {
     let sysroot = Sysroot::default();
-    commands::need_root("mark")?;
+    access::need_root("mark")?;
     if args.at_boot {
         return Ok(boot::look(&sysroot));
     }
