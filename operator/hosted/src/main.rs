@@ -1,5 +1,6 @@
-//! The program `mercury-hosted`: what `mercury hosted` executes. `run` turns this process into a pre-virtualized kernel (see the
-//! crate `mercury-hosted`), and `gdb` into a gdb that is connected to such a kernel.
+//! The program `mercury-hosted`, which `mercury hosted` executes. `run` turns this process into a
+//! pre-virtualized kernel (see the crate `mercury-hosted`), and `gdb` into a gdb that is connected
+//! to such a kernel.
 
 use std::{
     io::ErrorKind,
@@ -43,7 +44,8 @@ fn main() -> ExitCode {
     result.unwrap_or_else(|error| fail(&error, format, name)).into()
 }
 
-/// Starts it: this process is the machine from then on. Comes back if it was only to be checked, or cannot be started.
+/// Starts the machine, which this process is from then on. Returns if the kernel was only checked,
+/// or cannot be started.
 fn run(args: &RunArgs, say: Say<'_>) -> Result<Exit> {
     let options = Options {
         kernel: args.kernel.clone(),
@@ -74,7 +76,7 @@ fn run(args: &RunArgs, say: Say<'_>) -> Result<Exit> {
     }
 }
 
-/// Becomes gdb.
+/// Replaces this process by gdb.
 fn gdb(args: &GdbArgs) -> Result<Exit> {
     let kernel = args.kernel.to_string_lossy().replace('\\', "\\\\").replace('"', "\\\"");
     let target = match &args.address {
@@ -88,7 +90,7 @@ fn gdb(args: &GdbArgs) -> Result<Exit> {
     let refused = Error::new(Exit::Failed, format!("cannot start gdb: {error}"));
     Err(match error.kind() {
         ErrorKind::NotFound => refused.hint("Debian's package is called gdb"),
-        _ => refused.hint("see to it that you may execute gdb, and that there is memory for it"),
+        _ => refused.hint("make sure that you may execute gdb, and that enough memory is free"),
     })
 }
 
@@ -101,7 +103,7 @@ fn refused(error: mercury_hosted::error::Error) -> Error {
     }
 }
 
-/// What was found in a kernel.
+/// The findings in a kernel.
 #[derive(Debug, Serialize)]
 struct Found {
     slots_filled: usize,

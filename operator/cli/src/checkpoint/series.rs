@@ -161,7 +161,7 @@ fn removable(images: &[PathBuf], old: usize) -> Vec<&PathBuf> {
     for line in &lines[old..] {
         let Some((_, parents)) = line else { return Vec::new() };
         let mut parents = parents;
-        // A merged image needs fewer parents, so the files that exist are read.
+        // A merged image needs fewer parents than its children know, so its own list counts.
         while let Some(parent) = parents.last() {
             if !needed.insert(*parent) {
                 break;
