@@ -164,8 +164,8 @@ fn announce_all() {
 /// The source may be switched on again, so the card gets its own address if that is known.
 fn tell_card(card: &Card, mac: Mac) -> std::io::Result<()> {
     if mac == card.mac {
-        // Not every kernel sets an address that the card has already. So the card gets a locally
-        // administered address in between.
+        // Not every kernel sets an address that the card has already. So the card gets another
+        // address in between.
         let mut other: Mac = mac;
         other[0] ^= 2;
         other[5] ^= 1;
