@@ -2,14 +2,12 @@
 
 use crate::{
     checkpoint::{series::Interval, target::Name},
-    cpus::CpuSet,
-    explanation::Codes,
+    explain::Codes,
     receive::Listen,
     restore::MEMORY_LEAST_MIB,
-    size::mebibytes,
-    span::Span,
 };
 use clap::{Args, Parser, Subcommand};
+use mercury_control::{cpus::CpuSet, size::mebibytes, span::Span};
 use mercury_hosted_options::HostedCommand;
 use mercury_migration::streams::STREAMS_MAX;
 use std::path::PathBuf;

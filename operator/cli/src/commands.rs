@@ -1,33 +1,34 @@
 //! The commands: each opens the driver, does one thing and returns a report.
 
 use crate::{
-    access::{control_if_loaded, controlled, current_status, load_hypervisor, loaded, need_root, observe},
     args::{
         AttachArgs, BenchCommand, Cli, Command, CpusArgs, DetachArgs, DoctorArgs, FaultArgs, GenerateArgs,
         Generated, LogArgs, ModuleArgs, UnloadArgs, VerifyArgs,
     },
-    bench, checkpoint,
-    cpus::CpuSet,
-    daemon,
-    device::{Access, Device},
+    bench, checkpoint, daemon,
     doctor::{self, machine::Machine},
+    explain, generate, hosted, inspect, maintenance, merge, metrics, migrate, receive, restore, snapshot,
+};
+use mercury_abi::{code::Code, ioctl::FaultRequest};
+use mercury_control::{
+    access::{control_if_loaded, controlled, current_status, load_hypervisor, loaded, need_root, observe},
+    cpus::CpuSet,
+    device::{Access, Device},
     driver::{Direction, Driver},
     error::{Error, Result},
     exit::Exit,
-    explanation, facts, generate, hosted, inspect,
+    facts,
     interrupt::Deferred,
     log::{self, Reader},
-    maintenance, merge, metrics, migrate, module,
+    module,
     output::{Format, Render},
-    progress, receive, restore,
+    progress,
     say::{Say, fail, print},
-    snapshot, status,
-    status::Status,
+    status::{self, Status},
     switch::{self, LoadReport, Prepared, UnloadReport},
     sysroot::{Module, Sysroot},
     tsc,
 };
-use mercury_abi::{code::Code, ioctl::FaultRequest};
 use mercury_hosted_options::HostedCommand;
 use serde::Serialize;
 use std::{
@@ -78,7 +79,7 @@ fn dispatch(command: &Command, format: Format, name: &str) -> Result<Exit> {
         Command::Hosted(_) => hosted::run(),
         Command::Log(args) => show_log(args, say),
         Command::Metrics(args) => metrics::run(args, say),
-        Command::Explain(args) => explanation::explain(args.code.as_deref()).map(|found| say.done(&found)),
+        Command::Explain(args) => explain::explain(args.code.as_deref()).map(|found| say.done(&found)),
         Command::Generate(args) => generate_files(args),
         Command::Facts(args) => facts::collect(&observe()?, &chosen(args)).map(|all| say.done(&all)),
         Command::Verify(args) => verify(args, say),
@@ -335,7 +336,7 @@ struct Fired {
 }
 
 impl Render for Fired {
-    fn render(&self, to: &mut crate::output::Text) {
+    fn render(&self, to: &mut mercury_control::output::Text) {
         to.line(format!("fault points have fired {} times since load", self.fired));
     }
 }

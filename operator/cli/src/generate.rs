@@ -1,12 +1,9 @@
 //! Manual pages and shell completions, from the definition of the command line.
 
-use crate::{
-    args::Cli,
-    explain::{self, Entry},
-    help::manual,
-};
+use crate::{args::Cli, help::manual};
 use clap::{Arg, Command, CommandFactory};
 use clap_complete::{Shell, generate_to};
+use mercury_control::explain::{self, Entry};
 use std::{
     fs::{self, OpenOptions},
     io::{self, Write},

@@ -10,7 +10,7 @@ use std::{
     process::Command,
 };
 
-use crate::{
+use mercury_control::{
     error::{Error, Result},
     exit::Exit,
 };

@@ -1,8 +1,8 @@
 //! Reading an image from its first byte to its last, with progress, and with an early end after a
 //! signal.
 
-use crate::{
-    checkpoint::stream::image_error,
+use crate::checkpoint::stream::image_error;
+use mercury_control::{
     error::{Error, Result},
     exit::Exit,
     interrupt::Deferred,

@@ -5,13 +5,15 @@
 //! an operator names the destination of the way back, and arrives in the end.
 
 use crate::{
-    access,
     args::{MaintenanceArgs, MigrateArgs},
     checkpoint,
+    migrate::{self, report::Report},
+};
+use mercury_control::{
+    access,
     error::{Error, Result},
     exit::Exit,
     interrupt::Deferred,
-    migrate::{self, report::Report},
     output::{Render, Text},
     say::Say,
 };

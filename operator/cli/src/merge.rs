@@ -7,9 +7,11 @@ use crate::{
         stream::{Pace, Send, Watch, image_error, pipe, send_full},
         target::{Name, Target},
     },
+    images::{named, unreadable},
+};
+use mercury_control::{
     error::{Error, Result},
     exit::Exit,
-    images::{named, unreadable},
     interrupt::Deferred,
     output::{Render, Text, bytes, thousands},
     progress,

@@ -1,14 +1,13 @@
 //! `mercury metrics`: state and counters for Prometheus, on standard output or in a file for node_exporter's textfile collector.
 
-use crate::{
+use crate::args::MetricsArgs;
+use mercury_control::{
     access,
-    args::MetricsArgs,
     error::{Error, Result},
     exit::Exit,
     history::{self, Action, Outcome, Record},
     output::Format,
-    say,
-    say::Say,
+    say::{self, Say},
     status::Status,
 };
 use prometheus_client::{
@@ -196,7 +195,7 @@ fn exits(registry: &mut Registry, status: &Status) {
         for (reason, count) in &cpu.exits {
             exits.get_or_create(&CpuReason { cpu: cpu.cpu, reason }).inc_by(*count);
         }
-        let us = crate::output::ticks_to_us(cpu.exit_ticks, status.tsc_khz);
+        let us = mercury_control::output::ticks_to_us(cpu.exit_ticks, status.tsc_khz);
         time.get_or_create(&Cpu { cpu: cpu.cpu }).inc_by(us / 1e6);
     }
     registry.register(
@@ -360,7 +359,12 @@ fn group_number(name: &str) -> Result<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{driver::Direction, driver::Driver, fake::FakeDriver, history::Figures, sysroot::Sysroot};
+    use mercury_control::{
+        driver::{Direction, Driver},
+        fake::FakeDriver,
+        history::Figures,
+        sysroot::Sysroot,
+    };
     use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
     fn attached() -> Status {

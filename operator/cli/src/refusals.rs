@@ -4,13 +4,15 @@
 
 use crate::{
     checkpoint::{self, disks, watchdogs},
-    error::{Error, Result},
     ethernet::{self, made},
     migrate::marks,
     snapshot,
-    sysroot::Sysroot,
 };
 use mercury_abi::code::Code;
+use mercury_control::{
+    error::{Error, Result},
+    sysroot::Sysroot,
+};
 
 /// An operation on the whole machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -293,7 +295,7 @@ mod tests {
             let answers = ask(operation, &[], &sysroot);
             for error in answers.iter().filter_map(|answer| answer.result.as_ref().err()) {
                 assert!(error.code.is_some() && error.hint.is_some(), "{error:?}");
-                assert_eq!(error.exit, crate::exit::Exit::Impossible, "{error:?}");
+                assert_eq!(error.exit, mercury_control::exit::Exit::Impossible, "{error:?}");
             }
             let refused = refuse(operation, &[], &sysroot).expect_err("refused");
             assert_eq!(refused.code, Some(Code::SwapInUse));

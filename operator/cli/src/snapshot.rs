@@ -4,7 +4,6 @@
 //! goes on inside this command, which therefore ends a second time.
 
 use crate::{
-    access,
     args::SnapshotArgs,
     checkpoint::{
         self, Attached,
@@ -17,21 +16,24 @@ use crate::{
         stale::{Stale, Whose},
         swap, waits,
     },
+    refusals::{self, Lifted, Operation},
+};
+use mercury_abi::{
+    code::Code,
+    ioctl::{MERCURY_SNAPSHOT_HASH, MERCURY_SNAPSHOT_KEEP, SnapshotRequest},
+};
+use mercury_control::{
+    access,
     device::{Access, Device, Silent},
     driver::Driver,
     error::{Error, Result},
     exit::Exit,
     interrupt::Deferred,
     output::{Render, Text, bytes, duration, thousands},
-    refusals::{self, Lifted, Operation},
     rollback::Rollback,
     say::Say,
     status::nul_padded,
     sysroot::Sysroot,
-};
-use mercury_abi::{
-    code::Code,
-    ioctl::{MERCURY_SNAPSHOT_HASH, MERCURY_SNAPSHOT_KEEP, SnapshotRequest},
 };
 use serde::Serialize;
 use std::time;

@@ -9,7 +9,7 @@ use std::{
 };
 
 use clap::Parser;
-use mercury_cli::{
+use mercury_control::{
     error::{Error, Result},
     exit::Exit,
     output::{Format, Render, Text},

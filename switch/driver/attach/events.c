@@ -248,7 +248,7 @@ static bool crash_is_told;
 static DEFINE_MUTEX(slot_lock);
 static bool slot_wanted, slot_held, kvm_present;
 
-/* Modules of other hypervisors, and which of them are there. operator/cli/src/module.rs names them too. */
+/* Modules of other hypervisors, and which of them are there. switch/control/src/module.rs names them too. */
 static const char * const rivals[] = { "vboxdrv", "vmmon", "jailhouse" };
 static unsigned long rivals_present;
 

@@ -6,7 +6,8 @@ pub mod spin;
 pub mod switch;
 mod workloads;
 
-use crate::{access, args::BenchCommand, error::Result, exit::Exit, interrupt::Deferred, say::Say};
+use crate::args::BenchCommand;
+use mercury_control::{access, error::Result, exit::Exit, interrupt::Deferred, say::Say};
 
 pub fn run(command: &BenchCommand, say: Say<'_>) -> Result<Exit> {
     let deferred = Deferred::begin();

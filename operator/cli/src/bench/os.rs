@@ -6,7 +6,7 @@ use super::{
     paper::{self, Figures},
     workloads::{self, Workload},
 };
-use crate::{
+use mercury_control::{
     error::{Error, Result},
     exit::Exit,
     output::{Render, Text, duration},

@@ -4,7 +4,7 @@
 //! Time in which the scheduler gave the CPU to another thread is taken out, because the thread's
 //! own CPU time stands still then. Interrupts, and time beneath the kernel, stay in.
 
-use crate::{cpus::CpuSet, tsc};
+use mercury_control::{cpus::CpuSet, tsc};
 use std::{
     sync::atomic::{AtomicBool, Ordering},
     thread,
@@ -94,7 +94,7 @@ pub fn pin(cpu: u32) -> Option<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sysroot::Sysroot;
+    use mercury_control::sysroot::Sysroot;
 
     #[test]
     fn a_spinning_thread_sees_gaps() {

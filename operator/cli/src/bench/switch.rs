@@ -5,17 +5,17 @@ use super::{
     paper::{self, Switches},
     spin::{self, Gap},
 };
-use crate::{
+use mercury_abi::{
+    code::Code,
+    ioctl::{MERCURY_MODE_ATTACHED, MERCURY_MODE_OFFLINE, SwitchResult},
+};
+use mercury_control::{
     cpus::CpuSet,
     driver::{Direction, Driver},
     error::{Error, Result},
     output::{Render, Text, Tone, duration, thousands, ticks_to_us},
     progress,
     stats::Summary,
-};
-use mercury_abi::{
-    code::Code,
-    ioctl::{MERCURY_MODE_ATTACHED, MERCURY_MODE_OFFLINE, SwitchResult},
 };
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -268,7 +268,7 @@ fn time_row(name: &str, cpu: &str, us: &Summary, ticks: &Summary, paper: Option<
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fake::FakeDriver;
+    use mercury_control::fake::FakeDriver;
     use std::cell::Cell;
 
     #[test]

@@ -15,7 +15,7 @@ use super::{
     guard::{Guard, Undo},
     waits,
 };
-use crate::{
+use mercury_control::{
     error::{Error, Result},
     exit::Exit,
 };

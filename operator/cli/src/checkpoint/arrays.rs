@@ -12,7 +12,7 @@ use super::{
     guard::{Guard, Undo},
     patient,
 };
-use crate::{
+use mercury_control::{
     error::{Error, Result},
     exit::Exit,
     sysroot::Sysroot,

@@ -1,6 +1,6 @@
 //! The memory map that the boot loader gave to the kernel: Documentation/arch/x86/zero-page.rst.
 
-use crate::sysroot::Sysroot;
+use mercury_control::sysroot::Sysroot;
 use mercury_image::FirmwareRange;
 
 /// Offset of the number of entries in the kernel's boot parameters, and of the entries.

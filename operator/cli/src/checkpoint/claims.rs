@@ -11,7 +11,7 @@ use super::{
     disks::{self, Mounted},
     patient, swap,
 };
-use crate::{
+use mercury_control::{
     error::{Error, Result},
     exit::Exit,
     sysroot::Sysroot,

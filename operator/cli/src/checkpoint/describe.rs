@@ -2,8 +2,8 @@
 //! part.
 
 use super::boot_map;
-use crate::{device::Restart, sysroot::Sysroot};
 use mercury_abi::restart::{MERCURY_RANGE_KEPT, MERCURY_RESTART_FIVE_LEVEL, MERCURY_RESTART_X2APIC};
+use mercury_control::{device::Restart, sysroot::Sysroot};
 use mercury_image::{Cpu, Device, FirmwareRange, Iommu, Kind, Machine, Processor, Range, Resume, VmCoreInfo};
 use std::{collections::BTreeSet, time::SystemTime};
 

@@ -9,7 +9,7 @@ use super::{
     openers::{self, Openers, Process},
     rdma::{self, User},
 };
-use crate::{module, sysroot::Sysroot};
+use mercury_control::{module, sysroot::Sysroot};
 use std::{collections::BTreeSet, io};
 
 /// Names each such device in use with its users, such as "GPU 0000:01:00.0 (nvidia), used by train

@@ -12,12 +12,12 @@ use super::{
     patient::{self, Disk},
     reachable,
 };
-use crate::{
+use mercury_abi::code::Code;
+use mercury_control::{
     error::{Error, Result},
     exit::Exit,
     sysroot::Sysroot,
 };
-use mercury_abi::code::Code;
 use mercury_image::{FileSystem, Piece};
 use std::{
     collections::BTreeSet,

@@ -6,8 +6,8 @@
 //! machine.
 
 use super::{disks, reachable};
-use crate::sysroot::Sysroot;
 use mercury_abi::ioctl::{FencePeer, MERCURY_FENCE_PEERS_MAX};
+use mercury_control::sysroot::Sysroot;
 use std::{
     collections::BTreeSet,
     net::{IpAddr, SocketAddr},

@@ -3,12 +3,12 @@
 //! done. It acts when the connection breaks, or is silent for too long.
 
 use super::{applications, arrays, disks, swap, watchdogs::Feeder};
-use crate::{
+use crate::migrate::doubt::{Doubt, Reach};
+use mercury_control::{
     device::{Access, Device},
     driver::{Direction, Driver},
     error::{Error, Result},
     exit::Exit,
-    migrate::doubt::{Doubt, Reach},
     sysroot::Sysroot,
 };
 use serde::{Deserialize, Serialize};

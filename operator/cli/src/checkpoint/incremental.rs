@@ -6,10 +6,10 @@
 //! again. The hashes find zeros and duplicates anyway.
 
 use super::{random, target::Name};
-use crate::{
+use crate::images::{named, unreadable};
+use mercury_control::{
     error::{Error, Result},
     exit::Exit,
-    images::{named, unreadable},
     progress,
 };
 use mercury_image::{Hash, Identity, Key, PARENTS_MAX, Parent, Reader};

@@ -6,7 +6,7 @@
 //! because its name may change with each boot.
 
 use super::disks;
-use crate::sysroot::Sysroot;
+use mercury_control::sysroot::Sysroot;
 use mercury_image::Piece;
 use std::{
     fs::File,

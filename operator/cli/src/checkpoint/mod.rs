@@ -45,25 +45,12 @@ pub mod watchdogs;
 mod writeback;
 
 use crate::{
-    access,
     args::CheckpointArgs,
-    device::{Device, Silent},
-    driver::{Direction, Driver},
-    error::{Error, Result},
-    exit::Exit,
-    history::{Action, Attempt, Figures, Outcome},
-    interrupt::Deferred,
-    lockdown,
-    output::{Render, Text, bytes, duration, thousands},
-    progress,
     refusals::{self, Lifted, Operation},
     restore::{
         MEMORY_LEAST_MIB,
         fit::{self, Room},
     },
-    say::Say,
-    switch,
-    sysroot::Sysroot,
 };
 use applications::Frozen;
 use arrays::Arrays;
@@ -73,6 +60,21 @@ use incremental::Before;
 use mercury_abi::{
     code::Code,
     ioctl::{MERCURY_SNAPSHOT_HASH, MERCURY_STATE_ATTACHED, SnapshotRequest},
+};
+use mercury_control::{
+    access,
+    device::{Device, Silent},
+    driver::{Direction, Driver},
+    error::{Error, Result},
+    exit::Exit,
+    history::{Action, Attempt, Figures, Outcome},
+    interrupt::Deferred,
+    lockdown,
+    output::{Render, Text, bytes, duration, thousands},
+    progress,
+    say::Say,
+    switch,
+    sysroot::Sysroot,
 };
 use mercury_image::{Identity, Machine, Writer};
 use phases::Phases;

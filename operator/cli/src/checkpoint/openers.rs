@@ -1,6 +1,6 @@
 //! Processes by the devices that they have open, from `/proc/PID/fd`. Only root sees other users' processes.
 
-use crate::sysroot::Sysroot;
+use mercury_control::sysroot::Sysroot;
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Process {

@@ -7,7 +7,7 @@
 //! the two it may make system calls only, because a lock that another thread held at the fork stays
 //! locked in the child.
 
-use crate::{
+use mercury_control::{
     error::{Error, Result},
     exit::Exit,
 };

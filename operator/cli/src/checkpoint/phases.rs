@@ -1,12 +1,12 @@
 //! The parts of an instant's pause.
 
-use crate::{
+use mercury_abi::ioctl::SnapshotRequest;
+use mercury_control::{
     device::Device,
     driver::Driver,
     error::Result,
     output::{Text, duration, ticks_to_us},
 };
-use mercury_abi::ioctl::SnapshotRequest;
 use serde::Serialize;
 use std::time::Duration;
 

@@ -1,7 +1,7 @@
 //! The size of the pool: memory for copies of pages that are written to during a snapshot.
 
 use super::PAGE;
-use crate::{
+use mercury_control::{
     error::{Error, Result},
     exit::Exit,
     output::bytes,

@@ -9,7 +9,7 @@
 //! The constants and layouts are those of `include/uapi/rdma/rdma_netlink.h` and of netlink(7).
 
 use super::openers::Process;
-use crate::sysroot::Sysroot;
+use mercury_control::sysroot::Sysroot;
 use std::{
     collections::BTreeSet,
     fs::File,
@@ -170,7 +170,7 @@ fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
 }
 
 fn text(value: &[u8]) -> String {
-    crate::status::nul_padded(value)
+    mercury_control::status::nul_padded(value)
 }
 
 /// Returns the index of the device of this name, if the message is about that device.

@@ -4,7 +4,7 @@
 //! A machine that moves keeps its connections, also those to its disks' servers. Such a disk goes
 //! on working at the destination, as a file on NFS does. The restore environment need not reach it.
 
-use crate::sysroot::Sysroot;
+use mercury_control::sysroot::Sysroot;
 use rustix::fs::{major, minor};
 use std::{
     fs, io,

@@ -1,8 +1,8 @@
 //! A series of images: the last few are kept, with all images that they need.
 
 use super::incremental::Before;
-use crate::{
-    args::CheckpointArgs,
+use crate::args::CheckpointArgs;
+use mercury_control::{
     error::{Error, Result},
     exit::Exit,
 };

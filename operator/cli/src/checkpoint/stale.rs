@@ -10,7 +10,7 @@
 //! new ones.
 
 use super::fence::{self, Peer};
-use crate::sysroot::Sysroot;
+use mercury_control::sysroot::Sysroot;
 use std::{
     collections::BTreeSet,
     fs::File,

@@ -2,11 +2,11 @@
 //! be written, others compress, and the calling thread writes in order.
 
 use super::incremental::Before;
-use crate::{
+use crate::restore::fit::Room;
+use mercury_control::{
     device::{Cursor, Device, Frames},
     error::{Error, Result},
     exit::Exit,
-    restore::fit::Room,
 };
 use mercury_image::{Compressed, LOW_END_PHYS, PAGE, Packer, Part, Writer};
 use rustix::process::setpriority_process;

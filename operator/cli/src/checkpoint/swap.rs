@@ -10,14 +10,14 @@ use super::{
     disks::unescaped,
     guard::{Guard, Undo},
 };
-use crate::{
+use mercury_abi::code::Code;
+use mercury_abi::ioctl::MERCURY_SWAP_IN_MEMORY;
+use mercury_control::{
     error::{Error, Result},
     exit::Exit,
     output::bytes,
     sysroot::Sysroot,
 };
-use mercury_abi::code::Code;
-use mercury_abi::ioctl::MERCURY_SWAP_IN_MEMORY;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use serde::{Deserialize, Serialize};
 use std::{

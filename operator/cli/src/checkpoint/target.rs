@@ -1,7 +1,7 @@
 //! The target of an image: a file, a block device, standard output, or a file on another host.
 
 use super::{patient::Disk, writeback::Writeback};
-use crate::{
+use mercury_control::{
     error::{Error, Result},
     exit::Exit,
 };

@@ -3,11 +3,11 @@
 //! program's own descriptor: a watchdog can be opened only once.
 
 use super::openers::{self, Openers};
-use crate::{
+use mercury_abi::code::Code;
+use mercury_control::{
     error::{Error, Result},
     sysroot::Sysroot,
 };
-use mercury_abi::code::Code;
 use rustix::{
     ioctl::{Getter, NoArg, Opcode, Updater, ioctl},
     process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open},

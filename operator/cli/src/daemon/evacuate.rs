@@ -1,9 +1,9 @@
 //! `mercury evacuate`: gives the daemon its order, or asks for its state.
 
 use super::order::{Answer, Order};
-use crate::{
+use crate::args::EvacuateArgs;
+use mercury_control::{
     access,
-    args::EvacuateArgs,
     error::{Error, Result},
     exit::Exit,
     say::Say,

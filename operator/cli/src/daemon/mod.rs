@@ -11,16 +11,15 @@
 pub mod evacuate;
 pub mod order;
 
-use crate::{
+use crate::{args::DaemonArgs, checkpoint};
+use libsystemd::logging::Priority;
+use mercury_control::{
     access,
-    args::DaemonArgs,
-    checkpoint,
     error::{Error, Result},
     exit::Exit,
     interrupt::Deferred,
     journal,
 };
-use libsystemd::logging::Priority;
 use order::{Answer, Desk, LINE_MAX, Order};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::Deserialize;
@@ -383,7 +382,7 @@ mod tests {
         };
         let event = "{\"event\": \"accepted\"}\n";
         let refused = Error::refused("attach", mercury_abi::code::Code::SvmDisabled, None, [0; 2]);
-        let json = crate::output::json("migrate", &serde_json::json!({ "error": refused }));
+        let json = mercury_control::output::json("migrate", &serde_json::json!({ "error": refused }));
         let failure = failure_of(&output(&format!("{event}{json}\n")));
         assert_eq!(failure.why, refused.message);
         assert_eq!(failure.code.as_deref(), Some("svm-disabled"));

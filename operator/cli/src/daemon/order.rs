@@ -1,6 +1,6 @@
 //! Orders and answers, a line of JSON each, and the daemon's state.
 
-use crate::output::{Render, Text};
+use mercury_control::output::{Render, Text};
 use serde::{Deserialize, Serialize};
 
 /// Longest order in bytes.

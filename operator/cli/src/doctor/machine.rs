@@ -1,20 +1,22 @@
 //! The facts that doctor judges, read once, so that judging them is a pure function.
 
 use crate::{
+    refusals::{self, Answer, Operation},
+    snapshot,
+};
+use mercury_abi::{
+    code::Code,
+    facts::CpuFacts,
+    ioctl::{MERCURY_MODE_ATTACHED, MERCURY_STATE_UNLOADED},
+};
+use mercury_control::{
     cpus::CpuSet,
     device::{Access, Device},
     driver::Driver,
     error::{Error, Result},
     lockdown, module,
     processor::cpuid_facts,
-    refusals::{self, Answer, Operation},
-    snapshot,
     sysroot::{Module, Sysroot},
-};
-use mercury_abi::{
-    code::Code,
-    facts::CpuFacts,
-    ioctl::{MERCURY_MODE_ATTACHED, MERCURY_STATE_UNLOADED},
 };
 use std::path::PathBuf;
 
@@ -114,7 +116,7 @@ impl Machine {
         Self {
             root: false,
             asked: Asked::Unavailable(
-                Error::new(crate::exit::Exit::State, "not asked").hint("run `sudo mercury doctor`"),
+                Error::new(mercury_control::exit::Exit::State, "not asked").hint("run `sudo mercury doctor`"),
             ),
             cpuid: cpuid_facts(),
             offline: sysroot.cpu_list("sys/devices/system/cpu/offline"),

@@ -14,11 +14,11 @@ pub mod system;
 #[cfg(test)]
 mod tests;
 
-use crate::{
+use machine::Machine;
+use mercury_control::{
     exit::Exit,
     output::{Render, Text, Tone},
 };
-use machine::Machine;
 use serde::Serialize;
 
 /// The result of a check, from good to bad.

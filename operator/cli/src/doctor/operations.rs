@@ -6,11 +6,9 @@ use super::{
     machine::{Asked, Machine},
     verdict_of,
 };
-use crate::{
-    explain,
-    refusals::{Answer, Operation},
-};
+use crate::refusals::{Answer, Operation};
 use mercury_abi::code::Code;
+use mercury_control::explain;
 use mercury_preflight::{Vendor, vendor};
 
 /// Makes a section for each operation.

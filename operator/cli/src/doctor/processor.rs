@@ -4,8 +4,8 @@ use super::{
     Grade, Item,
     machine::{Asked, Machine},
 };
-use crate::{bits, cpus::CpuSet, explain, module, processor::is_decided_by_cpuid};
 use mercury_abi::{code::Code, facts::CpuFacts};
+use mercury_control::{bits, cpus::CpuSet, explain, module, processor::is_decided_by_cpuid};
 use mercury_preflight::{Finding, Severity, Vendor, bits::cpuid, physical_bits, vendor, vmx};
 
 /// A group of checks that a reader takes as one.

@@ -4,8 +4,8 @@ use super::{
     Grade, Item,
     machine::{Asked, IMAGE_ORDER, Machine},
 };
-use crate::{bits, error::Error, explain, lockdown, module};
 use mercury_abi::code::Code;
+use mercury_control::{bits, error::Error, explain, lockdown, module};
 use mercury_preflight::{KernelSupport, kernel_support};
 
 /// Makes the items, in the order in which a reader would ask.

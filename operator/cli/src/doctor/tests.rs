@@ -5,16 +5,16 @@ use super::{
     machine::{Asked, Machine},
     processor, system,
 };
-use crate::{
+use crate::refusals::{Answer, Operation};
+use mercury_abi::{code::Code, facts::CpuFacts};
+use mercury_control::{
     cpus::CpuSet,
     error::Error,
     exit::Exit,
     lockdown,
     output::{Render, Text},
-    refusals::{Answer, Operation},
     sysroot::Module,
 };
-use mercury_abi::{code::Code, facts::CpuFacts};
 use mercury_preflight::example::{good_epyc, good_xeon};
 
 fn good_machine() -> Machine {

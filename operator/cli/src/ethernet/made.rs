@@ -2,7 +2,7 @@
 //! that has arrived gets new card addresses, and the devices made of the cards have to follow.
 
 use super::{Mac, parse_mac};
-use crate::sysroot::Sysroot;
+use mercury_control::sysroot::Sysroot;
 
 /// The kernel's value for an address that an operator has set (`NET_ADDR_SET`).
 const GIVEN: &str = "3";

@@ -4,7 +4,7 @@
 pub mod made;
 pub mod packets;
 
-use crate::sysroot::Sysroot;
+use mercury_control::sysroot::Sysroot;
 use serde::{Deserialize, Serialize};
 use std::{
     io,

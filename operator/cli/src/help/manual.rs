@@ -4,12 +4,12 @@ use super::{
     members,
     pages::{Example, Group, PAGES, Page, page},
 };
-use crate::exit;
 use clap::{Arg, ArgAction, Command};
 use clap_mangen::{
     Man,
     roff::{Inline, Roff, bold, italic, roman},
 };
+use mercury_control::exit;
 use std::io;
 
 /// Section of the manual: system administration.

@@ -5,16 +5,16 @@
 pub mod manual;
 pub mod pages;
 
-use crate::{
-    args::Cli,
-    exit,
-    output::{Tone, WIDTH_MAX, terminal_width},
-};
+use crate::args::Cli;
 use anstyle::Style;
 use clap::{
     Command, CommandFactory, FromArgMatches,
     builder::{StyledStr, Styles},
     error::{ContextKind, ContextValue},
+};
+use mercury_control::{
+    exit,
+    output::{Tone, WIDTH_MAX, terminal_width},
 };
 use pages::{Example, Group, page};
 use std::{env, ffi::OsString, io::stdout};

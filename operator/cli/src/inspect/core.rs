@@ -5,8 +5,8 @@
 //! address. Notes hold the registers of each CPU (`NT_PRSTATUS`), and the kernel's information for
 //! such tools (`VMCOREINFO`). Zeros are holes in the file.
 
-use crate::error::{Error, Result};
 use mercury_abi::restart::SavedCpu;
+use mercury_control::error::{Error, Result};
 use mercury_image::{Chunk, Kind, Machine, PAGE, Source};
 use std::{
     fs::{self, File, OpenOptions},
@@ -72,7 +72,9 @@ impl Core {
         let headers = 1 + 2 * kept.len();
         if headers >= usize::from(u16::MAX) {
             let text = format!("memory is in {} pieces, too many for a core", kept.len());
-            return Err(Error::new(crate::exit::Exit::Failed, text).hint("the image itself is whole"));
+            return Err(
+                Error::new(mercury_control::exit::Exit::Failed, text).hint("the image itself is whole")
+            );
         }
         let notes = (EHDR + PHDR * headers) as u64;
         let told = machine.vmcoreinfo.map_or(0, |place| place.bytes.min(VMCOREINFO_MAX));
@@ -237,7 +239,7 @@ impl Drop for Core {
 }
 
 fn failed(error: &io::Error) -> Error {
-    Error::new(crate::exit::Exit::Failed, format!("the core could not be written: {error}"))
+    Error::new(mercury_control::exit::Exit::Failed, format!("the core could not be written: {error}"))
         .hint("it needs as much room as the machine had memory, except for zeros")
 }
 

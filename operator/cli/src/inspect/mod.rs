@@ -6,11 +6,13 @@ mod core;
 use self::core::Core;
 use crate::{
     args::InspectArgs,
+    images::{self, Image},
+    migrate::marks::when,
+};
+use mercury_control::{
     error::Result,
     exit::Exit,
-    images::{self, Image},
     interrupt::Deferred,
-    migrate::marks::when,
     output::{Render, Text, bytes, thousands},
     say::Say,
 };

@@ -5,9 +5,8 @@ use super::{here::Held, marks};
 use crate::{
     checkpoint::guard::Guard,
     ethernet::{self, Card, Mac, packets},
-    exit::Exit,
-    sysroot::Sysroot,
 };
+use mercury_control::{exit::Exit, sysroot::Sysroot};
 use mercury_migration::{
     announcement::{Announcer, ETHER_TYPE, LENGTH, Secret, Speaker},
     protocol::{Attempt, Message, Word},

@@ -9,7 +9,7 @@
 //! a device write to it. Its earlier contents do not matter, so they may equal what was sent.
 
 use super::{link::Link, page_stream::PageStream};
-use crate::{
+use mercury_control::{
     device::{Cursor, Frames},
     error::{Error, Result},
     exit::Exit,

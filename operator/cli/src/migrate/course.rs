@@ -2,8 +2,8 @@
 //! By numbers alone.
 
 use super::copy::Pass;
-use crate::{
-    args::MigrateArgs,
+use crate::args::MigrateArgs;
+use mercury_control::{
     error::{Error, Result},
     exit::Exit,
 };

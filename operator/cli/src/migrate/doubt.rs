@@ -7,9 +7,9 @@ use super::{
     marks::{Folders, Marks, Standing},
     operator::Operator,
 };
-use crate::{
+use crate::ethernet::{Card, packets::Packets};
+use mercury_control::{
     device::{Access, Device},
-    ethernet::{Card, packets::Packets},
     exit::Exit,
     sysroot::Sysroot,
 };

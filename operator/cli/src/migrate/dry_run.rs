@@ -7,14 +7,16 @@ use super::{
     log::prepare,
 };
 use crate::{
-    access,
     args::MigrateArgs,
     checkpoint::{Attached, describe, guard::Guard, patient, pool},
+    migrate::{mirror::Mirror, offer::kept},
+};
+use mercury_control::{
+    access,
     device::{Cursor, Device},
     error::{Error, Result},
     exit::Exit,
     interrupt::Deferred,
-    migrate::{mirror::Mirror, offer::kept},
     output::{Render, Text, bytes, thousands},
     progress,
     say::Say,

@@ -27,9 +27,12 @@ use crate::{
         guard::{Guard, Undo},
         patient, pool, swap,
     },
+    ethernet::{self, made},
+};
+use mercury_abi::ioctl::{MERCURY_SNAPSHOT_HASH, MERCURY_SNAPSHOT_TRACK};
+use mercury_control::{
     device::{Device, Silent},
     error::{Error, Result},
-    ethernet::{self, made},
     exit::Exit,
     interrupt::Deferred,
     output::Format,
@@ -37,7 +40,6 @@ use crate::{
     say::Say,
     sysroot::Sysroot,
 };
-use mercury_abi::ioctl::{MERCURY_SNAPSHOT_HASH, MERCURY_SNAPSHOT_TRACK};
 use mercury_image::FileSystem;
 use mercury_migration::{
     protocol::{Attempt, Tombstone},

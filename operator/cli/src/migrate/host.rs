@@ -2,10 +2,10 @@
 //! destination's restore environment sets up nothing else. An IPv6 address is parsed so that its
 //! refusal can say the true reason.
 
-use crate::{
+use crate::receive::PORT;
+use mercury_control::{
     error::{Error, Result},
     exit::Exit,
-    receive::PORT,
 };
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, ToSocketAddrs};
 

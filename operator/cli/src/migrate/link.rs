@@ -1,7 +1,7 @@
 //! The connection between the two machines: TLS on TCP, with the frames of the protocol in it. Both
 //! ends use it.
 
-use crate::{
+use mercury_control::{
     error::{Error, Result},
     exit::Exit,
 };

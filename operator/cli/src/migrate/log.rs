@@ -2,8 +2,8 @@
 //! `--dry-run` use it alike.
 
 use super::system::Memory;
-use crate::{device::Device, error::Result};
 use mercury_abi::ioctl::{MERCURY_SNAPSHOT_TRACK, MERCURY_TAKE_LOGGED};
+use mercury_control::{device::Device, error::Result};
 
 /// The way to find frames that have changed since they were sent: hashes of all memory, or a dirty
 /// log.

@@ -8,8 +8,8 @@ use super::{
     link::Link,
     offer::OfferedDisk,
 };
-use crate::{
-    checkpoint::disks::Mounted,
+use crate::checkpoint::disks::Mounted;
+use mercury_control::{
     device::{Device, DiskLog},
     error::{Error, Result},
     exit::Exit,

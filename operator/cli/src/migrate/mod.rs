@@ -41,9 +41,16 @@ mod trial;
 mod turns;
 
 use crate::{
-    access,
     args::MigrateArgs,
     checkpoint::{self, Attached, guard::Guard, watchdogs},
+    refusals::{self, Lifted, Operation},
+};
+use here::{Here, With};
+use link::Link;
+use marks::Marks;
+use mercury_abi::code::Code;
+use mercury_control::{
+    access,
     device::{Access, Device},
     error::{Error, Result},
     exit::Exit,
@@ -51,14 +58,9 @@ use crate::{
     interrupt::Deferred,
     lockdown,
     output::Format,
-    refusals::{self, Lifted, Operation},
     say::Say,
     sysroot::Sysroot,
 };
-use here::{Here, With};
-use link::Link;
-use marks::Marks;
-use mercury_abi::code::Code;
 use mercury_migration::{protocol::Patience, session::PairingToken};
 use mover::{Mover, Outcome, Rest};
 use operator::Operator;
@@ -165,7 +167,7 @@ fn leave(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Result<report
 /// Reports a machine that runs at the destination, and powers this one off.
 fn power_off(say: Say<'_>, report: &report::Report, mut operator: Operator, may_write: bool) -> ! {
     if may_write {
-        say_if_anybody_reads(crate::output::text(say.format, say.name, report));
+        say_if_anybody_reads(mercury_control::output::text(say.format, say.name, report));
     }
     let after = report.after.clone().unwrap_or_default();
     operator.tell(&format!(

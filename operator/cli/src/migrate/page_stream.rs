@@ -2,7 +2,7 @@
 //! ([`mercury_migration::streams`]). The thread that has packed pages writes them.
 
 use super::link::{self, io_error};
-use crate::{
+use mercury_control::{
     error::{Error, Result},
     exit::Exit,
 };

@@ -1,7 +1,7 @@
 //! The result of a move, and the events during it.
 
 use super::{copy::Pass, course::Outlook};
-use crate::output::{Render, Text, bytes, duration, thousands};
+use mercury_control::output::{Render, Text, bytes, duration, thousands};
 use serde::Serialize;
 
 /// The result of a move, as far as this end knows it.

@@ -3,7 +3,7 @@
 //! when it should stand still.
 
 use super::{doubt::Doubt, report::Told};
-use crate::{
+use mercury_control::{
     device::{Cursor, Device, Frames},
     error::Result,
 };

@@ -15,13 +15,15 @@ use super::{
 };
 use crate::{
     args::{Cli, Command, MigrateArgs},
-    device::{Cursor, Frames},
-    error::{Error, Result},
     ethernet::Card,
-    exit::Exit,
 };
 use clap::Parser;
 use mercury_abi::ioctl::MERCURY_TAKE_LOGGED;
+use mercury_control::{
+    device::{Cursor, Frames},
+    error::{Error, Result},
+    exit::Exit,
+};
 use mercury_image::{FileSystem, Kind, Machine, Range};
 use mercury_migration::{
     announcement::{Announcer, Secret, Speaker},

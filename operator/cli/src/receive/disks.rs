@@ -5,13 +5,13 @@
 //! written last, when the rest is complete and correct. Until then zeros are in its place, so that
 //! no system takes an incomplete disk for a good one.
 
-use crate::{
+use crate::migrate::{
+    disk::{Buffer, Disk, look_at_parts},
+    offer::OfferedDisk,
+};
+use mercury_control::{
     error::{Error, Result},
     exit::Exit,
-    migrate::{
-        disk::{Buffer, Disk, look_at_parts},
-        offer::OfferedDisk,
-    },
     output::bytes,
     sysroot::Sysroot,
 };

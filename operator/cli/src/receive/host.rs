@@ -7,13 +7,15 @@ use super::{
     spare::Here,
 };
 use crate::{
-    error::{Error, Result},
     ethernet,
-    exit::Exit,
     migrate::{
         operator::Operator,
         pause::{self, Pause},
     },
+};
+use mercury_control::{
+    error::{Error, Result},
+    exit::Exit,
     module,
     sysroot::Sysroot,
 };

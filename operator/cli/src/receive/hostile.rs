@@ -9,9 +9,7 @@ use super::{
     spare::{Memory, Spare},
 };
 use crate::{
-    error::{Error, Result},
     ethernet::Card,
-    exit::Exit,
     migrate::{
         link::Link,
         offer::{Offer, OfferedDisk},
@@ -20,6 +18,10 @@ use crate::{
     restore::fit,
 };
 use mercury_abi::restart::{LoadEntry, MERCURY_LOAD_DATA};
+use mercury_control::{
+    error::{Error, Result},
+    exit::Exit,
+};
 use mercury_image::{FileSystem, Kind, Machine, Range};
 use mercury_migration::{
     announcement::{Announcer, Secret, Speaker},

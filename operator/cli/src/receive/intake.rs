@@ -6,11 +6,9 @@
 //! others have ended.
 
 use super::spare::Memory;
-use crate::{
-    error::{Error, Result},
-    migrate::link::{HANDSHAKE, Heard, Link},
-};
+use crate::migrate::link::{HANDSHAKE, Heard, Link};
 use mercury_abi::restart::{LoadEntry, MERCURY_LOAD_DATA, MERCURY_LOAD_ZERO};
+use mercury_control::error::{Error, Result};
 use mercury_migration::{
     announcement::Secret,
     protocol::{Attempt, Digest, Message, Word},

@@ -17,24 +17,26 @@ mod spare;
 mod streams;
 
 use crate::{
-    access,
     args::ReceiveArgs,
     checkpoint,
-    error::{Error, Result},
     ethernet::{self, Card},
-    exit::Exit,
-    interrupt::Deferred,
-    lockdown,
     migrate::{
         disk::{self, Disk},
         host as named,
     },
-    output::{Render, Text},
     restore::{
         Prepared,
         environment::{self, Purpose},
         init,
     },
+};
+use mercury_control::{
+    access,
+    error::{Error, Result},
+    exit::Exit,
+    interrupt::Deferred,
+    lockdown,
+    output::{Render, Text},
     say::Say,
     sysroot::Sysroot,
 };

@@ -5,14 +5,11 @@
 //! Without that memory the kernel would kill the largest process, which is the receiver, and the
 //! source would go on. This check refuses the machine before the first page instead.
 
-use crate::{
-    migrate::{
-        disk,
-        offer::{Offer, kept},
-    },
-    output::bytes,
-    sysroot::Sysroot,
+use crate::migrate::{
+    disk,
+    offer::{Offer, kept},
 };
+use mercury_control::{output::bytes, sysroot::Sysroot};
 use mercury_migration::wire::PAGE;
 
 /// Bytes for each page: its hash, the bits that say that it has arrived, and the entry of the table

@@ -5,14 +5,14 @@ use super::{
     intake::{Broken, Intake, State, Whose},
     spare::Spare,
 };
-use crate::{
+use crate::migrate::{
+    link::{HANDSHAKE, Heard, Link, wait_for},
+    offer::{Offer, kept},
+    operator::Operator,
+    pause::{self, Pause},
+};
+use mercury_control::{
     error::{Error, Result},
-    migrate::{
-        link::{HANDSHAKE, Heard, Link, wait_for},
-        offer::{Offer, kept},
-        operator::Operator,
-        pause::{self, Pause},
-    },
     output::bytes,
 };
 use mercury_migration::{

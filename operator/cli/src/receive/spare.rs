@@ -5,19 +5,21 @@
 use super::{disks::Targets, room};
 use crate::{
     checkpoint::describe,
-    device::{Access, Device},
-    error::{Error, Result},
     ethernet::{self, Card, packets::Packets},
     migrate::{
         disk::Disk,
         offer::{Offer, OfferedDisk},
     },
     restore::{fit, restart},
-    sysroot::Sysroot,
 };
 use mercury_abi::{
     code::Code,
     restart::{LoadEntry, MERCURY_RESTART_AGAIN},
+};
+use mercury_control::{
+    device::{Access, Device},
+    error::{Error, Result},
+    sysroot::Sysroot,
 };
 use mercury_image::FileSystem;
 use mercury_migration::{announcement::ETHER_TYPE, protocol::Attempt, wire::Chunks};

@@ -7,10 +7,7 @@ use super::{
     spare::{Memory, Spare},
 };
 use crate::{
-    device::{Cursor, Frames},
-    error::{Error, Result},
     ethernet::Card,
-    exit::Exit,
     migrate::{
         copy::{self, Reading, Ways, pass},
         link::Link,
@@ -20,6 +17,11 @@ use crate::{
     },
 };
 use mercury_abi::restart::{LoadEntry, MERCURY_LOAD_ZERO};
+use mercury_control::{
+    device::{Cursor, Frames},
+    error::{Error, Result},
+    exit::Exit,
+};
 use mercury_image::{FileSystem, Kind, Machine, Range};
 use mercury_migration::{
     protocol::{Attempt, Digest, Patience, Word},

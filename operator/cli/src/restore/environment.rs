@@ -7,8 +7,8 @@ use super::{
     beside::{Beside, Folders, Readers},
     init, kernel, menu,
 };
-use crate::{
-    checkpoint::{disks, patient},
+use crate::checkpoint::{disks, patient};
+use mercury_control::{
     error::{Error, Result},
     exit::Exit,
     sysroot::Sysroot,

@@ -2,7 +2,7 @@
 //! another build of the same release since the boot. The difference would show only in the restore
 //! environment, when the running system is gone.
 
-use crate::{
+use mercury_control::{
     error::{Error, Result},
     exit::Exit,
     sysroot::Sysroot,

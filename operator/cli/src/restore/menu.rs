@@ -3,8 +3,8 @@
 //! that reads the Boot Loader Specification's entries (systemd-boot).
 
 use super::beside::{Beside, Readers};
-use crate::{
-    checkpoint::disks::{line_of, unescaped},
+use crate::checkpoint::disks::{line_of, unescaped};
+use mercury_control::{
     error::{Error, Result},
     exit::Exit,
     output::{Render, Text},

@@ -14,23 +14,25 @@ pub mod menu;
 pub mod place;
 
 use crate::{
-    access,
     args::RestoreArgs,
     checkpoint::{describe, patient},
-    device::{Access, Device, Restart},
-    error::{Error, Result},
-    exit::Exit,
     images::{self, Image},
-    interrupt::Deferred,
-    lockdown, module,
-    output::{Render, Text},
-    say::Say,
-    sysroot::Sysroot,
 };
 use environment::Purpose;
 use mercury_abi::restart::{
     LoadEntry, MERCURY_RANGE_FREE, MERCURY_RANGE_KEPT, MERCURY_RESTART_FIVE_LEVEL, MERCURY_RESTART_X2APIC,
     RestartCpu, RestartRange,
+};
+use mercury_control::{
+    access,
+    device::{Access, Device, Restart},
+    error::{Error, Result},
+    exit::Exit,
+    interrupt::Deferred,
+    lockdown, module,
+    output::{Render, Text},
+    say::Say,
+    sysroot::Sysroot,
 };
 use mercury_image::{Chunk, Frame, Kind, Machine};
 use place::Place;

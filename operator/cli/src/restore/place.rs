@@ -4,10 +4,12 @@
 
 use crate::{
     checkpoint::{disks, reachable},
-    error::{Error, Result},
     ethernet::{self, Card},
-    exit::Exit,
     images,
+};
+use mercury_control::{
+    error::{Error, Result},
+    exit::Exit,
     sysroot::Sysroot,
 };
 use mercury_image::FileSystem;

@@ -4,7 +4,8 @@
 //! the machine powers off in the end. Switched on again, it says the same.
 
 use super::{Place, Record, State, all, clear, initramfs, spots};
-use crate::{exit::Exit, migrate::operator::Operator, sysroot::Sysroot};
+use crate::migrate::operator::Operator;
+use mercury_control::{exit::Exit, sysroot::Sysroot};
 use std::{
     thread,
     time::{Duration, Instant},

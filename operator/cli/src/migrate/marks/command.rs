@@ -2,9 +2,9 @@
 //! clears it, and prepares a place for it on a disk.
 
 use super::{Named, SPOTS, all, boot, clear, disk, initramfs, record::Record, spots, when};
-use crate::{
+use crate::args::MarkArgs;
+use mercury_control::{
     access,
-    args::MarkArgs,
     error::{Error, Result},
     exit::Exit,
     output::{Render, Text},
@@ -158,7 +158,7 @@ mod tests {
         super::record::{State, tests::record},
         *,
     };
-    use crate::output::{Format, text};
+    use mercury_control::output::{Format, text};
 
     #[test]
     fn marks_are_shown_and_cleared() {

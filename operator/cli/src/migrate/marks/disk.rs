@@ -4,10 +4,8 @@
 //! file is made, and proven by reading them there.
 
 use super::record::{self, Record};
-use crate::{
-    checkpoint::{disks, reachable},
-    sysroot::Sysroot,
-};
+use crate::checkpoint::{disks, reachable};
+use mercury_control::sysroot::Sysroot;
 use mercury_image::FileSystem;
 use rustix::fs::{Mode, OFlags};
 use serde::{Deserialize, Serialize};

@@ -4,7 +4,7 @@
 //! the script.
 
 use super::{Named, Spot, WITHOUT, system};
-use crate::{
+use mercury_control::{
     error::{Error, Result},
     exit::Exit,
     sysroot::Sysroot,

@@ -16,14 +16,14 @@ pub mod initramfs;
 pub mod record;
 pub mod when;
 
-use crate::{
+use disk::{Blocks, Spot};
+use firmware::Variables;
+use mercury_abi::code::Code;
+use mercury_control::{
     error::{Error, Result},
     exit::Exit,
     sysroot::Sysroot,
 };
-use disk::{Blocks, Spot};
-use firmware::Variables;
-use mercury_abi::code::Code;
 use mercury_migration::protocol::{Attempt, Tombstone};
 use record::{Record, State};
 use rustix::fs::{CWD, Mode, OFlags};

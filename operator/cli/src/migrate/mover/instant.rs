@@ -9,11 +9,11 @@ use super::{
     },
     Mover, Step,
 };
-use crate::{
+use mercury_abi::ioctl::MERCURY_TAKE_USED;
+use mercury_control::{
     error::{Error, Result},
     exit::Exit,
 };
-use mercury_abi::ioctl::MERCURY_TAKE_USED;
 use mercury_migration::{protocol::source::Event, rounds::Limits};
 use std::{
     thread,

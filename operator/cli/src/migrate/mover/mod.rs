@@ -21,8 +21,10 @@ use super::{
 };
 use crate::{
     args::MigrateArgs,
-    error::{Error, Result},
     ethernet::{Card, Mac},
+};
+use mercury_control::{
+    error::{Error, Result},
     exit::Exit,
 };
 use mercury_migration::{

@@ -13,7 +13,7 @@ use super::{
     },
     Mover,
 };
-use crate::{
+use mercury_control::{
     device::Cursor,
     error::{Error, Result},
     exit::Exit,
