@@ -165,7 +165,7 @@ mod tests {
         let along = |folder: &str, files: &[(&str, &str)]| with(folder, files, goes_along);
         let (nbd, pid) = ("virtual/block/nbd0/nbd0p1", "virtual/block/nbd0/pid");
         assert!(along(nbd, &[(pid, "77\n")]), "who made it is gone");
-        assert!(!along(nbd, &[(pid, "77\n"), ("../../proc/77/stat", "")]), "somebody holds it");
+        assert!(!along(nbd, &[(pid, "77\n"), ("../../proc/77/stat", "")]), "a process holds it");
         assert!(!along(nbd, &[]), "it is not connected");
         let ctl = "virtual/nvme-fabrics/ctl/nvme1";
         let [transport, address] = ["transport", "address"].map(|file| format!("{ctl}/{file}"));

@@ -383,6 +383,6 @@ mod tests {
         assert!(begun.elapsed() >= Duration::from_millis(500), "{:?}", begun.elapsed());
         assert!(total.waited >= 2 * PIECE, "{total:?}");
         total.bytes = 1 << 40;
-        assert!(!keep_to(&limits, begun, &mut total, &mut |_| false), "nobody is asked");
+        assert!(!keep_to(&limits, begun, &mut total, &mut |_| false), "`watch` is not asked");
     }
 }

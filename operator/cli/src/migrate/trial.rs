@@ -267,7 +267,7 @@ impl System for Stage {
     fn commit(&mut self, doubt: Doubt, _: Option<File>) -> Result<()> {
         let mut seen = self.seen();
         let may = seen.is_still && seen.is_fenced && seen.is_verified && !seen.is_committed;
-        seen.check(may, "it commits to what nobody has verified, or runs");
+        seen.check(may, "it commits to an unverified machine, or runs");
         seen.check(doubt.attempt == OURS.0 && doubt.secret == SECRET, "another doubt");
         seen.is_committed = true;
         seen.does("commit")
@@ -276,7 +276,7 @@ impl System for Stage {
     fn tombstone(&mut self, tombstone: Tombstone) -> Result<(), String> {
         let mut seen = self.seen();
         let is_in_order = tombstone != Tombstone::Committed || seen.is_committed;
-        seen.check(is_in_order, "a tombstone that nobody could follow");
+        seen.check(is_in_order, "a tombstone without a process that could follow");
         seen.may_be_marked |= tombstone == Tombstone::Committed;
         let done = seen.does(&format!("tombstone {tombstone:?}")).map_err(|error| error.message);
         if done.is_ok() || seen.is_there_all_the_same {
@@ -659,7 +659,7 @@ pub fn judge(stage: &Stage, ended: &Ended) {
             let may = seen.said.contains(&Word::Started) || seen.typed.contains(&"abandon");
             let is_right =
                 may && seen.is_still && seen.is_fenced && seen.is_committed && !seen.has_done("go on");
-            seen.check(is_right, "it is given up though nobody has said that it runs elsewhere");
+            seen.check(is_right, "it is given up although no answer says that it runs elsewhere");
         }
         Ended::Arrived => {
             let is_right = seen.arrives && seen.to_all.is_empty() && !seen.is_committed;

@@ -58,7 +58,7 @@ fn memory(seed: u8) -> Vec<(u64, [u8; PAGE])> {
 
 fn offer() -> Offer {
     let range = Range { start_phys: START, pages: PAGES, kind: Kind::Kept };
-    let machine = Machine { host: "liar".into(), ranges: vec![range], ..Machine::default() };
+    let machine = Machine { host: "hostile".into(), ranges: vec![range], ..Machine::default() };
     Offer { machine, cpus: 1, disks: Vec::new(), secret: SECRET, streams: 1 }
 }
 
@@ -311,7 +311,7 @@ impl Destination {
             (seen.room, seen.changed_disks) = (None, Vec::new());
             seen.started
         });
-        assert_eq!(started, 0, "a liar's machine was started");
+        assert_eq!(started, 0, "a hostile source's machine was started");
         let mut source = self.connect(0xee);
         source.moves();
         self.until("an honest machine is started", |seen| seen.started == 1);

@@ -431,7 +431,7 @@ mod tests {
     fn without_a_place_or_eyes_it_is_refused() {
         let (root, sysroot) = machine(ONE);
         fs::remove_file(root.path().join(initramfs::LOOKED)).expect("gone");
-        let error = Marks::choose("b", &sysroot).expect_err("nobody looks");
+        let error = Marks::choose("b", &sysroot).expect_err("no check at a start");
         assert!(error.message.contains("initial RAM disk"), "{error}");
         fs::remove_dir_all(root.path().join("sys")).expect("gone");
         let error = Marks::choose("b", &sysroot).expect_err("no place");
