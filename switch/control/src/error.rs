@@ -17,7 +17,7 @@ pub struct Error {
     /// The CPU that refused.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cpu: Option<u32>,
-    /// What was tried, and why it failed.
+    /// The action that failed, and the reason.
     pub message: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hint: Option<String>,

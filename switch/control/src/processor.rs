@@ -1,4 +1,4 @@
-//! What CPUID alone says of the processor: enough to refuse it without a driver.
+//! Facts that CPUID alone gives about the processor: enough to refuse it without a driver.
 
 use crate::error::Error;
 use mercury_abi::{
