@@ -82,7 +82,7 @@ fn a_load_that_outruns_the_connection_is_held_back() -> Result<()> {
     moves_by(peer, machine, spare, &key, &format!("{limits} > /run/said"))?;
     let said = spare.sh("cat /run/said")?;
     println!("{said}");
-    let (free, held_back) = said.split_once("applications stand still for 15 % of the time now").unwrap();
+    let (free, held_back) = said.split_once("applications are throttled by 15 % of the time now").unwrap();
     let least = |said: &str| -> u64 {
         let estimates = said.split("downtime now about ").skip(1).map(|rest| rest.split(' ').next().unwrap());
         estimates.map(|ms| ms.parse().unwrap()).min().unwrap()
@@ -211,10 +211,10 @@ fn who_does_not_fit_is_refused() -> Result<()> {
     let words = receive(spare, "10.9.0.3")?;
     let wrong = migrate(&format!("10.9.0.3 --key {other}"), "");
     fails(peer, machine, &wrong, &["no session with the other machine"])?;
-    fails(peer, machine, &migrate("10.9.0.3:5 --key x", ""), &["it begins with mercury-receive-1-"])?;
+    fails(peer, machine, &migrate("10.9.0.3:5 --key x", ""), &["begins with mercury-receive-1-"])?;
     fails(peer, machine, &migrate(&format!("10.9.0.3:5 --key {other}"), ""), &["no connection with"])?;
     let line = migrate(&words, "");
-    fails(peer, machine, &line, &["does not take this one", "the firmware's memory map"])?;
+    fails(peer, machine, &line, &["does not accept this machine", "the firmware's memory map"])?;
     // The destination still waits, and still gives the reason.
     fails(peer, machine, &line, &["the firmware's memory map"])?;
     let predicted = machine.sh("mercury migrate --dry-run --without-mark")?;

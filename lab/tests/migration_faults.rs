@@ -33,7 +33,7 @@ const SOURCE: u8 = 2;
 const SPARE: u8 = 3;
 
 /// Messages on the consoles.
-const SILENT: &str = "its source has gone silent before it said what becomes of it";
+const SILENT: &str = "its source has gone silent before it said if the arrival is to start";
 const NO_ANSWER: &str = "does not answer. Nothing runs here";
 const FORGOT: &str = "The destination knows nothing of this move";
 const KILLED: &str = "the receiver was killed: this restore environment may have run out of memory";

@@ -40,7 +40,7 @@ fn who_comes_second_is_told_why_and_disturbs_nobody() -> Result<()> {
     // There is no room for the pages that wait until the restore environment ends. The command says
     // so before the first page.
     let line = migrate(&words, "--pool 8");
-    fails(peer, machine, &line, &["does not take this one", "too little memory is free"])?;
+    fails(peer, machine, &line, &["does not accept this machine", "too little memory is free"])?;
     assert_eq!(times(spare, COMES), 0);
 
     machine.sh(&format!("mkdir -p /etc/mercury; umask 077; echo '{words}' > /etc/mercury/spare.key"))?;

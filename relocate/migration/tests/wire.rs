@@ -235,7 +235,7 @@ fn the_first_page_is_like_no_other() {
     let raw = [&1_u32.to_le_bytes()[..], &0x1003_u64.to_le_bytes()].concat();
     let packed =
         [&(raw.len() as u32).to_le_bytes()[..], &zstd::bulk::compress(&raw, 1).expect("packed")].concat();
-    assert!(refusal(&forged(3, packed.len() as u32, &packed)).ends_with("an entry of it is none"));
+    assert!(refusal(&forged(3, packed.len() as u32, &packed)).ends_with("one of its entries is invalid"));
 }
 
 #[test]

@@ -109,16 +109,18 @@ impl fmt::Display for Advice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::SourceSilent => {
-                "The arrival is whole, but its source has gone silent before it said what becomes of it. If the source \
-                 comes back, it goes on by itself. Look at the source's console. If it says that it waits for this \
-                 machine, or is off and its record on the disk says `committed`: keep it off or waiting, and type \
-                 `adopt` here, which starts the machine. That the source is dead is not enough: it may have gone on \
-                 before it died, and what is here is older than its disks then. `discard` throws the arrival away."
+                "The arrival is complete, but its source has gone silent before it said if the arrival is \
+                 to start. If the source comes back, the move goes on by itself. Look at the source's \
+                 console. If it says that it waits for this machine, or is off and its tombstone says \
+                 `committed`: keep it off or waiting, and type `adopt` here, which starts the machine. It \
+                 is not enough that the source is dead: it may have gone on before it died, and then the \
+                 arrival is older than its disks. `discard` discards the arrival."
             }
             Self::Lost => {
-                "A machine that had moved here was started, or may have been, and then this machine was restarted: it \
-                 does not run here any more. If its source still waits, it says what can be done; otherwise start \
-                 the machine again from its disks, as after a power cut."
+                "A machine that had moved here was started, or may have been, and then this machine was \
+                 restarted: it does not run here any more. If its source still waits, its console says \
+                 what can be done. Otherwise start the machine again from its disks, as after a power \
+                 cut."
             }
         })
     }

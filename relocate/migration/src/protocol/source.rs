@@ -153,38 +153,39 @@ impl fmt::Display for Advice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::NoAnswer => {
-                "The destination was told to start this machine and does not answer. Nothing runs here. This end keeps \
-                 asking, and goes on by itself as soon as it is answered. If that cannot be: look at the destination's \
-                 console. If the machine runs there: type `abandon` here. If it does not, see to it that it never will: \
-                 type `discard` there, and wait until it says that the machine was thrown away; or switch that machine \
-                 off. Only then type `resume` here."
+                "The destination was told to start this machine and does not answer. Nothing runs here. \
+                 This end keeps asking, and goes on by itself as soon as an answer comes. If no answer \
+                 can come, look at the destination's console. If the machine runs there, type `abandon` \
+                 here. If it does not, make sure that it never will: type `discard` there, and wait until \
+                 the console says that the machine was discarded; or switch that machine off. Only then \
+                 type `resume` here."
             }
             Self::DestinationLostIt => {
-                "The destination started this machine, or may have, and was then restarted. Nothing runs here. \
-                 `resume` goes on from the instant of the move: whatever the machine did at the destination since is \
-                 undone here, but not in the world. Look at what its clients and disks have seen before. `abandon` \
-                 gives up what is here."
+                "The destination started this machine, or may have, and was then restarted. Nothing runs \
+                 here. `resume` goes on from the instant of the move: everything that the machine did at \
+                 the destination since is undone here, but not for its peers. First look at what its \
+                 clients and disks have seen. `abandon` gives this machine up."
             }
             Self::DestinationForgot => {
-                "The destination knows nothing of this move; it was restarted without its records, or it is another \
-                 machine. Nothing runs here. Make sure that the machine does not run there: then type `resume` here. \
-                 If it does: `abandon`."
+                "The destination knows nothing of this move. It was restarted without its records, or it \
+                 is another machine. Nothing runs here. Make sure that the machine does not run there, \
+                 then type `resume` here. If it does run there, type `abandon`."
             }
             Self::MarkStays => {
-                "The move was called off before the destination was told to start, but this machine's record of it \
-                 cannot be cleared, and the destination does not answer. Nothing runs here. Mend the disk that holds \
-                 the record or the connection. Or make sure that the destination has discarded the arrival: type \
-                 `discard` there, and wait until it says that the machine was thrown away; or switch it off. Only then \
-                 type `resume` here."
+                "The move was called off before the destination was told to start, but this machine's \
+                 tombstone cannot be cleared, and the destination does not answer. Nothing runs here. \
+                 Repair the disk that holds the tombstone, or the connection. Or make sure that the \
+                 destination has discarded the arrival: type `discard` there, and wait until the console \
+                 says that the machine was discarded; or switch it off. Only then type `resume` here."
             }
             Self::TooLate => "It is too late to cancel: the destination may have started.",
             Self::StartedUnasked => {
-                "The destination says that it runs this machine, though nobody told it to. This machine goes on. \
-                 Switch the destination off before anything else."
+                "The destination says that it runs this machine, although this machine never told it to. \
+                 This machine goes on. Switch the destination off before anything else."
             }
             Self::Moved => {
-                "The machine that was here has moved, and runs elsewhere. Nothing of it may be \
-                 started here."
+                "The machine that was here has moved, and runs at the destination. Do not start its \
+                 system here."
             }
         })
     }

@@ -73,7 +73,7 @@ impl fmt::Display for Error {
                 f.write_str("no session with the other machine: it has closed the connection")
             }
             Self::Refused(error) => write!(f, "no session with the other machine: {error}"),
-            Self::NotNow(why) => write!(f, "the other machine does not take this one now: {why}"),
+            Self::NotNow(why) => write!(f, "the destination does not accept this machine now: {why}"),
             Self::Local(why) => f.write_str(why),
         }
     }
@@ -138,7 +138,7 @@ impl Identity {
     /// # Errors
     /// The bytes are no identity.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, Error> {
-        let none = || Error::Local("this is no receiver's identity".into());
+        let none = || Error::Local("these bytes are no receiver's identity".into());
         let (secret, rest) = bytes.split_first_chunk::<16>().ok_or_else(none)?;
         let (length, rest) = rest.split_first_chunk::<4>().ok_or_else(none)?;
         let (certificate, key) =
@@ -281,7 +281,7 @@ fn connect_with<S: Read + Write>(
     match answer[0] {
         WELCOME => Ok(session),
         NOT_NOW => Err(why_not_now(&mut session).map_or_else(Error::Refused, Error::NotNow)),
-        _ => Err(refused("it does not say that it takes this machine")),
+        _ => Err(refused("it does not say that it accepts this machine")),
     }
 }
 
@@ -311,7 +311,7 @@ fn known(protocol: Option<&[u8]>, certificates: Option<&[CertificateDer<'_>]>) -
         return Err(refused("it speaks another protocol"));
     }
     if certificates.is_none_or(<[_]>::is_empty) {
-        return Err(refused("it has not said who it is"));
+        return Err(refused("it has not identified itself"));
     }
     Ok(())
 }

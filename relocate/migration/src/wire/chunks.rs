@@ -122,12 +122,12 @@ impl Chunks {
     /// Parses a record that came over the wire. Its checksum is right; the record may be hostile
     /// all the same.
     pub(super) fn unpack(payload: &[u8]) -> Result<Self, &'static str> {
-        let raw = packed::unpack(payload, RAW_MAX, "it is longer than chunks are")?;
+        let raw = packed::unpack(payload, RAW_MAX, "it is longer than chunks can be")?;
         let (disk, rest) = raw.split_first_chunk().ok_or("it is too short")?;
         let (count, rest) = rest.split_first_chunk().ok_or("it is too short")?;
         let count = u32::from_le_bytes(*count) as usize;
         if count == 0 || count > CHUNKS_MAX || rest.len() < count * ENTRY {
-            return Err("its number of chunks cannot be");
+            return Err("its number of chunks is impossible");
         }
         let (entries, data) = rest.split_at(count * ENTRY);
         let (entries, _) = entries.as_chunks::<ENTRY>();
@@ -135,11 +135,11 @@ impl Chunks {
         let is_right =
             |(entry, length): &(u64, u32)| matches!(entry & KIND, DATA | ZERO) && is_length(*length as usize);
         if !entries.iter().all(is_right) {
-            return Err("a chunk of it is none");
+            return Err("one of its chunks is invalid");
         }
         let with_data = entries.iter().filter(|(entry, _)| entry & KIND == DATA);
         if data.len() != with_data.map(|(_, length)| *length as usize).sum::<usize>() {
-            return Err("its data are not those of its chunks");
+            return Err("its data do not match its chunks");
         }
         Ok(Self { disk: u32::from_le_bytes(*disk), entries, data: data.to_vec() })
     }
@@ -212,7 +212,7 @@ impl DiskLedger {
     /// The disk has no such chunk, and nothing may be written there.
     pub fn note(&mut self, offset: u64, length: usize, hash: [u8; 16]) -> Result<bool, &'static str> {
         let number =
-            self.number(offset, length).ok_or("a chunk of it is none of the disk that was offered")?;
+            self.number(offset, length).ok_or("one of its chunks is not on the disk that was offered")?;
         self.ledger.note_hash(number * PAGE as u64, hash)
     }
 

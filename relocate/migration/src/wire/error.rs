@@ -43,12 +43,12 @@ impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Io(error) => error.fmt(f),
-            Self::NotAStream => f.write_str("this is no machine that moves"),
+            Self::NotAStream => f.write_str("the peer does not send a machine that moves"),
             Self::Version(found) => {
                 write!(f, "the other end speaks version {found}; this one speaks {}", super::VERSION)
             }
             Self::Other => f.write_str("the stream belongs to another attempt"),
-            Self::Torn(place) => write!(f, "{place}: the connection ended in the midst of it"),
+            Self::Torn(place) => write!(f, "{place}: the connection ended in the middle of the frame"),
             Self::Damaged(place, what) => write!(f, "{place}: {what}"),
         }
     }

@@ -92,7 +92,7 @@ impl Ledger {
     /// # Errors
     /// As [`Self::note`].
     pub fn note_hash(&mut self, phys: u64, hash: [u8; 16]) -> Result<bool, &'static str> {
-        let number = self.number(phys).ok_or("a page of it does not lie in the memory that was offered")?;
+        let number = self.number(phys).ok_or("one of its pages is outside the memory that was offered")?;
         let (word, bit) = (number / WORD, 1 << (number % WORD));
         let is_new = self.noted[word] & bit == 0;
         let is_other = is_new || self.hashes[number] != hash;

@@ -30,5 +30,5 @@ pub fn unpack(payload: &[u8], most: usize, longer: &'static str) -> Result<Vec<u
         return Err(longer);
     }
     let raw = zstd::bulk::decompress(packed, length).map_err(|_| "it cannot be decompressed")?;
-    if raw.len() == length { Ok(raw) } else { Err("it has another length than it says") }
+    if raw.len() == length { Ok(raw) } else { Err("its length is not the one that it names") }
 }

@@ -112,11 +112,11 @@ impl Pages {
     /// Parses a record that came over the wire. Its checksum is right; the record may be hostile
     /// all the same.
     pub(super) fn unpack(payload: &[u8]) -> Result<Self, &'static str> {
-        let raw = packed::unpack(payload, RAW_MAX, "it is longer than pages are")?;
+        let raw = packed::unpack(payload, RAW_MAX, "it is longer than pages can be")?;
         let (count, rest) = raw.split_first_chunk().ok_or("it is too short")?;
         let count = u32::from_le_bytes(*count) as usize;
         if count == 0 || count > PAGES_MAX || rest.len() < count * ENTRY {
-            return Err("its number of entries cannot be");
+            return Err("its number of entries is impossible");
         }
         let (entries, data) = rest.split_at(count * ENTRY);
         let (entries, _) = entries.as_chunks::<ENTRY>();
@@ -124,10 +124,10 @@ impl Pages {
         if !entries.iter().all(|entry| matches!(entry & KIND, DATA | ZERO | SAME))
             || entries[0] & KIND == SAME
         {
-            return Err("an entry of it is none");
+            return Err("one of its entries is invalid");
         }
         if data.len() != entries.iter().filter(|entry| *entry & KIND == DATA).count() * PAGE {
-            return Err("its data are not those of its entries");
+            return Err("its data do not match its entries");
         }
         Ok(Self { entries, data: data.to_vec() })
     }

@@ -306,7 +306,7 @@ impl<R: Read> Reader<R> {
         let (kind, length) = (number(0), number(4) as usize);
         let sequence = u64::from(number(8)) | u64::from(number(12)) << 32;
         if sequence != self.place.frame {
-            return Err(self.damaged("it is not the frame that belongs here"));
+            return Err(self.damaged("it does not belong at this place of the stream"));
         }
         let (least, most) = match kind {
             KIND_MESSAGE => (MESSAGE, MESSAGE + TEXT_MAX),
@@ -314,10 +314,10 @@ impl<R: Read> Reader<R> {
             KIND_PAGES => (4, PACKED_MAX),
             KIND_PROOF => (size_of::<Proof>(), size_of::<Proof>()),
             KIND_CHUNKS => (4, chunks::PACKED_MAX),
-            _ => return Err(self.damaged("it is of no known kind")),
+            _ => return Err(self.damaged("it is of an unknown kind")),
         };
         if length < least || length > most {
-            return Err(self.damaged("it is longer or shorter than such frames are"));
+            return Err(self.damaged("its length is wrong for its kind"));
         }
         Ok((kind, length))
     }
@@ -336,13 +336,13 @@ impl<R: Read> Reader<R> {
         let (head, text) = payload.split_first_chunk::<MESSAGE>().ok_or("it is too short")?;
         let mut digest = [0; 32];
         digest.copy_from_slice(&head[1..]);
-        let word = word_of(head[0], digest).ok_or("it says nothing that is known")?;
+        let word = word_of(head[0], digest).ok_or("it is an unknown word")?;
         Ok(Frame::Message(Message { attempt: self.attempt, word }, text.to_vec()))
     }
 
     fn proof(&self, payload: &[u8]) -> Result<Frame, &'static str> {
         if self.place.stream == 0 || self.place.frame != 0 {
-            return Err("it is no proof's place");
+            return Err("a proof does not belong at this place of the stream");
         }
         payload.first_chunk().map(|proof| Frame::Proof(*proof)).ok_or("it is too short")
     }
@@ -351,7 +351,7 @@ impl<R: Read> Reader<R> {
         let number =
             payload.first_chunk().map(|bytes| u64::from_le_bytes(*bytes)).ok_or("it is too short")?;
         if number != self.next_round {
-            return Err("it is not the round that comes next");
+            return Err("it is not the next round");
         }
         self.next_round = number.saturating_add(1);
         Ok(Frame::Round(number))
