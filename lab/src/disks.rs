@@ -18,7 +18,7 @@ use crate::{
 pub struct Disks {
     dir: PathBuf,
     kept: PathBuf,
-    spare: usize,
+    extra: usize,
 }
 
 /// One of a machine's disks.
@@ -27,7 +27,7 @@ pub enum Disk {
     /// The disk of the root file system.
     Root,
     /// A disk of [`crate::Spec::disk`], by its number.
-    Spare(usize),
+    Extra(usize),
 }
 
 /// The treatment of data that was written to a disk and not flushed.
@@ -45,22 +45,22 @@ impl Disk {
     pub(crate) fn id(self) -> String {
         match self {
             Self::Root => "root".to_owned(),
-            Self::Spare(index) => format!("disk{index}"),
+            Self::Extra(index) => format!("disk{index}"),
         }
     }
 
     fn name(self) -> String {
         match self {
             Self::Root => file::ROOT.to_owned(),
-            Self::Spare(index) => file::disk(index),
+            Self::Extra(index) => file::disk(index),
         }
     }
 }
 
 impl Disks {
     /// Keeps the disks of a machine that is off. `dir` is the machine's directory.
-    pub(crate) fn keep(dir: &Path, spare: usize) -> Result<Self> {
-        let disks = Self { dir: dir.to_owned(), kept: dir.to_owned(), spare };
+    pub(crate) fn keep(dir: &Path, extra: usize) -> Result<Self> {
+        let disks = Self { dir: dir.to_owned(), kept: dir.to_owned(), extra };
         for disk in disks.all() {
             let (now, kept) = (disks.now(disk), disks.kept(disk));
             fs::rename(&now, &kept).context(|| format!("keep {}", now.display()))?;
@@ -72,7 +72,7 @@ impl Disks {
     /// Copies the disks, as they are now, to a place beside the machine.
     pub(crate) fn copy_to(&self, dir: &Path) -> Result<Self> {
         fs::create_dir_all(dir).context(|| format!("make {}", dir.display()))?;
-        let copy = Self { dir: dir.to_owned(), kept: self.kept.clone(), spare: self.spare };
+        let copy = Self { dir: dir.to_owned(), kept: self.kept.clone(), extra: self.extra };
         for disk in self.all() {
             let mut command = Command::new("cp");
             command.arg("--sparse=always").arg(self.now(disk)).arg(copy.now(disk));
@@ -82,7 +82,7 @@ impl Disks {
     }
 
     fn all(&self) -> impl Iterator<Item = Disk> + use<> {
-        [Disk::Root].into_iter().chain((0..self.spare).map(Disk::Spare))
+        [Disk::Root].into_iter().chain((0..self.extra).map(Disk::Extra))
     }
 
     fn now(&self, disk: Disk) -> PathBuf {
@@ -159,10 +159,10 @@ fn save(disk: &Path, to: &Path) -> Result<()> {
     host::run("copying a disk", "qemu-img", &mut command)
 }
 
-fn on_a_copy(disk: &Path, folder: &Path, look: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+fn on_a_copy(disk: &Path, folder: &Path, check: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     let copy = folder.join("copy-of-root");
     save(disk, &copy)?;
-    let found = look(&copy);
+    let found = check(&copy);
     fs::remove_file(&copy).context(|| format!("remove {}", copy.display()))?;
     found
 }

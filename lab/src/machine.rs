@@ -122,7 +122,7 @@ impl Machine {
     ///
     /// # Errors
     /// If the emulator does not start.
-    pub fn start_spare(self, other: &Boot) -> Result<Self> {
+    pub fn start_destination(self, other: &Boot) -> Result<Self> {
         let _ = self.power_cut();
         let Self { spec, mut start, link, kernel, _slot, .. } = self;
         other.replace(&mut start.arguments);

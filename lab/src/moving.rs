@@ -23,7 +23,7 @@ use crate::{
 pub const LIMIT: Duration = Duration::from_secs(240);
 
 /// Time limit of a check on a machine that does not move.
-const LOOK: Duration = Duration::from_secs(20);
+const CHECK_LIMIT: Duration = Duration::from_secs(20);
 /// The last text of a destination on its console.
 pub const GOES_ON: &str = "going on in the machine";
 
@@ -143,15 +143,20 @@ pub fn times(machine: &Machine, text: &str) -> usize {
 ///
 /// # Errors
 /// If neither happens; with the state of `from`.
-pub fn arrives(from: &Machine, spare: &Machine, before: usize, moving: &mut Background) -> Result<bool> {
-    arrives_showing(from, spare, before, moving, |_| {})
+pub fn arrives(
+    from: &Machine,
+    destination: &Machine,
+    before: usize,
+    moving: &mut Background,
+) -> Result<bool> {
+    arrives_showing(from, destination, before, moving, |_| {})
 }
 
 /// Waits as [`arrives`] does. Calls `show` again and again with the last line that the moving
 /// command has printed.
 fn arrives_showing(
     from: &Machine,
-    spare: &Machine,
+    destination: &Machine,
     before: usize,
     moving: &mut Background,
     mut show: impl FnMut(&str),
@@ -162,12 +167,12 @@ fn arrives_showing(
         if let Some(last) = printed.lines().rev().find(|line| !line.trim().is_empty()) {
             show(last.trim());
         }
-        let has_arrived = times(spare, GOES_ON) > before;
+        let has_arrived = times(destination, GOES_ON) > before;
         Ok((has_arrived || moving.has_ended().unwrap_or(true)).then_some(has_arrived))
     })
     .map_err(|error| {
         let looks = "ps axo stat,wchan:32,args | grep -v '\\]$'; cat /proc/$(pgrep -f '^mercury migrate')/stack; dmesg | tail -20";
-        let at = from.command(looks).timeout(LOOK).run().map(|output| output.stdout).unwrap_or_default();
+        let at = from.command(looks).timeout(CHECK_LIMIT).run().map(|output| output.stdout).unwrap_or_default();
         println!("{}{}{at}", moving.output_so_far().unwrap_or_default(), moving.errors_so_far().unwrap_or_default());
         from.blame(error)
     })
@@ -178,8 +183,8 @@ fn arrives_showing(
 ///
 /// # Errors
 /// If the machine does not arrive, with the text of both consoles.
-pub fn move_to(machine: &Machine, spare: &Machine, words: &str, options: &str) -> Result<String> {
-    move_showing(machine, spare, words, options, |_| {})
+pub fn move_to(machine: &Machine, destination: &Machine, words: &str, options: &str) -> Result<String> {
+    move_showing(machine, destination, words, options, |_| {})
 }
 
 /// Moves a machine as [`move_to`] does. Calls `show` again and again with the last line that the
@@ -189,20 +194,20 @@ pub fn move_to(machine: &Machine, spare: &Machine, words: &str, options: &str) -
 /// As for [`move_to`].
 pub fn move_showing(
     machine: &Machine,
-    spare: &Machine,
+    destination: &Machine,
     words: &str,
     options: &str,
     show: impl FnMut(&str),
 ) -> Result<String> {
-    let (boots, before) = (spare.boots(), times(spare, GOES_ON));
+    let (boots, before) = (destination.boots(), times(destination, GOES_ON));
     let mut moving = machine.spawn(&migrate(words, options))?;
-    if !arrives_showing(machine, spare, before, &mut moving, show)? {
+    if !arrives_showing(machine, destination, before, &mut moving, show)? {
         let why = format!("{}{}", moving.output_so_far()?, moving.errors_so_far()?);
         let why = format!("the machine has not moved: {why}\n{}", said(machine));
-        return Err(spare.blame(machine.blame(Error::Unhealthy(why))));
+        return Err(destination.blame(machine.blame(Error::Unhealthy(why))));
     }
     let off = machine.wait_shutdown(LIMIT);
-    spare.wait_other(boots).map_err(|error| machine.blame(error))?;
+    destination.wait_other(boots).map_err(|error| machine.blame(error))?;
     off.map(|_| said(machine))
 }
 
@@ -230,31 +235,31 @@ pub fn plug_in(machine: &Machine, address: &str) -> Result<()> {
 ///
 /// # Errors
 /// If the machine does not wait.
-pub fn receive(spare: &Machine, address: &str) -> Result<String> {
-    receive_with(spare, address, "--delay 4s")
+pub fn receive(destination: &Machine, address: &str) -> Result<String> {
+    receive_with(destination, address, "--delay 4s")
 }
 
 /// Starts `mercury receive` as [`receive`] does, with a delay after the token was printed.
 ///
 /// # Errors
 /// If the machine does not wait.
-pub fn receive_after(spare: &Machine, address: &str, delay: &str) -> Result<String> {
-    receive_with(spare, address, &format!("--delay {delay}"))
+pub fn receive_after(destination: &Machine, address: &str, delay: &str) -> Result<String> {
+    receive_with(destination, address, &format!("--delay {delay}"))
 }
 
 /// Starts `mercury receive` as [`receive`] does, with these options.
 ///
 /// # Errors
 /// If the machine does not wait.
-pub fn receive_with(spare: &Machine, address: &str, options: &str) -> Result<String> {
-    let before = times(spare, WAITS);
-    let mut receive = spare.spawn(&format!("mercury receive --listen {address} {options}"))?;
+pub fn receive_with(destination: &Machine, address: &str, options: &str) -> Result<String> {
+    let before = times(destination, WAITS);
+    let mut receive = destination.spawn(&format!("mercury receive --listen {address} {options}"))?;
     receive.wait_output("--key mercury-receive-1-", LIMIT)?;
     thread::sleep(Duration::from_millis(200));
     let said = receive.output_so_far()?;
     let words = said.split_once("mercury migrate ").and_then(|(_, words)| words.lines().next());
     let words = words.ok_or_else(|| Error::Host(format!("mercury receive says {said}")))?.to_owned();
-    wait_more(spare, WAITS, before)?;
+    wait_more(destination, WAITS, before)?;
     Ok(words)
 }
 

@@ -21,7 +21,7 @@ static COMPLAINT: LazyLock<Option<Regex>> = LazyLock::new(|| {
 });
 
 /// Bits of `/proc/sys/kernel/tainted`: a bad page, an oops, a warning, a lockup.
-const SPOILT: u64 = 1 << 5 | 1 << 7 | 1 << 9 | 1 << 14;
+const TAINTS: u64 = 1 << 5 | 1 << 7 | 1 << 9 | 1 << 14;
 
 /// Time limit for the work to start. A busy machine may have one CPU, and this work has the lowest
 /// priority.
@@ -140,7 +140,7 @@ impl Machine {
         let log = self.sh("dmesg")?;
         let taint: u64 = self.sh("cat /proc/sys/kernel/tainted")?.parse().unwrap_or(u64::MAX);
         let found = complaints(&log);
-        if found.is_empty() && taint & SPOILT == 0 {
+        if found.is_empty() && taint & TAINTS == 0 {
             return Ok(());
         }
         let found = found.join("\n");

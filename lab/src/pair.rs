@@ -32,7 +32,7 @@ use crate::{
 const ESCAPE: u8 = 1;
 const QUIT: u8 = b'x';
 /// Interval between two checks of the machines.
-const LOOK: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// Delay before the receiving system ends, so that a person can read the token that `mercury
 /// receive` prints.
 const DELAY: &str = "2s";
@@ -105,7 +105,7 @@ fn show(mut machine: Machine, mut other: Machine, at: &impl Fn(u8) -> Spec) -> R
             if keys.are_over() || terminal.is_closed() {
                 return Ok(());
             }
-            thread::sleep(LOOK);
+            thread::sleep(POLL_INTERVAL);
         }
         let arrived = || Ok((times(&other, GOES_ON) > before).then_some(()));
         if wait_for("the machine to go on", GOES_ON_WITHIN, arrived).is_err() {

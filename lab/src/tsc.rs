@@ -13,7 +13,7 @@ use std::{
 
 const INTERVAL: Duration = Duration::from_millis(100);
 /// The number of readings of counter and clock. The quickest one counts.
-const LOOKS: u32 = 100;
+const READINGS: u32 = 100;
 
 /// Returns the frequency in kHz.
 pub fn khz() -> u64 {
@@ -22,23 +22,23 @@ pub fn khz() -> u64 {
 }
 
 fn measure() -> u64 {
-    let (first_time, first) = look();
+    let (first_time, first) = read_both();
     thread::sleep(INTERVAL);
-    let (last_time, last) = look();
+    let (last_time, last) = read_both();
     let nanoseconds = (last_time - first_time).as_nanos();
     u64::try_from(u128::from(last.wrapping_sub(first)) * 1_000_000 / nanoseconds.max(1)).unwrap_or(0)
 }
 
 /// Reads clock and counter at the same moment. A reading that was interrupted is longer than
 /// another one, and is dropped.
-fn look() -> (Instant, u64) {
-    let looks = (0..LOOKS).map(|_| {
+fn read_both() -> (Instant, u64) {
+    let readings = (0..READINGS).map(|_| {
         let time = Instant::now();
         // SAFETY: RDTSC has no operands, and Linux lets user mode read it.
         let counter = unsafe { std::arch::x86_64::_rdtsc() };
         (time.elapsed(), (time, counter))
     });
-    looks.min_by_key(|(took, _)| *took).map_or_else(|| (Instant::now(), 0), |(_, moment)| moment)
+    readings.min_by_key(|(took, _)| *took).map_or_else(|| (Instant::now(), 0), |(_, moment)| moment)
 }
 
 #[cfg(test)]

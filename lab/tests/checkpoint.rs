@@ -814,7 +814,7 @@ fn restores_in_place_with_uefi() -> Result<()> {
 }
 
 /// The firmware's disk in these machines, after the image's disk.
-const FIRMWARE: (Disk, &str) = (Disk::Spare(1), "/dev/vdb");
+const FIRMWARE: (Disk, &str) = (Disk::Extra(1), "/dev/vdb");
 
 /// Boots a machine by its own firmware and this boot loader, with systemd.
 fn starts_by_itself(loader: Loader, kernel: Kernel) -> Result<Machine> {

@@ -55,7 +55,7 @@ fn crash_opens_a_core() -> Result<()> {
     let folder = std::env::temp_dir().join(format!("mercury-core-{}", machine.pid()));
     fs::create_dir_all(&folder).unwrap();
     let (image, core) = (folder.join("image"), folder.join("core"));
-    machine.keep_disks()?.save(Disk::Spare(0), &image)?;
+    machine.keep_disks()?.save(Disk::Extra(0), &image)?;
     let mut inspect = Command::new(build_program("mercury-cli", "mercury")?);
     assert!(inspect.arg("inspect").arg("--core").arg(&core).arg(&image).status().unwrap().success());
 

@@ -54,7 +54,7 @@ type Failure = (FaultPoint, Code, &'static str);
 type Impossible = (FaultPoint, [&'static [u64]; 2]);
 /// A word of the control block, the shift of the flipped bits, the bits, and the checks of which
 /// the record names one.
-type Spoilt = (u32, u32, u32, &'static [u64]);
+type Flipped = (u32, u32, u32, &'static [u64]);
 
 /// Refusals by the driver and the hypervisor themselves.
 const REFUSALS: &[Refused] = &[
@@ -88,7 +88,7 @@ const REFUSED_BY_PROCESSOR: &[Impossible] = &[
 const INVALID_CONTROLS: &[u64] = &[Refusal::InvalidControls as u64];
 
 /// Every other class of checks of VMRUN (APM vol. 2, 15.5.1).
-const SPOILT_SVM: &[Spoilt] = &[
+const FLIPPED_SVM: &[Flipped] = &[
     (0x558, 0, 1 << 29, &[2, 0]),
     (0x568, 32, 1, &[6, 0]),
     (0x4D0, 0, 1 << 16, &[8, 0]),
@@ -102,7 +102,7 @@ const SPOILT_SVM: &[Spoilt] = &[
 ///
 /// SS is missing: an interrupt of user mode loads null, and an unusable segment is not checked.
 /// Bochs enters with a RIP that is not canonical.
-const SPOILT_VMX: &[Spoilt] = &[
+const FLIPPED_VMX: &[Flipped] = &[
     (0x201A, 0, 1 << 3, INVALID_CONTROLS), // EPT pointer: length of the walk
     (0x6C02, 60, 1, &[Refusal::InvalidHostState as u64]), // host CR3
     (0x4014, 0, 1, &[Refusal::MsrLoading as u64]), // count of MSRs to be loaded
@@ -312,8 +312,8 @@ fn names_the_check(subject: &Subject, checks: &[u64]) -> Result<()> {
     same(&format!("{check:?} is one of {checks:?}"), check.is_some_and(|check| checks.contains(&check)), true)
 }
 
-fn spoilt(subject: &mut Subject, (word, shift, bits, checks): Spoilt, cpu: u32) -> Result<()> {
-    println!("word {word:#x} spoilt on CPU {cpu}");
+fn flipped(subject: &mut Subject, (word, shift, bits, checks): Flipped, cpu: u32) -> Result<()> {
+    println!("bits of word {word:#x} flipped on CPU {cpu}");
     let arm = format!(
         "{} --offset {} --value {bits:#x}",
         arm(FaultPoint::RunField, Some(cpu), 1),
@@ -341,11 +341,11 @@ fn each_class_of_refused_state_is_rolled_back() -> Result<()> {
 fn classes_are_rolled_back(count: usize) -> Result<()> {
     let mut subject = Subject::boot(refusing()?, CPUS)?;
     let rows = match subject.machine.vendor() {
-        Vendor::Amd => SPOILT_SVM,
-        Vendor::Intel => SPOILT_VMX,
+        Vendor::Amd => FLIPPED_SVM,
+        Vendor::Intel => FLIPPED_VMX,
     };
     for (row, cpu) in rows.iter().take(count).zip((0..CPUS).cycle()) {
-        spoilt(&mut subject, *row, cpu)?;
+        flipped(&mut subject, *row, cpu)?;
     }
     subject.finish()
 }

@@ -292,8 +292,8 @@ impl Code {
         let question = questions.next().expect("one question");
         assert_eq!(questions.next(), None, "one place");
         assert_eq!(ends.iter().any(|end| enters(*end)), !entries.is_empty(), "some are answered here");
-        let told = target(&self.at[&self.after(question)]).unwrap();
-        let (forgets, fences) = self.ways(told, |address| self.at[&address] == "lfence");
+        let callee = target(&self.at[&self.after(question)]).unwrap();
+        let (forgets, fences) = self.ways(callee, |address| self.at[&address] == "lfence");
         assert_eq!(fences.len(), 1, "all ways end in one");
         let fills = forgets.iter().filter(|address| self.fills(**address).is_some()).count();
         assert_eq!(fills, 32, "return addresses");

@@ -487,7 +487,7 @@ const SELFTESTS: &str = include_str!("../guest/kvm/selftests");
 const SELFTEST: u64 = 60;
 
 /// The documentation about these tests.
-const SELFTESTS_TOLD: &str = include_str!("../../docs/kvm.md");
+const DOCUMENTATION: &str = include_str!("../../docs/kvm.md");
 
 /// The result of one test: its exit status (0: passed, 4: it cannot run here, 124: not in time),
 /// and its last output.
@@ -527,9 +527,9 @@ impl Selftest {
     }
 
     /// Returns true if the documentation names the test, in one line with the missing feature.
-    fn is_told(&self) -> bool {
+    fn is_documented(&self) -> bool {
         let name = format!("`{}`", self.name);
-        SELFTESTS_TOLD
+        DOCUMENTATION
             .lines()
             .any(|line| line.contains(&name) && line.contains(self.lacks().unwrap_or_default()))
     }
@@ -560,7 +560,7 @@ fn the_kernels_own_tests_of_kvm_say_the_same() -> Result<()> {
     let ran = native.iter().filter(|test| test.status == "0").count();
     println!("{} tests, {ran} of them pass natively; different: {different:?}", native.len());
     assert!(native.len() == attached.len() && ran >= 25, "{native:?}");
-    let untold: Vec<_> = native.iter().filter(|test| !test.is_told()).collect();
+    let untold: Vec<_> = native.iter().filter(|test| !test.is_documented()).collect();
     assert!(untold.is_empty(), "docs/kvm.md does not say this: {untold:?}");
     if !different.is_empty() {
         let above = Selftest::all(&machine, &different.join(" "))?;

@@ -120,15 +120,15 @@ fn comes_back(place: Place) -> Result<()> {
         place.with(spec, &files, &format!("disk{number}"))
     };
     let machine = switch.boot_moving(plugged(2))?;
-    let spare = switch.boot_other(plugged(3))?;
-    plug_in(&spare, "10.9.0.3")?;
+    let destination = switch.boot_other(plugged(3))?;
+    plug_in(&destination, "10.9.0.3")?;
     for (name, script, arguments) in [("clock", CLOCK, ""), ("talk", TALK, PEER), ("hear", HEAR, "")] {
         start(&machine, name, script, arguments)?;
     }
     switch.tell()?;
     machine.sh("modprobe -r kvm_amd 2> /dev/null || true")?;
 
-    let key = receive(&spare, "10.9.0.3")?;
+    let key = receive(&destination, "10.9.0.3")?;
     let refused = machine.run(&format!("mercury migrate {key}"))?;
     println!("{}", refused.stderr);
     if place == Place::Firmware {
@@ -140,17 +140,17 @@ fn comes_back(place: Place) -> Result<()> {
     }
     let debians = debians(&switch.peer, &machine, &files)?;
 
-    let (id, boots) = (boot_id(&machine)?, spare.boots());
+    let (id, boots) = (boot_id(&machine)?, destination.boots());
     let mut moving = machine.spawn(&format!("mercury migrate {key} --rounds 0"))?;
-    if let Err(error) = wait_more(&spare, GOES_ON, 0) {
+    if let Err(error) = wait_more(&destination, GOES_ON, 0) {
         println!("{:?} {:?}", moving.output_so_far(), moving.errors_so_far());
         return Err(error);
     }
     machine.power_cut()?;
     println!("{}", said(&machine));
-    spare.wait_other(boots)?;
-    is_well(&spare, &id)?;
-    goes_on(&switch.peer, &spare)?;
+    destination.wait_other(boots)?;
+    is_well(&destination, &id)?;
+    goes_on(&switch.peer, &destination)?;
 
     // The source is left alone for longer than its boot to the root takes.
     let console = machine.try_other(&debians, Duration::from_secs(90))?;
@@ -159,8 +159,8 @@ fn comes_back(place: Place) -> Result<()> {
     assert!(!console.contains(BEGINS), "{console}");
     let off = machine.try_other(&debians.with("mercury.mark=poweroff"), START)?;
     assert!(off.contains("this machine is powered off") && !off.contains(BEGINS), "{off}");
-    is_well(&spare, &id)?;
-    goes_on(&switch.peer, &spare)?;
+    is_well(&destination, &id)?;
+    goes_on(&switch.peer, &destination)?;
 
     // The lab's own initial RAM disk checks no tombstone.
     let repaired = machine.start_as(plugged(2))?;
@@ -172,8 +172,8 @@ fn comes_back(place: Place) -> Result<()> {
     } else {
         migrate(&back, "--rounds 0")
     };
-    let mut moving = spare.spawn(&line)?;
-    let ended = spare.wait_shutdown(LIMIT);
+    let mut moving = destination.spawn(&line)?;
+    let ended = destination.wait_shutdown(LIMIT);
     if ended.is_err() {
         println!("{:?} {:?} {}", moving.output_so_far(), moving.errors_so_far(), repaired.serial_log());
     }

@@ -17,7 +17,7 @@ use mercury_lab::{
     },
 };
 use workloads::{
-    moves::{COMES, Scene, THROWN, fails, goes_on, kill_somebody, moves, moves_by, type_in},
+    moves::{COMES, Scene, THROWN, fails, goes_on, kill_a_process, moves, moves_by, type_in},
     restart::need_qemu,
 };
 
@@ -25,9 +25,10 @@ use workloads::{
 #[test]
 fn a_machine_that_stands_still_moves() -> Result<()> {
     need_qemu()?;
-    let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
-    moves(peer, machine, spare, "10.9.0.3", "--rounds 0")?;
-    spare.check_next_attach()
+    let Scene { switch: Switch { peer, .. }, machine, destination } =
+        &Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    moves(peer, machine, destination, "10.9.0.3", "--rounds 0")?;
+    destination.check_next_attach()
 }
 
 /// Moves a machine at work to another one, and back to the source, which was switched off
@@ -36,19 +37,19 @@ fn a_machine_that_stands_still_moves() -> Result<()> {
 #[ignore = "long"]
 fn a_machine_at_work_moves_and_comes_back() -> Result<()> {
     need_qemu()?;
-    let Scene { switch, machine, spare } = Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    let Scene { switch, machine, destination } = Scene::new(Kernel::BookwormCloud, 2, 768)?;
     let peer = &switch.peer;
     // An emulator always exceeds the downtime limit, so a throttle would be for nothing.
-    moves(peer, &machine, &spare, "10.9.0.3", "--verify-log --max-throttle 0 --streams 3")?;
-    spare.wait_serial("is connected: stream 2 of 3", LIMIT)?;
+    moves(peer, &machine, &destination, "10.9.0.3", "--verify-log --max-throttle 0 --streams 3")?;
+    destination.wait_serial("is connected: stream 2 of 3", LIMIT)?;
     let said_there = said(&machine);
     assert!(said_there.contains("found by a dirty log"), "{said_there}");
     assert!(said_there.contains("not in the dirty log, of which 0 should have been"), "{said_there}");
     // The source boots as a destination now: the machine's root is in use.
     let repaired = machine.start_as(switch.plugged(Kernel::BookwormCloud, 2, 768, 2))?;
     plug_in(&repaired, "10.9.0.4")?;
-    moves(peer, &spare, &repaired, "10.9.0.4", "--max-throttle 0")?;
-    assert!(said(&spare).contains("found by a dirty log"), "{}", said(&spare));
+    moves(peer, &destination, &repaired, "10.9.0.4", "--max-throttle 0")?;
+    assert!(said(&destination).contains("found by a dirty log"), "{}", said(&destination));
     repaired.check_next_attach()
 }
 
@@ -73,14 +74,15 @@ while True:
 #[ignore = "long"]
 fn a_load_that_outruns_the_connection_is_held_back() -> Result<()> {
     need_qemu()?;
-    let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    let Scene { switch: Switch { peer, .. }, machine, destination } =
+        &Scene::new(Kernel::BookwormCloud, 2, 768)?;
     start(machine, "outruns", OUTRUNS, "")?;
-    let key = receive(spare, "10.9.0.3")?;
+    let key = receive(destination, "10.9.0.3")?;
     let limits = "--max-downtime 600ms --bandwidth 3";
     let line = migrate(&key, &format!("{limits} --or-give-up --max-throttle 0"));
     fails(peer, machine, &line, &["the downtime would be about"])?;
-    moves_by(peer, machine, spare, &key, &format!("{limits} > /run/said"))?;
-    let said = spare.sh("cat /run/said")?;
+    moves_by(peer, machine, destination, &key, &format!("{limits} > /run/said"))?;
+    let said = destination.sh("cat /run/said")?;
     println!("{said}");
     let (free, held_back) = said.split_once("applications are throttled by 15 % of the time now").unwrap();
     let least = |said: &str| -> u64 {
@@ -88,8 +90,8 @@ fn a_load_that_outruns_the_connection_is_held_back() -> Result<()> {
         estimates.map(|ms| ms.parse().unwrap()).min().unwrap()
     };
     assert!(least(held_back) < least(free) * 3 / 4, "{said}");
-    comes_further(spare, "outruns", count(spare, "outruns")?)?;
-    spare.check_next_attach()
+    comes_further(destination, "outruns", count(destination, "outruns")?)?;
+    destination.check_next_attach()
 }
 
 /// A command that lets the switch lose each frame with some probability.
@@ -102,12 +104,13 @@ const LOSES: &str = "modprobe sch_netem; for port in $(ls /sys/class/net/switch/
 #[ignore = "long"]
 fn a_machine_moves_over_a_link_that_loses_a_tenth() -> Result<()> {
     need_qemu()?;
-    let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    let Scene { switch: Switch { peer, .. }, machine, destination } =
+        &Scene::new(Kernel::BookwormCloud, 2, 768)?;
     peer.sh(LOSES)?;
     machine.sh("modprobe tcp_bbr")?;
-    moves(peer, machine, spare, "10.9.0.3", "--rounds 2 --congestion-control bbr")?;
+    moves(peer, machine, destination, "10.9.0.3", "--rounds 2 --congestion-control bbr")?;
     peer.sh("tc -s qdisc | grep -q 'dropped [1-9]'")?;
-    spare.check_next_attach()
+    destination.check_next_attach()
 }
 
 /// Gives up a move at a megabit a second in time: no task stands still for minutes.
@@ -115,8 +118,9 @@ fn a_machine_moves_over_a_link_that_loses_a_tenth() -> Result<()> {
 #[ignore = "long"]
 fn a_slow_link_is_given_up() -> Result<()> {
     need_qemu()?;
-    let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
-    let key = receive(spare, "10.9.0.3")?;
+    let Scene { switch: Switch { peer, .. }, machine, destination } =
+        &Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    let key = receive(destination, "10.9.0.3")?;
     peer.sh(&LOSES.replace("loss 10%", "rate 1mbit"))?;
     let line = migrate(&key, "--rounds 1 --or-give-up");
     let output = machine.command(&line).timeout(LIMIT * 4).run()?;
@@ -133,26 +137,26 @@ fn a_slow_link_is_given_up() -> Result<()> {
 fn maintenance_goes_along_and_comes_back() -> Result<()> {
     const WORDS: &str = "/run/words";
     need_qemu()?;
-    let Scene { switch, machine, spare } = Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    let Scene { switch, machine, destination } = Scene::new(Kernel::BookwormCloud, 2, 768)?;
     let peer = &switch.peer;
-    let (id, boots) = (boot_id(&machine)?, spare.boots());
-    let there = receive(&spare, "10.9.0.3")?;
+    let (id, boots) = (boot_id(&machine)?, destination.boots());
+    let there = receive(&destination, "10.9.0.3")?;
     let maintenance =
         format!("exec 3<>{WORDS}; exec mercury maintenance {there} --without-mark <&3 >/run/said 2>&1");
     machine.sh(&format!("mkfifo {WORDS}; setsid sh -c '{maintenance}' > /dev/null 2>&1 &"))?;
     machine.wait_shutdown(LIMIT)?;
-    spare.wait_other(boots)?;
-    is_well(&spare, &id)?;
-    goes_on(peer, &spare)?;
-    spare.sh(&format!("grep '^2/3' /run/said; echo back, please > {WORDS}"))?;
-    spare.sh("sleep 1; grep 'type HOST --key TOKEN, as' /run/said")?;
+    destination.wait_other(boots)?;
+    is_well(&destination, &id)?;
+    goes_on(peer, &destination)?;
+    destination.sh(&format!("grep '^2/3' /run/said; echo back, please > {WORDS}"))?;
+    destination.sh("sleep 1; grep 'type HOST --key TOKEN, as' /run/said")?;
 
     let repaired = machine.start_as(switch.plugged(Kernel::BookwormCloud, 2, 768, 2))?;
     plug_in(&repaired, "10.9.0.4")?;
     let boots = repaired.boots();
     let back = receive(&repaired, "10.9.0.4")?;
-    spare.sh(&format!("echo '{back}' > {WORDS}"))?;
-    spare.wait_shutdown(LIMIT)?;
+    destination.sh(&format!("echo '{back}' > {WORDS}"))?;
+    destination.wait_shutdown(LIMIT)?;
     repaired.wait_other(boots)?;
     is_well(&repaired, &id)?;
     goes_on(peer, &repaired)?;
@@ -171,12 +175,12 @@ const SENSOR: &str = include_str!("../../packaging/examples/memory-errors");
 #[ignore = "long"]
 fn a_machine_with_failing_memory_leaves_by_itself() -> Result<()> {
     need_qemu()?;
-    let Scene { switch: Switch { peer, .. }, machine, spare } =
+    let Scene { switch: Switch { peer, .. }, machine, destination } =
         &Scene::new(Kernel::BookwormGeneric, 2, 1024)?;
     machine.sh("echo 1 > /sys/devices/system/machinecheck/machinecheck0/check_interval")?;
     machine.put("/root/sensor", SENSOR.as_bytes(), 0o755)?;
-    let (id, boots) = (boot_id(machine)?, spare.boots());
-    let words = receive(spare, "10.9.0.3")?;
+    let (id, boots) = (boot_id(machine)?, destination.boots());
+    let words = receive(destination, "10.9.0.3")?;
     machine.sh(&format!("mkdir -p /etc/mercury; umask 077; echo '{words}' > /etc/mercury/spare.key"))?;
     machine.sh("setsid mercury daemon --to 10.9.0.3 -- --without-mark > /run/said 2>&1 &")?;
     machine.sh("until mercury evacuate --status | grep 'waits for orders'; do sleep 0.2; done")?;
@@ -187,15 +191,17 @@ fn a_machine_with_failing_memory_leaves_by_itself() -> Result<()> {
     machine.sh("until dmesg | grep -q 'Machine check events logged'; do sleep 0.2; done")?;
     machine.sh("/root/sensor 1")?;
     machine.wait_shutdown(LIMIT)?;
-    spare.wait_other(boots)?;
-    is_well(spare, &id)?;
-    goes_on(peer, spare)?;
-    spare.sh(
+    destination.wait_other(boots)?;
+    is_well(destination, &id)?;
+    goes_on(peer, destination)?;
+    destination.sh(
         "until mercury evacuate --status | grep 'has moved to 10.9.0.3: 1 corrected'; do sleep 0.2; done",
     )?;
     // The pairing token is used up, and no other one exists.
-    assert!(spare.run("mercury evacuate")?.stderr.contains("the pairing token was used for the last move"));
-    spare.check_next_attach()
+    assert!(
+        destination.run("mercury evacuate")?.stderr.contains("the pairing token was used for the last move")
+    );
+    destination.check_next_attach()
 }
 
 /// Refuses a source without the pairing token, and a machine of another size, with the reason.
@@ -203,12 +209,12 @@ fn a_machine_with_failing_memory_leaves_by_itself() -> Result<()> {
 #[ignore = "long"]
 fn who_does_not_fit_is_refused() -> Result<()> {
     need_qemu()?;
-    let Scene { switch: Switch { peer, .. }, machine, spare } =
+    let Scene { switch: Switch { peer, .. }, machine, destination } =
         &Scene::with(Kernel::BookwormCloud, 2, [768, 896])?;
     let other = machine.sh(
         "mercury receive --listen 10.9.0.2 --prepare /run/x | grep -o 'mercury-receive.*'; rm -r /run/x",
     )?;
-    let words = receive(spare, "10.9.0.3")?;
+    let words = receive(destination, "10.9.0.3")?;
     let wrong = migrate(&format!("10.9.0.3 --key {other}"), "");
     fails(peer, machine, &wrong, &["no session with the other machine"])?;
     fails(peer, machine, &migrate("10.9.0.3:5 --key x", ""), &["begins with mercury-receive-1-"])?;
@@ -231,11 +237,12 @@ fn who_does_not_fit_is_refused() -> Result<()> {
 #[ignore = "long"]
 fn a_source_in_doubt_waits_for_its_operator() -> Result<()> {
     need_qemu()?;
-    let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
-    let words = receive(spare, "10.9.0.3")?;
+    let Scene { switch: Switch { peer, .. }, machine, destination } =
+        &Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    let words = receive(destination, "10.9.0.3")?;
     let mut moving = machine.spawn(&migrate(&words, "--rounds 0"))?;
-    wait_more(spare, GOES_ON, 0)?;
-    spare.power_cut()?;
+    wait_more(destination, GOES_ON, 0)?;
+    destination.power_cut()?;
     wait_more(machine, "does not answer. Nothing runs here", 0)?;
     // The source stays in doubt.
     thread::sleep(Duration::from_secs(10));
@@ -257,15 +264,16 @@ fn a_source_in_doubt_waits_for_its_operator() -> Result<()> {
 fn a_guard_asks_on_for_a_source_in_doubt() -> Result<()> {
     const DOUBT: &str = "does not answer. Nothing runs here";
     need_qemu()?;
-    let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
-    let words = receive(spare, "10.9.0.3")?;
+    let Scene { switch: Switch { peer, .. }, machine, destination } =
+        &Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    let words = receive(destination, "10.9.0.3")?;
     machine.sh("sysctl -q kernel.sysrq=1")?;
     let moving = machine.spawn(&migrate(&words, "--rounds 0"))?;
     machine.sh("until pgrep -f 'exe guard$'; do sleep 0.02; done; echo 1000 > /proc/$(pgrep -f '^mercury migrate')/oom_score_adj")?;
-    wait_more(spare, GOES_ON, 0)?;
-    spare.power_cut()?;
+    wait_more(destination, GOES_ON, 0)?;
+    destination.power_cut()?;
     wait_more(machine, DOUBT, 0)?;
-    kill_somebody(machine)?;
+    kill_a_process(machine)?;
     wait_more(machine, "the process that moved this machine is gone, after the commit", 0)?;
     wait_more(machine, DOUBT, 1)?;
     // The source stays in doubt, for longer than the undo process waits for a command without
@@ -289,11 +297,12 @@ fn a_guard_asks_on_for_a_source_in_doubt() -> Result<()> {
 #[ignore = "long"]
 fn an_arrival_is_discarded_by_the_operator() -> Result<()> {
     need_qemu()?;
-    let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
-    let words = receive(spare, "10.9.0.3")?;
+    let Scene { switch: Switch { peer, .. }, machine, destination } =
+        &Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    let words = receive(destination, "10.9.0.3")?;
     let moving = machine.spawn(&migrate(&words, "--bandwidth 1"))?;
-    wait_more(spare, COMES, 0)?;
-    type_in(spare, "adopt\rdiscard\r")?;
+    wait_more(destination, COMES, 0)?;
+    type_in(destination, "adopt\rdiscard\r")?;
     let output = moving.wait(LIMIT)?;
     println!("{}", output.stderr);
     assert!(output.stderr.contains("its operator decided so"), "{}", output.stderr);
@@ -307,23 +316,24 @@ fn an_arrival_is_discarded_by_the_operator() -> Result<()> {
 #[ignore = "long"]
 fn a_stream_that_breaks_changes_nothing() -> Result<()> {
     need_qemu()?;
-    let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
-    let words = receive(spare, "10.9.0.3")?;
+    let Scene { switch: Switch { peer, .. }, machine, destination } =
+        &Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    let words = receive(destination, "10.9.0.3")?;
     machine.sh("modprobe -a inet_diag tcp_diag")?;
     let moving = machine.spawn(&migrate(&words, "--bandwidth 1 --streams 3"))?;
-    spare.wait_serial("is connected: stream 2 of 3", LIMIT)?;
-    let said_there = spare.serial_log();
+    destination.wait_serial("is connected: stream 2 of 3", LIMIT)?;
+    let said_there = destination.serial_log();
     let port =
         said_there.split(" is connected: stream 2 of 3").next().and_then(|said| said.rsplit(':').next());
     machine.sh(&format!("sleep 2; ss -K -t -n sport = :{} | grep 10.9.0.3:4747", port.unwrap()))?;
     let output = moving.wait(LIMIT)?;
-    println!("{}{}", output.stderr, said(spare));
+    println!("{}{}", output.stderr, said(destination));
     assert!(!output.success(), "{}", output.stderr);
     machine.sh("! ls /sys/fs/cgroup | grep mercury; ! ss -t -n | grep 4747")?;
     goes_on(peer, machine)?;
-    wait_more(spare, THROWN, 0)?;
-    moves_by(peer, machine, spare, &words, "--streams 3 --rounds 0")?;
-    spare.check_next_attach()
+    wait_more(destination, THROWN, 0)?;
+    moves_by(peer, machine, destination, &words, "--streams 3 --rounds 0")?;
+    destination.check_next_attach()
 }
 
 /// Takes along a VLAN on the machine's card, and IPv6. Connections by both go on, and neighbours
@@ -332,7 +342,8 @@ fn a_stream_that_breaks_changes_nothing() -> Result<()> {
 #[ignore = "long"]
 fn a_vlan_and_ipv6_go_along() -> Result<()> {
     need_qemu()?;
-    let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    let Scene { switch: Switch { peer, .. }, machine, destination } =
+        &Scene::new(Kernel::BookwormCloud, 2, 768)?;
     peer.sh("modprobe 8021q; ip link add link switch name seven type vlan id 7; ip link set seven up; \
          ip address add 10.9.7.1/24 dev seven; ip address add fd09::1/64 dev switch nodad")?;
     let by_six =
@@ -343,13 +354,13 @@ fn a_vlan_and_ipv6_go_along() -> Result<()> {
          ip address add 10.9.7.2/24 dev seven; ip address add fd09::2/64 dev $card nodad")?;
     start(machine, "talk_vlan", TALK, "10.9.7.1")?;
     start(machine, "talk_six", &TALK.replace(", 7)", ", 8)"), "fd09::1")?;
-    moves(peer, machine, spare, "10.9.0.3", "--rounds 2")?;
+    moves(peer, machine, destination, "10.9.0.3", "--rounds 2")?;
     println!("{}", peer.sh("ip neighbour")?);
     for (work, address) in [("talk_vlan", "10.9.7.2"), ("talk_six", "fd09::2")] {
-        comes_further(spare, work, count(spare, work)? + 5)?;
+        comes_further(destination, work, count(destination, work)? + 5)?;
         peer.sh(&format!("ip neighbour show {address} | grep -i 52:54:00:09:00:03"))?;
     }
-    spare.check_next_attach()
+    destination.check_next_attach()
 }
 
 /// Takes along a bridge that has its card's address, and the machine's. Both are on the
@@ -358,7 +369,8 @@ fn a_vlan_and_ipv6_go_along() -> Result<()> {
 #[ignore = "long"]
 fn a_bridge_goes_along() -> Result<()> {
     need_qemu()?;
-    let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    let Scene { switch: Switch { peer, .. }, machine, destination } =
+        &Scene::new(Kernel::BookwormCloud, 2, 768)?;
     // One process must do all steps: between two of them the machine's files are out of reach.
     machine.sh("modprobe bridge; card=$(ls /sys/class/net | grep -v lo | head -1); ip -batch - <<END
 link add name bridge type bridge
@@ -368,11 +380,11 @@ link set $card master bridge
 address add 10.9.0.2/24 dev bridge
 END")?;
     goes_on(peer, machine)?;
-    moves(peer, machine, spare, "10.9.0.3", "--rounds 2")?;
-    println!("{}", spare.sh("ip -brief link")?);
-    spare.sh("test $(cat /sys/class/net/*/address | grep -c 52:54:00:09:00:03) = 2")?;
+    moves(peer, machine, destination, "10.9.0.3", "--rounds 2")?;
+    println!("{}", destination.sh("ip -brief link")?);
+    destination.sh("test $(cat /sys/class/net/*/address | grep -c 52:54:00:09:00:03) = 2")?;
     peer.sh("ip neighbour show 10.9.0.2 | grep -i 52:54:00:09:00:03")?;
-    spare.check_next_attach()
+    destination.check_next_attach()
 }
 
 /// Changes nothing if a move fails before the commit: Ctrl-C in the rounds, and a death of the
@@ -382,46 +394,46 @@ END")?;
 #[ignore = "long"]
 fn whatever_fails_before_the_commit_changes_nothing() -> Result<()> {
     need_qemu()?;
-    let Scene { switch, machine, spare } = Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    let Scene { switch, machine, destination } = Scene::new(Kernel::BookwormCloud, 2, 768)?;
     let peer = &switch.peer;
-    let words = receive(&spare, "10.9.0.3")?;
+    let words = receive(&destination, "10.9.0.3")?;
     let slowly = migrate(&words, "--bandwidth 1");
     let interrupted = machine.spawn(&slowly)?;
-    wait_more(&spare, COMES, 0)?;
+    wait_more(&destination, COMES, 0)?;
     machine.sh("sleep 4; pkill -INT -f '^mercury migrate'")?;
     let output = interrupted.wait(LIMIT)?;
     println!("{}", output.stderr);
     assert!(output.stderr.contains("interrupted: the machine has not moved"), "{}", output.stderr);
     goes_on(peer, &machine)?;
-    wait_more(&spare, THROWN, 0)?;
+    wait_more(&destination, THROWN, 0)?;
 
     let dies = machine.spawn(&slowly)?;
-    wait_more(&spare, COMES, 1)?;
+    wait_more(&destination, COMES, 1)?;
     thread::sleep(Duration::from_secs(4));
-    spare.power_cut()?;
+    destination.power_cut()?;
     let output = dies.wait(LIMIT)?;
     println!("{}", output.stderr);
     assert!(output.stderr.contains("goes on as if nothing had been tried"), "{}", output.stderr);
     goes_on(peer, &machine)?;
 
-    let spare = spare.start_as(switch.plugged(Kernel::BookwormCloud, 2, 768, 3))?;
-    plug_in(&spare, "10.9.0.3")?;
-    let still = migrate(&receive(&spare, "10.9.0.3")?, "--rounds 0");
+    let destination = destination.start_as(switch.plugged(Kernel::BookwormCloud, 2, 768, 3))?;
+    plug_in(&destination, "10.9.0.3")?;
+    let still = migrate(&receive(&destination, "10.9.0.3")?, "--rounds 0");
     let dies = machine.spawn(&still)?;
-    wait_more(&spare, COMES, 2)?;
+    wait_more(&destination, COMES, 2)?;
     thread::sleep(Duration::from_millis(2500));
-    spare.power_cut()?;
+    destination.power_cut()?;
     let output = dies.wait(LIMIT)?;
     println!("{}", output.stderr);
     assert!(!output.success() && !output.stderr.is_empty(), "{}", output.stderr);
     goes_on(peer, &machine)?;
 
-    let spare = spare.start_as(switch.plugged(Kernel::BookwormCloud, 2, 768, 3))?;
-    plug_in(&spare, "10.9.0.3")?;
-    let words = receive(&spare, "10.9.0.3")?;
+    let destination = destination.start_as(switch.plugged(Kernel::BookwormCloud, 2, 768, 3))?;
+    plug_in(&destination, "10.9.0.3")?;
+    let words = receive(&destination, "10.9.0.3")?;
     let _gone = machine.spawn(&migrate(&words, "--rounds 0"))?;
-    wait_more(&spare, COMES, 3)?;
+    wait_more(&destination, COMES, 3)?;
     thread::sleep(Duration::from_secs(2));
     machine.power_cut()?;
-    wait_more(&spare, THROWN, 1)
+    wait_more(&destination, THROWN, 1)
 }

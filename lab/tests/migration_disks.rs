@@ -84,13 +84,13 @@ fn is_right(machine: &Machine, ledger: &str) -> Result<()> {
 fn a_disk_that_both_reach_goes_along() -> Result<()> {
     need_qemu()?;
     let disk = SharedDisk::new(64);
-    let Scene { switch: Switch { peer, .. }, machine, spare } =
+    let Scene { switch: Switch { peer, .. }, machine, destination } =
         &Scene::changed(Kernel::BookwormCloud, 2, [768; 2], |spec| disk.plugged(spec))?;
     machine.sh(
         "modprobe virtio_blk; mkfs.ext4 -q /dev/vda && mkdir -p /run/shared && mount /dev/vda /run/shared",
     )?;
     start(machine, "ledger", LEDGER, "/run/shared/ledger")?;
-    let words = receive(spare, "10.9.0.3")?;
+    let words = receive(destination, "10.9.0.3")?;
     let (stop, file) = (AtomicBool::new(false), File::options().write(true).open(&disk.0).unwrap());
     thread::scope(|scope| {
         // The first bytes belong to no file system: a boot loader could be there.
@@ -113,11 +113,11 @@ fn a_disk_that_both_reach_goes_along() -> Result<()> {
         refused
     })?;
     comes_further(machine, "ledger", count(machine, "ledger")?)?;
-    moves_by(peer, machine, spare, &words, "--rounds 2")?;
-    comes_further(spare, "ledger", count(spare, "ledger")? + 5)?;
-    is_right(spare, "/run/shared/ledger")?;
-    println!("{}", spare.sh("umount /run/shared && e2fsck -f -n /dev/vda 2>&1")?);
-    spare.check_next_attach()
+    moves_by(peer, machine, destination, &words, "--rounds 2")?;
+    comes_further(destination, "ledger", count(destination, "ledger")? + 5)?;
+    is_right(destination, "/run/shared/ledger")?;
+    println!("{}", destination.sh("umount /run/shared && e2fsck -f -n /dev/vda 2>&1")?);
+    destination.check_next_attach()
 }
 
 /// A disk of the switch, by NVMe over TCP.
@@ -138,7 +138,8 @@ const NVME_CONNECT: &str = "modprobe nvme-tcp; echo transport=tcp,traddr=10.9.0.
 #[ignore = "long"]
 fn disks_on_a_network_go_along() -> Result<()> {
     need_qemu()?;
-    let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    let Scene { switch: Switch { peer, .. }, machine, destination } =
+        &Scene::new(Kernel::BookwormCloud, 2, 768)?;
     start(peer, "blocks", BLOCKS, "")?;
     peer.sh(NVME_TARGET)?;
     machine.sh("modprobe nbd nbds_max=2")?;
@@ -151,15 +152,15 @@ fn disks_on_a_network_go_along() -> Result<()> {
         ))?;
         start(machine, name, LEDGER, &format!("/run/{name}.d/ledger"))?;
     }
-    moves(peer, machine, spare, "10.9.0.3", "--rounds 2")?;
+    moves(peer, machine, destination, "10.9.0.3", "--rounds 2")?;
     for (name, disk) in [("blocks_ledger", "/dev/nbd0"), ("nvme_ledger", &nvme)] {
-        println!("{name}: {}", count(spare, name)?);
-        if let Err(error) = comes_further(spare, name, count(spare, name)? + 5) {
-            println!("{}", spare.sh("dmesg | tail -40")?);
+        println!("{name}: {}", count(destination, name)?);
+        if let Err(error) = comes_further(destination, name, count(destination, name)? + 5) {
+            println!("{}", destination.sh("dmesg | tail -40")?);
             return Err(error);
         }
-        is_right(spare, &format!("/run/{name}.d/ledger"))?;
-        println!("{}", spare.sh(&format!("umount /run/{name}.d && e2fsck -f -n {disk} 2>&1"))?);
+        is_right(destination, &format!("/run/{name}.d/ledger"))?;
+        println!("{}", destination.sh(&format!("umount /run/{name}.d && e2fsck -f -n {disk} 2>&1"))?);
     }
-    spare.check_next_attach()
+    destination.check_next_attach()
 }

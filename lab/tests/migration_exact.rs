@@ -37,7 +37,7 @@ fn a_machine_at_full_work_arrives_exact() -> Result<()> {
     need_qemu()?;
     let shared = Shared::new(&["both"]);
     let plug = |spec| shared.plug(&["both"], spec).boot_limit(Duration::from_secs(600));
-    let Scene { switch, machine, spare } = Scene::changed(Kernel::BookwormCloud, 2, [768; 2], plug)?;
+    let Scene { switch, machine, destination } = Scene::changed(Kernel::BookwormCloud, 2, [768; 2], plug)?;
     let devices = one_disk(&disk(&machine, "both")?);
     devices.start(&machine)?;
     let predicted: Value =
@@ -46,9 +46,9 @@ fn a_machine_at_full_work_arrives_exact() -> Result<()> {
     assert_eq!(predicted["found_by"], "a dirty log");
     assert!(predicted["dirty_pages_per_second"].as_f64().unwrap() > 10.0);
 
-    let (boot, _folder, waits) = prepared(&spare, "receive --listen 10.9.0.3")?;
+    let (boot, _folder, waits) = prepared(&destination, "receive --listen 10.9.0.3")?;
     let key = waits["key"].as_str().unwrap();
-    spare.power_cut()?;
+    destination.power_cut()?;
     machine.sh(&format!("mkdir -p /etc/mercury; umask 077; echo '{key}' > /etc/mercury/spare.key"))?;
     let options = "--without-mark --verify-instant --max-throttle 0";
     machine.sh(&format!("setsid mercury daemon --to 10.9.0.3 -- {options} > /run/daemon 2>&1 &"))?;
@@ -57,27 +57,27 @@ fn a_machine_at_full_work_arrives_exact() -> Result<()> {
     machine.sh("setsid sh /run/orders > /dev/null 2>&1 &")?;
     let id = boot_id(&machine)?;
     // This returns when the destination is the machine that has arrived.
-    let arrived = spare.start_other(&boot);
+    let arrived = destination.start_other(&boot);
     if arrived.is_err() {
         println!("{} {}", said(&machine), machine.sh("cat /run/daemon").unwrap_or_default());
     }
     let arrived = arrived?;
     machine.wait_shutdown(LIMIT)?;
     // The last line is printed after the move.
-    let told = said(&machine);
-    println!("{told}");
+    let report = said(&machine);
+    println!("{report}");
     is_well(&arrived, &id)?;
     goes_on(&switch.peer, &arrived)?;
-    assert!(told.contains("found by a dirty log"), "{told}");
-    assert!(told.contains("of which 0 differ"), "{told}");
-    let compared = told.lines().find(|line| line.contains("pages were compared")).unwrap();
-    assert!(number(compared, "mercury migrate: ") > 10_000.0, "hardly any page was compared: {told}");
+    assert!(report.contains("found by a dirty log"), "{report}");
+    assert!(report.contains("of which 0 differ"), "{report}");
+    let compared = report.lines().find(|line| line.contains("pages were compared")).unwrap();
+    assert!(number(compared, "mercury migrate: ") > 10_000.0, "hardly any page was compared: {report}");
     devices.go_on(&arrived)?;
     devices.end(&arrived)?;
     arrived
         .sh("until mercury evacuate --status | grep 'has moved to 10.9.0.3: SIGUSR1'; do sleep 0.2; done")?;
 
-    let downtime = number(&told, "stood still for ");
+    let downtime = number(&report, "stood still for ");
     let expected = predicted["downtime_ms"].as_f64().unwrap();
     println!("{expected:.0} ms were predicted, it was {downtime:.0} ms, with the comparison");
     // The policy plans with hardware's times for the instant and the arrival; an emulator's are far

@@ -22,7 +22,7 @@ use mercury_lab::{
     },
 };
 use workloads::{
-    moves::{COMES, THROWN, kill_somebody, type_in},
+    moves::{COMES, THROWN, kill_a_process, type_in},
     restart::need_qemu,
 };
 
@@ -30,7 +30,7 @@ const KERNEL: Kernel = Kernel::BookwormCloud;
 const MEMORY_MIB: u32 = 768;
 /// The places of both machines at the switch, which are the last bytes of their cards' addresses.
 const SOURCE: u8 = 2;
-const SPARE: u8 = 3;
+const DESTINATION: u8 = 3;
 
 /// Messages on the consoles.
 const SILENT: &str = "its source has gone silent before it said if the arrival is to start";
@@ -66,7 +66,7 @@ print(*sorted(found))
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum At {
     Source(&'static str),
-    Spare(&'static str),
+    Destination(&'static str),
     /// The machine that has arrived at the destination.
     Arrived(&'static str),
 }
@@ -76,7 +76,7 @@ enum At {
 struct Scene {
     switch: Switch,
     machine: Machine,
-    spare: Machine,
+    destination: Machine,
     small: Boot,
     key: String,
     id: String,
@@ -100,26 +100,26 @@ impl Scene {
         let begun = Instant::now();
         let switch = Switch::boot()?;
         let machine = switch.boot_moving(switch.plugged(KERNEL, 2, MEMORY_MIB, SOURCE))?;
-        let spare = switch.boot_other(switch.plugged(KERNEL, 2, MEMORY_MIB, SPARE))?;
-        plug_in(&spare, "10.9.0.3")?;
-        let (small, folder, said) = prepared(&spare, "receive --listen 10.9.0.3")?;
+        let destination = switch.boot_other(switch.plugged(KERNEL, 2, MEMORY_MIB, DESTINATION))?;
+        plug_in(&destination, "10.9.0.3")?;
+        let (small, folder, said) = prepared(&destination, "receive --listen 10.9.0.3")?;
         let key = format!("10.9.0.3 --key {}", said["key"].as_str().unwrap());
         put_to_work(&switch, &machine)?;
         let id = boot_id(&machine)?;
-        Ok(Self { switch, machine, spare, small, key, id, begun, _folder: folder })
+        Ok(Self { switch, machine, destination, small, key, id, begun, _folder: folder })
     }
 
     /// Cuts the destination's power, if it has any, and lets it wait again. Its restore environment
     /// pauses at the given step.
-    fn with_spare_at(self, at: At) -> Result<Self> {
+    fn with_destination_at(self, at: At) -> Result<Self> {
         let small = match at {
-            At::Spare(step) => self.small.with(&format!("mercury.pause-at={step}")),
+            At::Destination(step) => self.small.with(&format!("mercury.pause-at={step}")),
             _ => self.small.clone(),
         };
-        let before = times(&self.spare, WAITS);
-        let spare = self.spare.start_spare(&small)?;
-        wait_more(&spare, WAITS, before)?;
-        Ok(Self { spare, ..self })
+        let before = times(&self.destination, WAITS);
+        let destination = self.destination.start_destination(&small)?;
+        wait_more(&destination, WAITS, before)?;
+        Ok(Self { destination, ..self })
     }
 
     /// Gives the source power again, boots it, and lets it work.
@@ -137,9 +137,10 @@ impl Scene {
         println!("--- {at:?}, {:?}", self.begun.elapsed());
         let (who, step) = match at {
             At::Source(step) => (&self.machine, step),
-            At::Spare(step) | At::Arrived(step) => (&self.spare, step),
+            At::Destination(step) | At::Arrived(step) => (&self.destination, step),
         };
-        let pause = if matches!(at, At::Spare(_)) { String::new() } else { format!("--pause-at {step}") };
+        let pause =
+            if matches!(at, At::Destination(_)) { String::new() } else { format!("--pause-at {step}") };
         let (said, before) = (format!("paused at {step}"), times(who, &format!("paused at {step}")));
         let line = migrate(&self.key, &format!("{options} {pause}"));
         let moving = self.machine.spawn(&format!("echo 1000 > /proc/self/oom_score_adj; exec {line}"))?;
@@ -176,15 +177,15 @@ impl Scene {
     fn goes_on(&self, arrivals: usize) -> Result<()> {
         self.works(&self.machine)?;
         self.answers("2")?;
-        assert_eq!(times(&self.spare, GOES_ON), arrivals, "{}", self.spare.serial_log());
+        assert_eq!(times(&self.destination, GOES_ON), arrivals, "{}", self.destination.serial_log());
         Ok(())
     }
 
     /// Checks that the machine runs at the destination, and the source, if it had power, is off.
     fn has_moved(&self) -> Result<()> {
         self.machine.wait_shutdown(LIMIT)?;
-        self.spare.wait_other(0)?;
-        self.works(&self.spare)?;
+        self.destination.wait_other(0)?;
+        self.works(&self.destination)?;
         self.answers("3")?;
         assert!(!self.machine.serial_log().contains("has not moved"));
         Ok(())
@@ -192,9 +193,9 @@ impl Scene {
 
     /// Shows the destination's operator that the arrival is of no use.
     fn is_discarded(&self) -> Result<()> {
-        let before = times(&self.spare, THROWN);
-        type_in(&self.spare, "discard\r")?;
-        wait_more(&self.spare, THROWN, before)
+        let before = times(&self.destination, THROWN);
+        type_in(&self.destination, "discard\r")?;
+        wait_more(&self.destination, THROWN, before)
     }
 }
 
@@ -212,13 +213,13 @@ fn has_failed(moving: Background) -> Result<()> {
 #[ignore = "long"]
 fn whoever_moves_it_may_be_killed_at_every_step() -> Result<()> {
     need_qemu()?;
-    let scene = Scene::new()?.with_spare_at(At::Source("Offering"))?;
+    let scene = Scene::new()?.with_destination_at(At::Source("Offering"))?;
     for (step, rounds) in
         [("Offering", 0), ("Copying", 0), ("Stopping", 1), ("Instant", 0), ("Asking", 0), ("Recording", 0)]
     {
-        let thrown = times(&scene.spare, THROWN);
+        let thrown = times(&scene.destination, THROWN);
         let moving = scene.moves_up_to(At::Source(step), &format!("--rounds {rounds}"))?;
-        kill_somebody(&scene.machine)?;
+        kill_a_process(&scene.machine)?;
         println!("{:?}", { moving }.wait(LIMIT)?);
         // The kernel reports in its log which process it has killed.
         scene.machine.sh("dmesg --clear")?;
@@ -227,11 +228,11 @@ fn whoever_moves_it_may_be_killed_at_every_step() -> Result<()> {
             // No page had come.
             "Offering" => {}
             // The undo process reports it when the machine is complete.
-            _ => wait_more(&scene.spare, THROWN, thrown)?,
+            _ => wait_more(&scene.destination, THROWN, thrown)?,
         }
     }
     let _gone = scene.moves_up_to(At::Source("InDoubt"), "--rounds 0")?;
-    kill_somebody(&scene.machine)?;
+    kill_a_process(&scene.machine)?;
     wait_more(&scene.machine, GUARD_ASKS, 0)?;
     scene.has_moved()
 }
@@ -241,72 +242,72 @@ fn whoever_moves_it_may_be_killed_at_every_step() -> Result<()> {
 #[ignore = "long"]
 fn the_link_may_fail_at_every_step() -> Result<()> {
     need_qemu()?;
-    let mut scene = Scene::new()?.with_spare_at(At::Source("Offering"))?;
+    let mut scene = Scene::new()?.with_destination_at(At::Source("Offering"))?;
     for step in ["Offering", "Copying", "Stopping", "Instant", "Asking"] {
-        let thrown = times(&scene.spare, THROWN);
+        let thrown = times(&scene.destination, THROWN);
         let moving = scene.moves_up_to(At::Source(step), "--rounds 0")?;
-        plug(&scene.spare, SPARE, false)?;
+        plug(&scene.destination, DESTINATION, false)?;
         has_failed(moving)?;
         scene.goes_on(0)?;
-        plug(&scene.spare, SPARE, true)?;
-        wait_more(&scene.spare, THROWN, thrown)?;
+        plug(&scene.destination, DESTINATION, true)?;
+        wait_more(&scene.destination, THROWN, thrown)?;
     }
 
     // The destination has promised that it never runs the machine, and is believed as soon as it is
     // heard.
-    let [silent, told] = [times(&scene.spare, SILENT), times(&scene.machine, NO_ANSWER)];
+    let [silent, answers] = [times(&scene.destination, SILENT), times(&scene.machine, NO_ANSWER)];
     let mut moving = scene.moves_up_to(At::Source("Recording"), "--rounds 0")?;
-    plug(&scene.spare, SPARE, false)?;
-    wait_more(&scene.machine, NO_ANSWER, told)?;
-    wait_more(&scene.spare, SILENT, silent)?;
+    plug(&scene.destination, DESTINATION, false)?;
+    wait_more(&scene.machine, NO_ANSWER, answers)?;
+    wait_more(&scene.destination, SILENT, silent)?;
     scene.stands_still(&mut moving)?;
     scene.is_discarded()?;
-    plug(&scene.spare, SPARE, true)?;
+    plug(&scene.destination, DESTINATION, true)?;
     has_failed(moving)?;
     scene.goes_on(0)?;
 
     // The source's operator has seen that promise.
-    let told = times(&scene.machine, NO_ANSWER);
+    let answers = times(&scene.machine, NO_ANSWER);
     let mut moving = scene.moves_up_to(At::Source("InDoubt"), "--rounds 0")?;
-    plug(&scene.spare, SPARE, false)?;
-    wait_more(&scene.machine, NO_ANSWER, told)?;
+    plug(&scene.destination, DESTINATION, false)?;
+    wait_more(&scene.machine, NO_ANSWER, answers)?;
     scene.stands_still(&mut moving)?;
     scene.is_discarded()?;
     type_in(&scene.machine, "resume\r")?;
     has_failed(moving)?;
     scene.goes_on(0)?;
-    plug(&scene.spare, SPARE, true)?;
+    plug(&scene.destination, DESTINATION, true)?;
 
     // The machine runs at the destination, which cannot report that.
-    scene = scene.with_spare_at(At::Spare("Starting"))?;
-    let told = times(&scene.machine, NO_ANSWER);
-    let mut moving = scene.moves_up_to(At::Spare("Starting"), "--rounds 0")?;
-    plug(&scene.spare, SPARE, false)?;
-    wait_more(&scene.machine, NO_ANSWER, told)?;
-    wait_more(&scene.spare, GOES_ON, 0)?;
+    scene = scene.with_destination_at(At::Destination("Starting"))?;
+    let answers = times(&scene.machine, NO_ANSWER);
+    let mut moving = scene.moves_up_to(At::Destination("Starting"), "--rounds 0")?;
+    plug(&scene.destination, DESTINATION, false)?;
+    wait_more(&scene.machine, NO_ANSWER, answers)?;
+    wait_more(&scene.destination, GOES_ON, 0)?;
     scene.stands_still(&mut moving)?;
-    plug(&scene.spare, SPARE, true)?;
+    plug(&scene.destination, DESTINATION, true)?;
     scene.has_moved()
 }
 
 /// Cuts the destination's power before the source has committed, which changes nothing.
 #[test]
 #[ignore = "long"]
-fn the_spare_may_lose_power_at_every_step_before_the_commit() -> Result<()> {
+fn the_destination_may_lose_power_at_every_step_before_the_commit() -> Result<()> {
     need_qemu()?;
     let mut scene = Scene::new()?;
     for at in [
-        At::Spare("Checking"),
-        At::Spare("Admitting"),
-        At::Spare("Receiving"),
+        At::Destination("Checking"),
+        At::Destination("Admitting"),
+        At::Destination("Receiving"),
         At::Source("Stopping"),
         At::Source("Instant"),
-        At::Spare("Verifying"),
-        At::Spare("Ready"),
+        At::Destination("Verifying"),
+        At::Destination("Ready"),
     ] {
-        scene = scene.with_spare_at(at)?;
+        scene = scene.with_destination_at(at)?;
         let moving = scene.moves_up_to(at, "--rounds 0")?;
-        scene.spare.power_cut()?;
+        scene.destination.power_cut()?;
         has_failed(moving)?;
         scene.goes_on(0)?;
     }
@@ -317,22 +318,22 @@ fn the_spare_may_lose_power_at_every_step_before_the_commit() -> Result<()> {
 /// source stands still, says what to check, and takes the operator's word.
 #[test]
 #[ignore = "long"]
-fn the_spare_may_lose_power_at_every_step_after_the_commit() -> Result<()> {
+fn the_destination_may_lose_power_at_every_step_after_the_commit() -> Result<()> {
     need_qemu()?;
     let mut scene = Scene::new()?;
     for at in [
         At::Source("Recording"),
         At::Source("InDoubt"),
-        At::Spare("Recording"),
-        At::Spare("Starting"),
+        At::Destination("Recording"),
+        At::Destination("Starting"),
         At::Arrived("Arrived"),
         At::Arrived("Running"),
     ] {
-        scene = scene.with_spare_at(at)?;
-        let told = times(&scene.machine, NO_ANSWER);
+        scene = scene.with_destination_at(at)?;
+        let answers = times(&scene.machine, NO_ANSWER);
         let mut moving = scene.moves_up_to(at, "--rounds 0")?;
-        scene.spare.power_cut()?;
-        wait_more(&scene.machine, NO_ANSWER, told)?;
+        scene.destination.power_cut()?;
+        wait_more(&scene.machine, NO_ANSWER, answers)?;
         scene.stands_still(&mut moving)?;
         if at == At::Arrived("Running") {
             // The machine has acted since the instant, and must not be set back.
@@ -341,14 +342,14 @@ fn the_spare_may_lose_power_at_every_step_after_the_commit() -> Result<()> {
             assert!(!scene.machine.serial_log().contains("has not moved"));
             break;
         }
-        if at == At::Spare("Recording") {
+        if at == At::Destination("Recording") {
             // The destination has power again, and knows nothing.
             let forgot = times(&scene.machine, FORGOT);
-            scene = scene.with_spare_at(at)?;
+            scene = scene.with_destination_at(at)?;
             wait_more(&scene.machine, FORGOT, forgot)?;
             scene.stands_still(&mut moving)?;
         }
-        let arrivals = times(&scene.spare, GOES_ON);
+        let arrivals = times(&scene.destination, GOES_ON);
         type_in(&scene.machine, "resume\r")?;
         has_failed(moving)?;
         scene.goes_on(arrivals)?;
@@ -362,65 +363,66 @@ fn the_spare_may_lose_power_at_every_step_after_the_commit() -> Result<()> {
 #[ignore = "long"]
 fn the_source_may_lose_power_at_every_step() -> Result<()> {
     need_qemu()?;
-    let mut scene = Scene::new()?.with_spare_at(At::Source("Offering"))?;
+    let mut scene = Scene::new()?.with_destination_at(At::Source("Offering"))?;
     for step in ["Offering", "Copying", "Stopping", "Instant", "Asking", "Recording"] {
-        let [comes, thrown, silent] = [COMES, THROWN, SILENT].map(|text| times(&scene.spare, text));
+        let [comes, thrown, silent] = [COMES, THROWN, SILENT].map(|text| times(&scene.destination, text));
         let _gone = scene.moves_up_to(At::Source(step), "--rounds 0")?;
         scene.machine.power_cut()?;
         // The source has no power at this moment. With power it would answer that it knows no such
         // connection.
         match step {
-            "Offering" => assert_eq!(times(&scene.spare, COMES), comes),
+            "Offering" => assert_eq!(times(&scene.destination, COMES), comes),
             // The destination gives up by itself, when nothing has come for long.
             "Copying" => {
-                wait_more(&scene.spare, "discarded: the source was silent for too long", 0)?;
+                wait_more(&scene.destination, "discarded: the source was silent for too long", 0)?;
             }
             "Recording" => {
-                wait_more(&scene.spare, SILENT, silent)?;
+                wait_more(&scene.destination, SILENT, silent)?;
                 scene.is_discarded()?;
             }
             _ => scene.is_discarded()?,
         }
         scene = scene.with_source_again()?;
-        assert!(step == "Offering" || times(&scene.spare, THROWN) == thrown + 1);
+        assert!(step == "Offering" || times(&scene.destination, THROWN) == thrown + 1);
         scene.goes_on(0)?;
     }
     // The source had committed, and the destination's operator knows that.
-    let silent = times(&scene.spare, SILENT);
+    let silent = times(&scene.destination, SILENT);
     let _gone = scene.moves_up_to(At::Source("InDoubt"), "--rounds 0")?;
     scene.machine.power_cut()?;
-    wait_more(&scene.spare, SILENT, silent)?;
+    wait_more(&scene.destination, SILENT, silent)?;
     scene.answers("")?;
-    type_in(&scene.spare, "adopt\r")?;
+    type_in(&scene.destination, "adopt\r")?;
     scene.has_moved()?;
 
     // The machine runs at the destination by then.
-    scene = scene.with_source_again()?.with_spare_at(At::Source("GivenUp"))?;
+    scene = scene.with_source_again()?.with_destination_at(At::Source("GivenUp"))?;
     let _gone = scene.moves_up_to(At::Source("GivenUp"), "--rounds 0")?;
     scene.machine.power_cut()?;
     thread::sleep(Duration::from_secs(1));
     scene.has_moved()?;
-    scene.spare.check_next_attach()
+    scene.destination.check_next_attach()
 }
 
 /// Takes all memory of the destination's restore environment, while the machine comes and when all
 /// of it is there. The receiver is killed, the source goes on, and another receiver waits.
 #[test]
 #[ignore = "long"]
-fn the_spare_may_run_out_of_memory() -> Result<()> {
+fn the_destination_may_run_out_of_memory() -> Result<()> {
     need_qemu()?;
     let mut scene = Scene::new()?;
     for step in ["Receiving", "Verifying"] {
-        let before = times(&scene.spare, WAITS);
-        let spare = scene.spare.start_spare(&scene.small.with(&format!("mercury.eat-at={step}")))?;
-        wait_more(&spare, WAITS, before)?;
-        scene = Scene { spare, ..scene };
-        let [killed, waits] = [KILLED, WAITS].map(|text| times(&scene.spare, text));
+        let before = times(&scene.destination, WAITS);
+        let destination =
+            scene.destination.start_destination(&scene.small.with(&format!("mercury.eat-at={step}")))?;
+        wait_more(&destination, WAITS, before)?;
+        scene = Scene { destination, ..scene };
+        let [killed, waits] = [KILLED, WAITS].map(|text| times(&scene.destination, text));
         has_failed(scene.machine.spawn(&migrate(&scene.key, "--rounds 0"))?)?;
         scene.goes_on(0)?;
-        wait_more(&scene.spare, KILLED, killed)?;
-        wait_more(&scene.spare, WAITS, waits)?;
-        let said = scene.spare.serial_log();
+        wait_more(&scene.destination, KILLED, killed)?;
+        wait_more(&scene.destination, WAITS, waits)?;
+        let said = scene.destination.serial_log();
         assert!(said.contains("Out of memory: Killed process") && !said.contains("Kernel panic"), "{said}");
     }
     Ok(())
@@ -439,7 +441,7 @@ os.read(0, 1)'";
 #[ignore = "long"]
 fn a_server_that_does_not_answer_ends_no_command() -> Result<()> {
     need_qemu()?;
-    let scene = Scene::new()?.with_spare_at(At::Source("Stopping"))?;
+    let scene = Scene::new()?.with_destination_at(At::Source("Stopping"))?;
     let writes = scene.machine.spawn(WRITES)?;
     let mut moving = scene.moves_up_to(At::Source("Stopping"), "--rounds 0")?;
     plug(&scene.machine, SOURCE, false)?;

@@ -35,19 +35,20 @@ fn is_refused(machine: &Machine, line: &str, reason: &str) -> Result<()> {
 #[ignore = "long"]
 fn who_comes_second_is_told_why_and_disturbs_nobody() -> Result<()> {
     need_qemu()?;
-    let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
-    let words = receive(spare, "10.9.0.3")?;
+    let Scene { switch: Switch { peer, .. }, machine, destination } =
+        &Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    let words = receive(destination, "10.9.0.3")?;
     // There is no room for the pages that wait until the restore environment ends. The command says
     // so before the first page.
     let line = migrate(&words, "--pool 8");
     fails(peer, machine, &line, &["does not accept this machine", "too little memory is free"])?;
-    assert_eq!(times(spare, COMES), 0);
+    assert_eq!(times(destination, COMES), 0);
 
     machine.sh(&format!("mkdir -p /etc/mercury; umask 077; echo '{words}' > /etc/mercury/spare.key"))?;
     machine.sh("setsid mercury daemon --to 10.9.0.3 -- --without-mark > /run/daemon 2>&1 &")?;
     machine.sh("until mercury evacuate --status | grep 'waits for orders'; do sleep 0.2; done")?;
     let mut first = machine.spawn(&migrate(&words, "--bandwidth 1"))?;
-    wait_more(spare, COMES, 0)?;
+    wait_more(destination, COMES, 0)?;
     let again = migrate(&words, "");
     is_refused(machine, &again, BUSY)?;
     is_refused(machine, "mercury migrate --dry-run --without-mark", BUSY)?;
@@ -59,29 +60,34 @@ fn who_comes_second_is_told_why_and_disturbs_nobody() -> Result<()> {
     println!("{said}");
     assert!(said.contains(BUSY), "{said}");
     is_refused(peer, &again, "another machine is on its way there")?;
-    assert!(!first.has_ended()? && times(spare, THROWN) == 0, "{}", first.errors_so_far()?);
+    assert!(!first.has_ended()? && times(destination, THROWN) == 0, "{}", first.errors_so_far()?);
     nothing_wrong(peer)?;
     machine.sh("pkill -INT -f '^mercury migrate'")?;
     let output = first.wait(LIMIT)?;
     println!("{}", output.stderr);
     assert!(output.stderr.contains("interrupted: the machine has not moved"), "{}", output.stderr);
     goes_on(peer, machine)?;
-    wait_more(spare, THROWN, 0)?;
+    wait_more(destination, THROWN, 0)?;
     machine.sh("pkill -f '^mercury daemon'")?;
-    interrupted_at_the_console(peer, machine, spare, &words)?;
+    interrupted_at_the_console(peer, machine, destination, &words)?;
     machine.check_next_attach()
 }
 
 /// Ends a move of a machine that stands still by Ctrl-C from its terminal, which the kernel
 /// handles.
-fn interrupted_at_the_console(peer: &Machine, machine: &Machine, spare: &Machine, words: &str) -> Result<()> {
+fn interrupted_at_the_console(
+    peer: &Machine,
+    machine: &Machine,
+    destination: &Machine,
+    words: &str,
+) -> Result<()> {
     peer.sh("modprobe sch_netem; for port in $(ls /sys/class/net/switch/brif); do \
              tc qdisc replace dev $port root netem rate 30mbit; done")?;
     let line = migrate(words, "--rounds 0");
-    let (comes, thrown) = (times(spare, COMES), times(spare, THROWN));
+    let (comes, thrown) = (times(destination, COMES), times(destination, THROWN));
     let inner = format!("{line} > /run/still 2>&1; echo ended >> /run/still");
     machine.sh(&format!("setsid -c sh -c '{inner}' < /dev/ttyS0 > /dev/null 2>&1 &"))?;
-    wait_more(spare, COMES, comes)?;
+    wait_more(destination, COMES, comes)?;
     // The machine that is asked does not answer any more.
     let stands = (0..60).any(|_| machine.command("true").timeout(Duration::from_secs(1)).run().is_err());
     assert!(stands, "it never stands still: {}", machine.sh("cat /run/still")?);
@@ -91,7 +97,7 @@ fn interrupted_at_the_console(peer: &Machine, machine: &Machine, spare: &Machine
     println!("{said}");
     assert!(said.contains("applications stand still now"), "{said}");
     assert!(said.contains("interrupted: the machine has not moved"), "{said}");
-    wait_more(spare, THROWN, thrown)?;
+    wait_more(destination, THROWN, thrown)?;
     peer.sh("for port in $(ls /sys/class/net/switch/brif); do tc qdisc del dev $port root; done")?;
     machine.sh("! ls /sys/fs/cgroup | grep mercury")?;
     goes_on(peer, machine)
@@ -107,10 +113,10 @@ fn a_disk_that_vanishes_ends_the_move() -> Result<()> {
     need_qemu()?;
     let shared = Shared::new(&DISKS);
     let plug = |spec| shared.plug(&DISKS, spec);
-    let Scene { switch: Switch { peer, .. }, machine, spare } =
+    let Scene { switch: Switch { peer, .. }, machine, destination } =
         &Scene::changed(Kernel::BookwormCloud, 2, [768; 2], plug)?;
     let [first, second] = DISKS.map(|name| disk(machine, name).unwrap());
-    let words = receive(spare, "10.9.0.3")?;
+    let words = receive(destination, "10.9.0.3")?;
 
     // A move begins while an image is written. No destination waits at that address.
     let (_, key) = words.split_once(' ').unwrap();
@@ -130,8 +136,8 @@ fn a_disk_that_vanishes_ends_the_move() -> Result<()> {
 
     // The disk vanishes at the destination after its first check.
     let moving = machine.spawn(&line)?;
-    wait_more(spare, COMES, 0)?;
-    println!("{}", spare.qmp()?.human("drive_del first")?);
+    wait_more(destination, COMES, 0)?;
+    println!("{}", destination.qmp()?.human("drive_del first")?);
     let output = moving.wait(LIMIT)?;
     println!("{}", output.stderr);
     assert!(!output.success(), "{}", output.stderr);
@@ -147,13 +153,13 @@ fn a_disk_that_vanishes_ends_the_move() -> Result<()> {
     // The disk vanishes here, while rounds run.
     machine.sh(&format!("mount {second} /mnt; echo before > /mnt/file; sync"))?;
     let moving = machine.spawn(&line)?;
-    wait_more(spare, COMES, 1)?;
+    wait_more(destination, COMES, 1)?;
     println!("{}", machine.qmp()?.human("drive_del second")?);
     let output = moving.wait(LIMIT)?;
     println!("{}", output.stderr);
     assert!(!output.success() && output.stderr.contains("/mnt"), "{}", output.stderr);
     machine.sh("! ls /sys/fs/cgroup | grep mercury")?;
-    wait_more(spare, THROWN, 1)?;
+    wait_more(destination, THROWN, 1)?;
     goes_on(peer, machine)?;
     machine.sh("umount -l /mnt")?;
     machine.check_next_attach()

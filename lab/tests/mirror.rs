@@ -186,22 +186,22 @@ while True:
 const SUM: &str = "sync; echo 3 > /proc/sys/vm/drop_caches; cat /usr/bin/[a-f]* | sha256sum";
 
 /// Starts `mercury receive`, and offers the destination's own disk.
-fn receive(spare: &Machine, address: &str) -> Result<String> {
-    receive_with(spare, address, &format!("--delay 4s --disk {ROOT} --force-disk"))
+fn receive(destination: &Machine, address: &str) -> Result<String> {
+    receive_with(destination, address, &format!("--delay 4s --disk {ROOT} --force-disk"))
 }
 
 /// Calls the move off by Ctrl-C after a part of the disk has come. The machine is unchanged, and
 /// the destination reports that its disk holds nothing.
-fn is_called_off(peer: &Machine, machine: &Machine, spare: &Machine, words: &str) -> Result<()> {
+fn is_called_off(peer: &Machine, machine: &Machine, destination: &Machine, words: &str) -> Result<()> {
     let mut moving = machine.spawn(&migrate(words, &format!("--with-disk {ROOT} --bandwidth 10")))?;
-    wait_more(spare, COMES, 0)?;
+    wait_more(destination, COMES, 0)?;
     thread::sleep(Duration::from_secs(15));
     assert!(!moving.has_ended()?);
     moving.kill(2)?;
     let output = moving.wait(LIMIT)?;
     assert!(output.stderr.contains("interrupted: the machine has not moved"), "{}", output.stderr);
     wait_more(
-        spare,
+        destination,
         "holds a part of a machine that did not arrive completely; its beginning is zeros now",
         0,
     )?;
@@ -210,25 +210,25 @@ fn is_called_off(peer: &Machine, machine: &Machine, spare: &Machine, words: &str
 }
 
 /// Moves the machine with its root's disk to the destination, whose own system is overwritten.
-fn moves_with_its_disk(peer: &Machine, machine: &Machine, spare: &Machine, words: &str) -> Result<()> {
+fn moves_with_its_disk(peer: &Machine, machine: &Machine, destination: &Machine, words: &str) -> Result<()> {
     let sum = machine.sh(SUM)?;
-    moves_by(peer, machine, spare, words, &format!("--with-disk {ROOT} --max-throttle 0"))?;
+    moves_by(peer, machine, destination, words, &format!("--with-disk {ROOT} --max-throttle 0"))?;
     for work in ["talk", "hear", "writes"] {
         // Every file has been read again by then.
-        comes_further(spare, work, count(spare, work)? + 45)?;
+        comes_further(destination, work, count(destination, work)? + 45)?;
     }
     nothing_wrong(peer)?;
-    nothing_wrong(spare)?;
-    assert_eq!(spare.sh(SUM)?, sum, "files are not what they were");
+    nothing_wrong(destination)?;
+    assert_eq!(destination.sh(SUM)?, sum, "files are not what they were");
     // A frozen file system has no write under way, and its journal is empty. For one that is
     // mounted at / e2fsck would ask whether it can be written to, and wait for ever. Another name
     // for the disk avoids that.
-    spare.sh(&format!(
+    destination.sh(&format!(
         "modprobe loop; disk=$(losetup -r -f --show {ROOT}) && fsfreeze -f / && \
          {{ e2fsck -fn $disk > /run/fsck 2>&1; echo $? > /run/code; fsfreeze -u /; losetup -d $disk; }}"
     ))?;
-    let (code, told) = (spare.sh("cat /run/code")?, spare.sh("cat /run/fsck")?);
-    assert_eq!(code, "0", "{told}");
+    let (code, output) = (destination.sh("cat /run/code")?, destination.sh("cat /run/fsck")?);
+    assert_eq!(code, "0", "{output}");
     Ok(())
 }
 
@@ -240,22 +240,22 @@ fn a_machine_moves_with_its_disk_and_comes_back() -> Result<()> {
     let peer = &switch.peer;
     let machine = switch.boot_other(switch.plugged(Kernel::BookwormCloud, 2, 768, 2))?;
     plug_in(&machine, MOVING)?;
-    let spare = switch.boot_other(switch.plugged(Kernel::BookwormCloud, 2, 768, 3))?;
-    plug_in(&spare, "10.9.0.3")?;
+    let destination = switch.boot_other(switch.plugged(Kernel::BookwormCloud, 2, 768, 3))?;
+    plug_in(&destination, "10.9.0.3")?;
     start(&machine, "clock", CLOCK, "")?;
     start(&machine, "talk", TALK, PEER)?;
     start(&machine, "hear", HEAR, "")?;
     start(&machine, "writes", WRITES, "")?;
     switch.tell()?;
     machine.sh("modprobe -r kvm_amd 2> /dev/null || true")?;
-    let refused = spare.run(&format!("mercury receive --listen 10.9.0.3 --disk {ROOT}"))?;
+    let refused = destination.run(&format!("mercury receive --listen 10.9.0.3 --disk {ROOT}"))?;
     assert!(!refused.success() && refused.stderr.contains("/ is mounted from it"), "{}", refused.stderr);
-    let words = receive(&spare, "10.9.0.3")?;
-    is_called_off(peer, &machine, &spare, &words)?;
-    moves_with_its_disk(peer, &machine, &spare, &words)?;
+    let words = receive(&destination, "10.9.0.3")?;
+    is_called_off(peer, &machine, &destination, &words)?;
+    moves_with_its_disk(peer, &machine, &destination, &words)?;
     let repaired = machine.start_as(switch.plugged(Kernel::BookwormCloud, 2, 768, 2))?;
     plug_in(&repaired, "10.9.0.4")?;
     let words = receive(&repaired, "10.9.0.4")?;
-    moves_with_its_disk(peer, &spare, &repaired, &words)?;
+    moves_with_its_disk(peer, &destination, &repaired, &words)?;
     repaired.check_next_attach()
 }

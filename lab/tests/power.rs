@@ -22,8 +22,8 @@ use mercury_lab::{
 };
 
 /// The last good image, and the image that is written over an older one.
-const GOOD: (&str, Disk) = ("/dev/vda", Disk::Spare(0));
-const NEXT: (&str, Disk) = ("/dev/vdb", Disk::Spare(1));
+const GOOD: (&str, Disk) = ("/dev/vda", Disk::Extra(0));
+const NEXT: (&str, Disk) = ("/dev/vdb", Disk::Extra(1));
 const FEW: u32 = 2;
 /// The number of cuts while one image is written.
 const A_ROUND: u32 = 13;

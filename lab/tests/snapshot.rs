@@ -147,7 +147,7 @@ fn image_is_exact(devices: Devices, zeroed: bool) -> Result<()> {
     let folder = std::env::temp_dir().join(format!("mercury-exact-{}", machine.pid()));
     fs::create_dir_all(&folder).unwrap();
     let (image, core) = (folder.join("image"), folder.join("core"));
-    machine.keep_disks()?.save(Disk::Spare(number), &image)?;
+    machine.keep_disks()?.save(Disk::Extra(number), &image)?;
     let mut inspect = Command::new(build_program("mercury-cli", "mercury")?);
     let inspect = inspect.arg("inspect").arg("--core").arg(&core).arg(&image).status().unwrap();
     let core = fs::read(&core);

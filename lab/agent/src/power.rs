@@ -91,7 +91,7 @@ pub fn end(how: End) -> Result<()> {
     fs::write(ENDING, "")?;
     signal_all(Signal::TERM);
     let start = Instant::now();
-    while others_are_left() && start.elapsed() < GRACE {
+    while programs_are_left() && start.elapsed() < GRACE {
         thread::sleep(Duration::from_millis(20));
     }
     signal_all(Signal::KILL);
@@ -107,7 +107,7 @@ fn signal_all(signal: Signal) {
 }
 
 /// Returns true if a process is left that runs a program, besides the first and this one.
-fn others_are_left() -> bool {
+fn programs_are_left() -> bool {
     let own = std::process::id();
     let Ok(entries) = fs::read_dir("/proc") else { return false };
     entries

@@ -362,13 +362,14 @@ fn with_memory(memory_mib: u32, slower: &mut f64) -> Result<(String, Size, Seen)
                 (arrived, Move { load_during_over_before: during / before, ..by_qemu(way, &done) })
             }
             Means::Mercury(options) => {
-                let spare = match vacant.take() {
+                let destination = match vacant.take() {
                     Some(off) => off.start_as(at(place))?,
                     None => switch.boot_other(at(place))?,
                 };
                 let address = format!("10.9.0.1{place}");
-                plug_in(&spare, &address)?;
-                let (arrived, done, during) = by_mercury(way, options, [&machine, peer], spare, &address)?;
+                plug_in(&destination, &address)?;
+                let (arrived, done, during) =
+                    by_mercury(way, options, [&machine, peer], destination, &address)?;
                 (arrived, Move { load_during_over_before: during / before, ..done })
             }
         };
@@ -406,26 +407,26 @@ fn by_mercury(
     way: &'static str,
     options: &str,
     [machine, peer]: [&Machine; 2],
-    spare: Machine,
+    destination: Machine,
     address: &str,
 ) -> Result<(Machine, Move, f64)> {
-    let key = receive(&spare, address)?;
-    let boots = spare.boots();
+    let key = receive(&destination, address)?;
+    let boots = destination.boots();
     let during = Rate::begin(peer)?;
     let mut moving = machine.spawn(&migrate(&key, options))?;
-    let goes_on = times(&spare, GOES_ON);
-    let begins = arrives(machine, &spare, goes_on, &mut moving)?;
+    let goes_on = times(&destination, GOES_ON);
+    let begins = arrives(machine, &destination, goes_on, &mut moving)?;
     if !begins {
         let why = format!("{:?} {:?} {}", moving.output_so_far(), moving.errors_so_far(), said(machine));
         return Err(Error::Host(format!("the machine has not moved: {why}")));
     }
     machine.wait_shutdown(LIMIT)?;
     println!("    {way}: off after {:.1} s; {}", during.begun.elapsed().as_secs_f64(), said(machine));
-    spare.wait_other(boots)?;
+    destination.wait_other(boots)?;
     let during = during.end(peer)?;
     let said = said(machine);
     let done = report(way, &said).ok_or_else(|| Error::Host(format!("the machine's last words: {said}")))?;
-    Ok((spare, done, during))
+    Ok((destination, done, during))
 }
 
 /// Reads a move's figures from the last words of a machine that has moved, on its console.

@@ -105,7 +105,8 @@ impl Stream {
 #[ignore = "long"]
 fn a_node_of_a_computation_moves_while_it_builds_and_streams() -> Result<()> {
     need_qemu()?;
-    let Scene { switch: Switch { peer, .. }, machine, spare } = &Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    let Scene { switch: Switch { peer, .. }, machine, destination } =
+        &Scene::new(Kernel::BookwormCloud, 2, 768)?;
     start(machine, "builds", BUILDS, "")?;
     let addresses = [PEER, MOVING, PEER, MOVING].join(",");
     for (number, (name, place)) in RANKS.into_iter().enumerate() {
@@ -118,19 +119,19 @@ fn a_node_of_a_computation_moves_while_it_builds_and_streams() -> Result<()> {
     let counts =
         |machine: &Machine| names.iter().map(|name| count(machine, name)).collect::<Result<Vec<_>>>();
     let before = counts(machine)?;
-    moves(peer, machine, spare, "10.9.0.3", "--rounds 2 --max-throttle 0")?;
+    moves(peer, machine, destination, "10.9.0.3", "--rounds 2 --max-throttle 0")?;
     stream.flows(5)?;
-    let after = counts(spare)?;
+    let after = counts(destination)?;
     for (name, count) in names.iter().zip(&after) {
-        comes_further(spare, name, count + 1)?;
+        comes_further(destination, name, count + 1)?;
     }
     println!("builds and steps: {before:?} before the move, {after:?} when it had arrived");
-    println!("{}", stream.end(spare)?);
-    let [moved, alone] = computed([peer, spare])?;
+    println!("{}", stream.end(destination)?);
+    let [moved, alone] = computed([peer, destination])?;
     assert_eq!(moved, alone);
-    println!("{moved:?}; {:?} builds", results(spare, &["builds"])?);
+    println!("{moved:?}; {:?} builds", results(destination, &["builds"])?);
     nothing_wrong(peer)?;
-    spare.check_next_attach()
+    destination.check_next_attach()
 }
 
 /// Moves PostgreSQL with clients outside, there and back, as the soak does.

@@ -134,7 +134,7 @@ fn boot_and_disks(args: &mut Arguments, spec: &Spec, files: Files<'_>) {
     disk(args, lab_bus, "lab", &lab);
     for (index, (bus, _)) in spec.disks.iter().enumerate() {
         let backing = format!("file={},format=qcow2,cache=unsafe", file::disk(index));
-        disk(args, *bus, &Disk::Spare(index).id(), &backing);
+        disk(args, *bus, &Disk::Extra(index).id(), &backing);
     }
 }
 

@@ -185,7 +185,7 @@ $$;
 ";
 /// A query for balances that differ from the payments, and for the payments: none twice, and none
 /// left out.
-const LOOK: &str = "\
+const CHECK: &str = "\
 select 'wrong', count(*) from account where balance != 1000 \
 - coalesce((select sum(amount) from paid where source = id), 0) + coalesce((select sum(amount) from paid where target = id), 0);
 select 'sums', sum(balance) from account;
@@ -209,7 +209,8 @@ const LOOK_AT_LEDGER: &str = "psql -q -v ON_ERROR_STOP=1 bench < /deaths/ledger.
 /// Puts the programs onto the disk.
 fn install(place: &Place, disk: &Path) -> Result<()> {
     let mut commands = String::from("mkdir /deaths\n");
-    for (name, text) in [("writers.py", WRITERS), ("ledger.sql", LEDGER), ("look.sql", LOOK), ("pay.sh", PAY)]
+    for (name, text) in
+        [("writers.py", WRITERS), ("ledger.sql", LEDGER), ("look.sql", CHECK), ("pay.sh", PAY)]
     {
         let file = place.file(name, text.as_bytes());
         commands += &format!("write {} /deaths/{name}\n", file.display());
@@ -228,7 +229,7 @@ fn lines(log: &str) -> Vec<&str> {
 
 /// Returns the number of the last line with this prefix and a full stop. The numbers are in order
 /// from the first on.
-fn told(log: &str, prefix: &str) -> Option<u64> {
+fn last_number(log: &str, prefix: &str) -> Option<u64> {
     let number = |line: &&str| line.strip_prefix(prefix)?.strip_suffix('.')?.parse().ok();
     let numbers: Vec<u64> = lines(log).iter().filter_map(number).collect();
     assert!(numbers.iter().copied().eq(0..numbers.len() as u64), "{prefix}: {log}");
@@ -247,8 +248,8 @@ struct Promise {
 
 impl Promise {
     fn of(life: usize, log: &str) -> Self {
-        let record = |writer| told(log, &format!("told {life} {writer} "));
-        Self { life, records: [0, 1, 2].map(record), paid: told(log, &format!("paid {life} ")) }
+        let record = |writer| last_number(log, &format!("told {life} {writer} "));
+        Self { life, records: [0, 1, 2].map(record), paid: last_number(log, &format!("paid {life} ")) }
     }
 
     /// Checks that the file system has the records.

@@ -36,9 +36,9 @@ fn work_on_two(isolation: &str) -> Result<()> {
     }
     assert!(!log.contains("BAD\n"), "{log}");
     // Each processor has been told by the other one to flush translations.
-    let told = log.lines().find_map(|line| line.trim().strip_prefix("TLB:")).expect("a line of counters");
-    let told: Vec<u64> = told.split_whitespace().map_while(|word| word.parse().ok()).collect();
-    assert!(told.len() == 2 && told.iter().all(|count| *count > 10), "{told:?}");
+    let counts = log.lines().find_map(|line| line.trim().strip_prefix("TLB:")).expect("a line of counters");
+    let counts: Vec<u64> = counts.split_whitespace().map_while(|word| word.parse().ok()).collect();
+    assert!(counts.len() == 2 && counts.iter().all(|count| *count > 10), "{counts:?}");
     assert_well(&log);
     let mut check = Command::new("e2fsck");
     host::run("the root disk's file system", "hosted-fsck", check.arg("-fn").arg(&disk))

@@ -18,7 +18,7 @@ use serde_json::json;
 pub struct Scene {
     pub switch: Switch,
     pub machine: Machine,
-    pub spare: Machine,
+    pub destination: Machine,
 }
 
 impl Scene {
@@ -40,14 +40,14 @@ impl Scene {
     ) -> Result<Self> {
         let switch = Switch::boot()?;
         let machine = switch.boot_moving(change(switch.plugged(kernel, cpus, memory_mib[0], 2)))?;
-        let spare = switch.boot_other(change(switch.plugged(kernel, cpus, memory_mib[1], 3)))?;
-        plug_in(&spare, "10.9.0.3")?;
+        let destination = switch.boot_other(change(switch.plugged(kernel, cpus, memory_mib[1], 3)))?;
+        plug_in(&destination, "10.9.0.3")?;
         start(&machine, "clock", CLOCK, "")?;
         start(&machine, "talk", TALK, PEER)?;
         start(&machine, "hear", HEAR, "")?;
         switch.tell()?;
         machine.sh("modprobe -r kvm_amd 2> /dev/null || true")?;
-        Ok(Self { switch, machine, spare })
+        Ok(Self { switch, machine, destination })
     }
 }
 
@@ -56,17 +56,29 @@ pub const COMES: &str = "mercury: a machine arrives";
 pub const THROWN: &str = "was discarded";
 
 /// Moves the machine to the destination, which runs it then.
-pub fn moves(peer: &Machine, machine: &Machine, spare: &Machine, address: &str, options: &str) -> Result<()> {
-    let key = receive(spare, address)?;
-    moves_by(peer, machine, spare, &key, options)
+pub fn moves(
+    peer: &Machine,
+    machine: &Machine,
+    destination: &Machine,
+    address: &str,
+    options: &str,
+) -> Result<()> {
+    let key = receive(destination, address)?;
+    moves_by(peer, machine, destination, &key, options)
 }
 
 /// Moves the machine to a destination that waits already.
-pub fn moves_by(peer: &Machine, machine: &Machine, spare: &Machine, key: &str, options: &str) -> Result<()> {
+pub fn moves_by(
+    peer: &Machine,
+    machine: &Machine,
+    destination: &Machine,
+    key: &str,
+    options: &str,
+) -> Result<()> {
     let id = boot_id(machine)?;
-    println!("{}", move_to(machine, spare, key, options)?);
-    is_well(spare, &id)?;
-    goes_on(peer, spare)
+    println!("{}", move_to(machine, destination, key, options)?);
+    is_well(destination, &id)?;
+    goes_on(peer, destination)
 }
 
 /// Checks that the machine is native and at work, with no error in the work of its peers.
@@ -110,7 +122,7 @@ pub fn type_in(machine: &Machine, text: &str) -> Result<()> {
 
 /// Makes the kernel kill a process by SysRq, since every task that could be ordered to do so is
 /// frozen. The kernel chooses the process that it would kill first.
-pub fn kill_somebody(machine: &Machine) -> Result<()> {
+pub fn kill_a_process(machine: &Machine) -> Result<()> {
     let mut console = console(machine)?;
     machine.qmp()?.execute("chardev-send-break", json!({"id": "console"}))?;
     thread::sleep(Duration::from_millis(300));

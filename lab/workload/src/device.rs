@@ -22,7 +22,7 @@ use crate::{Result, cpus::check};
 const PATH: &str = "/dev/mercury";
 
 /// Opens the device read-only.
-pub fn open_to_look() -> io::Result<File> {
+pub fn open_read_only() -> io::Result<File> {
     File::open(PATH)
 }
 

@@ -30,7 +30,7 @@ const ALIGN: usize = 4096;
 const FIFREEZE: libc::c_ulong = 0xC004_5877;
 const FITHAW: libc::c_ulong = 0xC004_5878;
 /// The number of missed chunks that are reported one by one.
-const TOLD: u64 = 20;
+const SHOWN: u64 = 20;
 /// Time for writes that are still under way.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -89,7 +89,7 @@ pub fn run(args: &Args, report: &mut Report) -> Result<()> {
     for chunk in 0..all {
         let is_missed = !copy.is_equal(chunk, &mut buffer)?;
         missed += u64::from(is_missed);
-        report.check(!is_missed || missed > TOLD, || {
+        report.check(!is_missed || missed > SHOWN, || {
             format!("chunk {chunk} was written, and is not in the log")
         });
     }

@@ -151,7 +151,7 @@ const NOWHERE: [u64; 8] = [
 
 struct Fuzzer<'a> {
     control: &'a File,
-    look: File,
+    reader: File,
     rng: Rng,
     memory: Memory,
     with_faults: bool,
@@ -161,9 +161,9 @@ struct Fuzzer<'a> {
 
 impl<'a> Fuzzer<'a> {
     fn new(control: &'a File, rng: Rng, with_faults: bool) -> Result<Self> {
-        let (look, memory) = (device::open_to_look()?, Memory::new()?);
+        let (reader, memory) = (device::open_read_only()?, Memory::new()?);
         let (report, answers) = (Report::default(), BTreeMap::new());
-        Ok(Self { control, look, rng, memory, with_faults, report, answers })
+        Ok(Self { control, reader, rng, memory, with_faults, report, answers })
     }
 
     fn run(mut self, count: u64, stop: &Stop) -> Result<(Report, BTreeMap<String, u64>)> {
@@ -186,9 +186,9 @@ impl<'a> Fuzzer<'a> {
         let again = device::open_to_control();
         let busy = again.as_ref().is_err_and(|error| error.raw_os_error() == Some(libc::EBUSY));
         self.report.check(busy, || format!("a second controller: {again:?}"));
-        match device::open_to_look() {
-            Ok(look) => self.look = look,
-            Err(error) => self.report.violation(format!("cannot look: {error}")),
+        match device::open_read_only() {
+            Ok(reader) => self.reader = reader,
+            Err(error) => self.report.violation(format!("cannot open the device read-only: {error}")),
         }
     }
 
@@ -197,7 +197,7 @@ impl<'a> Fuzzer<'a> {
         let kind = self.rng.pick(&[libc::MAP_SHARED, libc::MAP_PRIVATE]);
         let length = PAGE * self.rng.pick(&[1, 2, 3, 4, 1000]);
         let offset = (PAGE as u64 * self.rng.pick(&[0, 0, 0, 1, 2, 1 << 20])) as i64;
-        let device = if self.rng.once_in(2) { self.control } else { &self.look };
+        let device = if self.rng.once_in(2) { self.control } else { &self.reader };
         // SAFETY: a new mapping.
         let memory = unsafe { libc::mmap(ptr::null_mut(), length, access, kind, device.as_raw_fd(), offset) };
         if memory == libc::MAP_FAILED {
@@ -220,7 +220,7 @@ impl<'a> Fuzzer<'a> {
         let place = self.place();
         let request = self.request(command, size);
         let address = self.memory.put(place, &request);
-        let device = if self.rng.once_in(4) { &self.look } else { self.control };
+        let device = if self.rng.once_in(4) { &self.reader } else { self.control };
         // SAFETY: the address is in this thread's own pages, or nothing is there.
         let result = unsafe { device::raw_request(device, command, address) };
         if place == Place::AtTheEdge {

@@ -20,7 +20,7 @@ const PAGE_WORDS: usize = 512;
 /// The number of frames of one request.
 const BATCH: usize = 256;
 /// The number of missed pages that are reported one by one.
-const TOLD: u64 = 20;
+const SHOWN: u64 = 20;
 
 /// The logs to keep.
 #[derive(Debug, clap::Args)]
@@ -94,7 +94,7 @@ fn round(device: &File, args: &Args, report: &mut Report, totals: &mut Totals) -
     let mut compare = |frame: u64, found: u64| {
         let is_missed = known.get(&frame) != Some(&found);
         missed += u64::from(is_missed);
-        report.check(!is_missed || missed > TOLD, || {
+        report.check(!is_missed || missed > SHOWN, || {
             format!("{frame:#x} was written, and is not in the log; it is of kind {}", kind(frame))
         });
         is_missed

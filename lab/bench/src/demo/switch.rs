@@ -29,7 +29,7 @@ pub(super) const CYCLES: u32 = 200;
 const PHASE: Duration = Duration::from_secs(8);
 const LIMIT: Duration = Duration::from_secs(600);
 /// Interval between two readings of a running command's output.
-const LOOK: Duration = Duration::from_millis(500);
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// The observations of the demonstration.
 #[derive(Debug)]
@@ -119,7 +119,7 @@ fn measure(machine: &Machine, time: Duration) -> Result<Measured> {
 fn switch(machine: &Machine) -> Result<(Value, Measured)> {
     let mut database = database::start(machine, LIMIT)?;
     while database::progress(&database.errors_so_far()?).is_none() && !database.has_ended()? {
-        std::thread::sleep(LOOK);
+        std::thread::sleep(POLL_INTERVAL);
     }
     let mut bench = machine.spawn(&format!("mercury --json bench switch --cycles {CYCLES}"))?;
     let attaches = |status: &Value| status["cpus"][0]["attaches"].as_u64().unwrap_or(0);
@@ -138,7 +138,7 @@ fn switch(machine: &Machine) -> Result<(Value, Measured)> {
 fn follow(run: &mut Background, mut text: impl FnMut(&str) -> Option<String>) -> Result<()> {
     let mut line = Line::begin();
     while !run.has_ended()? {
-        std::thread::sleep(LOOK);
+        std::thread::sleep(POLL_INTERVAL);
         if let Some(text) = text(&run.errors_so_far()?) {
             line.show(&text);
         }

@@ -2,7 +2,7 @@
 //! natively, in a hosted kernel and in the systems like it, one after the other in each round, all
 //! on the same processor of this host.
 
-mod likes;
+mod peers;
 mod report;
 mod ways;
 mod work;
@@ -113,7 +113,7 @@ type LeftOut = BTreeMap<(Way, Load), String>;
 /// # Errors
 /// If a part of the project does not build or run, or Debian's User Mode Linux is not installed.
 pub fn measure(release: Release, rounds: Rounds) -> Result<Hosted> {
-    let likes = likes::find(release)?;
+    let peers = peers::find(release)?;
     let mut programs = Programs::build(release)?;
     let dir = paths::lab_dir("bench")?.join("hosted");
     let small = small(release, &programs.mercury, &dir)?;
@@ -121,8 +121,8 @@ pub fn measure(release: Release, rounds: Rounds) -> Result<Hosted> {
     host::remove_tree(&dir.join("uml"))?;
     let mut bench =
         Bench { dir, costs: BTreeMap::new(), left_out: BTreeMap::new(), objects: BTreeSet::new() };
-    programs.uml_seccomp = bench.had(Way::UmlSeccomp, likes.uml_seccomp);
-    programs.gvisor = bench.had(Way::Gvisor, likes.gvisor);
+    programs.uml_seccomp = bench.had(Way::UmlSeccomp, peers.uml_seccomp);
+    programs.gvisor = bench.had(Way::Gvisor, peers.gvisor);
     for round in 1..=rounds.small {
         live::say(&format!("A native process, hosted, and its likes: round {round} of {}", rounds.small));
         bench.round(&programs, Load::Small, &small, &Way::ALL, round == 1)?;
@@ -136,7 +136,7 @@ pub fn measure(release: Release, rounds: Rounds) -> Result<Hosted> {
     Ok(Hosted {
         host: line(Command::new("uname").arg("-r"))?.split('-').next().unwrap_or_default().to_owned(),
         kernel: release.to_string(),
-        uml: line(Command::new(likes::UML).arg("--version"))?,
+        uml: line(Command::new(peers::UML).arg("--version"))?,
         uml_seccomp: version(programs.uml_seccomp.as_ref())?,
         gvisor: version(programs.gvisor.as_ref())?,
         rounds: rounds.small,

@@ -8,7 +8,7 @@ use std::{
 
 use serde_json::{Value, json};
 
-use super::likes::UML;
+use super::peers::UML;
 use mercury_lab::{
     artefacts,
     error::{Context, Error, Result},

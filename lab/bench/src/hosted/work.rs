@@ -9,7 +9,7 @@ use std::{
 };
 
 use super::{
-    likes::once,
+    peers::once,
     ways::{Files, Job},
 };
 use mercury_lab::{

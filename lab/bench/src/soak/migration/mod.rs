@@ -155,9 +155,9 @@ impl Scene {
                 plan.moves,
                 if place == 3 { "there" } else { "back" }
             ));
-            let (spare, words) =
-                progress::step("the destination boots and waits", || self.spare(plan, place))?;
-            let mut done = self.moves(spare, &words)?;
+            let (destination, words) =
+                progress::step("the destination boots and waits", || self.destination(plan, place))?;
+            let mut done = self.moves(destination, &words)?;
             progress::step("is all well? do the clients go on?", || {
                 is_well(&self.machine, &id)?;
                 goes_on(&self.machine, &self.switch.peer, self.pgbench.as_mut())
@@ -171,22 +171,23 @@ impl Scene {
 
     /// Starts a destination that waits for this machine. Returns it with the pairing token. The
     /// destination comes up while the work is checked.
-    fn spare(&mut self, plan: Plan, place: u8) -> Result<(Machine, String)> {
+    fn destination(&mut self, plan: Plan, place: u8) -> Result<(Machine, String)> {
         let (off, switch, spec) = (self.off.take(), &self.switch, at(&self.switch, plan, place));
         let prepared = thread::scope(|scope| {
             let prepares = scope.spawn(move || {
-                let spare = match off {
+                let destination = match off {
                     Some(off) => off.start_as(spec)?,
                     None => switch.boot_other(spec)?,
                 };
                 let address = format!("10.9.0.1{place}");
-                plug_in(&spare, &address)?;
-                let words = receive_after(&spare, &address, DELAY)?;
-                Ok((spare, words))
+                plug_in(&destination, &address)?;
+                let words = receive_after(&destination, &address, DELAY)?;
+                Ok((destination, words))
             });
             let goes_on = goes_on(&self.machine, &switch.peer, self.pgbench.as_mut());
-            let prepared =
-                prepares.join().unwrap_or_else(|_| Err(Error::Host("the spare's thread died".into())));
+            let prepared = prepares
+                .join()
+                .unwrap_or_else(|_| Err(Error::Host("the destination's thread panicked".into())));
             goes_on.and(prepared)
         })?;
         self.switch.peer.sh("rm -f /run/client*.longest")?;
@@ -194,11 +195,11 @@ impl Scene {
     }
 
     /// Moves the machine to the destination, which runs it then.
-    fn moves(&mut self, spare: Machine, words: &str) -> Result<Move> {
+    fn moves(&mut self, destination: Machine, words: &str) -> Result<Move> {
         let mut line = Line::begin();
-        let said = move_showing(&self.machine, &spare, words, OPTIONS, |text| line.show(text))?;
+        let said = move_showing(&self.machine, &destination, words, OPTIONS, |text| line.show(text))?;
         drop(line);
-        self.off = Some(mem::replace(&mut self.machine, spare));
+        self.off = Some(mem::replace(&mut self.machine, destination));
         let words =
             last_words(&said).ok_or_else(|| Error::Host(format!("the machine's last words: {said}")))?;
         Ok(Move::of(&words))

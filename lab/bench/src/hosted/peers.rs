@@ -52,7 +52,7 @@ exec make -C source ARCH=um O=/build/uml/objects -j1 linux";
 pub const UML: &str = "linux.uml";
 
 /// The paths of the systems, or the reason for which one is missing.
-pub struct Likes {
+pub struct Peers {
     /// User Mode Linux with seccomp.
     pub uml_seccomp: Result<PathBuf>,
     pub gvisor: Result<PathBuf>,
@@ -62,11 +62,11 @@ pub struct Likes {
 ///
 /// # Errors
 /// If Debian's User Mode Linux is not installed: the promises compare with it.
-pub fn find(release: Release) -> Result<Likes> {
+pub fn find(release: Release) -> Result<Peers> {
     if host::find_program(UML).is_none() {
         return Err(Error::Host(format!("{UML} is missing: apt install user-mode-linux")));
     }
-    Ok(Likes { uml_seccomp: uml_seccomp(release), gvisor: gvisor() })
+    Ok(Peers { uml_seccomp: uml_seccomp(release), gvisor: gvisor() })
 }
 
 fn gvisor() -> Result<PathBuf> {
