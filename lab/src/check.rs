@@ -1,5 +1,5 @@
 //! `make check`: formatting, lints with warnings denied (for the freestanding image too), and the
-//! kernel's style for the driver.
+//! kernel's style for the driver. Hypervisor and driver have a size that they must not exceed.
 
 use std::{
     path::{Path, PathBuf},
@@ -10,7 +10,7 @@ use crate::{
     artefacts, checkpatch,
     driver::Variant,
     error::{Context, Result},
-    hypervisor, paths, progress,
+    hypervisor, paths, progress, sizes,
 };
 
 /// Name endings of the driver's files. A generated file has its generator's style.
@@ -25,7 +25,7 @@ pub fn run() -> Vec<&'static str> {
     format.args(["fmt", "--all", "--check"]);
     let mut lints = artefacts::cargo();
     lints.args(["clippy", "-q", "--workspace", "--all-targets", "--", "-D", "warnings"]);
-    let checks: [_; COUNT as usize] = [
+    let checks: [_; COMMANDS as usize] = [
         ("formatting", Ok(format)),
         ("lints", Ok(lints)),
         ("the image's lints", hypervisor::lints(Variant::Production)),
@@ -42,6 +42,9 @@ pub fn run() -> Vec<&'static str> {
             failed.push(name);
         }
     }
+    if !matches!(sizes::check(), Ok(true)) {
+        failed.push("the sizes of hypervisor and driver");
+    }
     failed
 }
 
@@ -50,8 +53,10 @@ fn passes(mut command: Command) -> Result<bool> {
     Ok(status.success())
 }
 
-/// The number of checks.
-pub const COUNT: u32 = 5;
+/// The number of checks that are commands.
+const COMMANDS: u32 = 5;
+/// The number of checks. The last one is [`sizes::check`].
+pub const COUNT: u32 = COMMANDS + 1;
 
 fn driver_style() -> Result<Command> {
     let mut command = checkpatch::ensure()?;

@@ -62,6 +62,7 @@ pub mod progress;
 pub mod restart;
 pub mod scene;
 pub mod selftests;
+pub mod sizes;
 pub mod spec;
 pub mod testing;
 pub mod testmod;
