@@ -1,8 +1,8 @@
 //! The virtual machine control block (APM vol. 2, appendix B).
 //!
-//! Only the fields that Mercury sets or reads have names. The block is zeroed at load; what has no
-//! name here stays zero for ever: AVIC, virtual GIF, virtual NMI, LBR virtualization and SEV stay off
-//! (HARDWARE A-41). Clean bits are never set: the processor reloads everything on each VMRUN.
+//! Only the fields that Mercury sets or reads have names. The block is zeroed at load, and fields without a
+//! name stay zero for ever: AVIC, virtual GIF, virtual NMI, LBR virtualization and SEV stay off (HARDWARE
+//! Clean bits are never set: the processor reloads everything on each VMRUN.
 
 use core::mem::offset_of;
 
@@ -10,120 +10,121 @@ use core::mem::offset_of;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Segment {
-    /// Selector.
+    /// Selector, as software loads it.
     pub selector: u16,
     /// Descriptor bits 55:52 in bits 11:8 and 47:40 in bits 7:0.
     pub attributes: u16,
     /// Limit in bytes.
     pub limit: u32,
-    /// Base, virtual.
+    /// Base address, virtual.
     pub base: u64,
 }
 
-/// The control block.
+/// The virtual machine control block. Offsets and sections are those of APM vol. 2.
 #[repr(C, align(4096))]
 #[derive(Clone, Debug)]
 pub struct Vmcb {
-    /// Intercepts of CR and DR accesses and of exceptions: none.
+    /// Intercepts of CR and DR accesses and of exceptions, words 0 to 2: none (B.1).
     pub intercept_cr_dr_exceptions: [u32; 3],
-    /// Intercept word 3.
+    /// Intercept word 3, instructions and events: [`INTERCEPT_MISC1`] (B.1).
     pub intercept_misc1: u32,
-    /// Intercept word 4.
+    /// Intercept word 4, SVM's instructions: [`INTERCEPT_MISC2`] (B.1).
     pub intercept_misc2: u32,
     reserved1: [u8; 0x48 - 0x14],
     /// Host-physical address of the MSR permission map, 8 KiB.
     pub msrpm_phys: u64,
-    /// Added to the TSC in the guest: always 0.
+    /// TSC_OFFSET in ticks, added to the guest's TSC: always 0 (15.30.5).
     pub tsc_offset: u64,
-    /// Address-space identifier, not 0.
+    /// Guest ASID, not 0 (15.16).
     pub asid: u32,
-    /// 1: VMRUN flushes every translation of every identifier (APM vol. 2, 15.16.1).
+    /// TLB_CONTROL: translations that VMRUN flushes, [`TLB_KEEP`] or [`TLB_FLUSH_ALL`] (15.16.1).
     pub tlb_control: u32,
-    /// Virtual interrupt control: off.
+    /// V_TPR, V_IRQ and V_INTR_MASKING: virtual interrupt control, off as a rule (15.21).
     pub virtual_interrupt: u64,
-    /// Bit 0: the guest is in an interrupt shadow.
+    /// INTERRUPT_SHADOW in bit 0: interrupts are blocked for one instruction (15.21.5).
     pub interrupt_shadow: u64,
-    /// Why the guest was left.
+    /// EXITCODE: the reason that the guest was left ([`exit_code`]; appendix C).
     pub exit_code: u64,
-    /// First qualification.
+    /// EXITINFO1: first qualification of the exit; its meaning depends on the code.
     pub exit_info1: u64,
-    /// Second qualification.
+    /// EXITINFO2: second qualification; for a nested page fault the guest-physical address.
     pub exit_info2: u64,
-    /// Event that was being delivered.
+    /// EXITINTINFO: the event that was being delivered at the exit (15.7.2).
     pub exit_event: u64,
-    /// Bit 0: nested paging.
+    /// NP_ENABLE in bit 0: nested paging is on; other bits are encryption (15.25).
     pub nested_control: u64,
     reserved2: [u8; 0xA8 - 0x98],
-    /// Event to deliver at the next VMRUN.
+    /// EVENTINJ: the event that the next VMRUN delivers (15.20).
     pub inject_event: u64,
-    /// Host-physical address of the nested root table.
+    /// N_CR3: host-physical address of the nested root table (15.25.3).
     pub nested_cr3: u64,
-    /// LBR virtualization: off.
+    /// LBR virtualization: always off (15.23).
     pub lbr_control: u64,
-    /// Clean bits: always 0.
+    /// VMCB clean bits: always 0, so that VMRUN loads everything (15.15).
     pub clean: u64,
-    /// Next instruction, where the processor saves it.
+    /// nRIP: virtual address of the next instruction, where the processor saves it (15.7.1).
     pub next_rip: u64,
     reserved3: [u8; 0x400 - 0xD0],
 
-    /// ES.
+    /// ES of the guest, loaded by VMRUN.
     pub es: Segment,
-    /// CS.
+    /// CS of the guest, loaded by VMRUN.
     pub cs: Segment,
-    /// SS.
+    /// SS of the guest, loaded by VMRUN.
     pub ss: Segment,
-    /// DS.
+    /// DS of the guest, loaded by VMRUN.
     pub ds: Segment,
-    /// FS: VMSAVE and VMLOAD.
+    /// FS, loaded by VMLOAD and saved by VMSAVE.
     pub fs: Segment,
-    /// GS: VMSAVE and VMLOAD.
+    /// GS, loaded by VMLOAD and saved by VMSAVE.
     pub gs: Segment,
-    /// GDTR.
+    /// GDTR of the guest: limit and virtual base.
     pub gdtr: Segment,
-    /// LDTR: VMSAVE and VMLOAD.
+    /// LDTR, loaded by VMLOAD and saved by VMSAVE.
     pub ldtr: Segment,
-    /// IDTR.
+    /// IDTR of the guest: limit and virtual base.
     pub idtr: Segment,
-    /// TR: VMSAVE and VMLOAD.
+    /// TR, loaded by VMLOAD and saved by VMSAVE.
     pub tr: Segment,
     reserved4: [u8; 0x4CB - 0x4A0],
-    /// Current privilege level.
+    /// Current privilege level of the guest, 0 to 3.
     pub cpl: u8,
     reserved5: u32,
-    /// EFER.
+    /// EFER of the guest, with SVME set as VMRUN demands.
     pub efer: u64,
     reserved6: [u8; 0x548 - 0x4D8],
-    /// CR4.
+    /// CR4 of the guest, as it is.
     pub cr4: u64,
-    /// CR3.
+    /// CR3 of the guest: guest-physical root of its tables.
     pub cr3: u64,
-    /// CR0.
+    /// CR0 of the guest, as it is.
     pub cr0: u64,
-    /// DR7.
+    /// DR7 of the guest: breakpoint control.
     pub dr7: u64,
-    /// DR6.
+    /// DR6 of the guest: breakpoint status.
     pub dr6: u64,
-    /// RFLAGS.
+    /// RFLAGS of the guest, as it is.
     pub rflags: u64,
-    /// RIP.
+    /// RIP of the guest, virtual.
     pub rip: u64,
     reserved7: [u8; 0x5D8 - 0x580],
-    /// RSP.
+    /// RSP of the guest, virtual.
     pub rsp: u64,
-    /// S_CET.
+    /// S_CET of the guest: control-flow enforcement.
     pub s_cet: u64,
-    /// SSP.
+    /// SSP of the guest: shadow-stack pointer, virtual.
     pub ssp: u64,
-    /// ISST_ADDR.
+    /// ISST_ADDR of the guest: interrupt shadow-stack table, virtual.
     pub isst_addr: u64,
-    /// RAX.
+    /// RAX of the guest; VMRUN itself needs RAX.
     pub rax: u64,
-    /// STAR, LSTAR, CSTAR, SFMASK, KernelGSBase, SYSENTER_CS, _ESP, _EIP: VMSAVE and VMLOAD.
+    /// STAR, LSTAR, CSTAR, SFMASK, KernelGSBase, SYSENTER_CS, SYSENTER_ESP, SYSENTER_EIP: loaded by VMLOAD
+    /// and saved by VMSAVE.
     pub syscall: [u64; 8],
-    /// CR2.
+    /// CR2 of the guest: address of its last page fault.
     pub cr2: u64,
     reserved8: [u8; 0x668 - 0x648],
-    /// PAT of the guest under nested paging.
+    /// G_PAT: the guest's PAT under nested paging (15.25.8).
     pub g_pat: u64,
     reserved9: [u8; 0x6E0 - 0x670],
     /// SPEC_CTRL of the guest, where the processor virtualizes it.
@@ -172,8 +173,9 @@ impl Vmcb {
         }
     }
 
-    /// Asks for an exit as soon as the guest can take interrupts: after the event that is injected, at the
-    /// latest when its handler lets interrupts in again (APM vol. 2, 15.21.4). Or takes that back.
+    /// Asks for an exit as soon as the guest can take interrupts, or takes the request back. The exit comes
+    /// after the injected event, at the latest when its handler lets interrupts in again (APM vol. 2,
+    /// 15.21.4).
     pub fn await_window(&mut self, wanted: bool) {
         if wanted {
             self.intercept_misc1 |= INTERCEPT_VINTR;
@@ -184,14 +186,14 @@ impl Vmcb {
         }
     }
 
-    /// Whether such an exit was asked for.
+    /// Returns true if [`Vmcb::await_window`] asked for an exit.
     #[must_use]
     pub const fn awaits_window(&self) -> bool {
         self.intercept_misc1 & INTERCEPT_VINTR != 0
     }
 }
 
-/// What of the guest's state VMRUN loads and #VMEXIT saves: enough to go on natively.
+/// State of the guest that VMRUN loads and #VMEXIT saves: enough to go on natively.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct GuestState {
     segments: [Segment; 4],
@@ -201,7 +203,7 @@ pub struct GuestState {
 }
 
 impl GuestState {
-    /// The state in a block.
+    /// Reads the state in a block.
     #[must_use]
     pub fn of(block: &Vmcb) -> Self {
         Self {
@@ -223,7 +225,7 @@ impl GuestState {
         }
     }
 
-    /// Puts it into a block.
+    /// Writes the state into a block.
     pub fn put(&self, block: &mut Vmcb) {
         [block.es, block.cs, block.ss, block.ds] = self.segments;
         [block.gdtr, block.idtr] = self.tables;
@@ -249,15 +251,16 @@ impl GuestState {
 pub const INTERCEPT_MISC1: u32 = INTERCEPT_INVLPGA | 1 << 28;
 /// Intercept word 3: INVLPGA.
 pub const INTERCEPT_INVLPGA: u32 = 1 << 26;
-/// Intercept word 3: physical interrupts, NMIs, SMIs, INIT and virtual interrupts, so that nothing is delivered.
+/// Intercept word 3: physical interrupts, NMIs, SMIs, INIT and virtual interrupts, so that no event is
+/// delivered.
 pub const INTERCEPT_ALL_EVENTS: u32 = 0x1F;
 /// Intercept word 3: the guest could take a virtual interrupt.
 pub const INTERCEPT_VINTR: u32 = 1 << 4;
-/// Intercept word 3: NMIs. The processor holds one that comes in.
+/// Intercept word 3: NMIs. One that arrives stays pending in the processor.
 pub const INTERCEPT_NMI: u32 = 1 << 1;
 /// Intercept word 3: IRET, before it unblocks NMIs.
 pub const INTERCEPT_IRET: u32 = 1 << 20;
-/// Intercept word 3: shutdown, which a triple fault is.
+/// Intercept word 3: shutdown, the end of a triple fault.
 pub const INTERCEPT_SHUTDOWN: u32 = 1 << 31;
 /// [`Vmcb::virtual_interrupt`]: one is pending, of the highest priority and whatever the TPR (V_IRQ,
 /// V_INTR_PRIO, V_IGN_TPR; APM vol. 2, 15.21.4).
@@ -279,43 +282,43 @@ pub const INTERCEPT_VMSAVE: u32 = 1 << 3;
 pub const INTERCEPT_STGI: u32 = 1 << 4;
 /// Intercept word 4: CLGI.
 pub const INTERCEPT_CLGI: u32 = 1 << 5;
-/// [`Vmcb::tlb_control`]: flush everything. Neither emulator looks at it (HARDWARE ): the value
-/// is right by APM vol. 2, 15.16.1, table 15-9, and every exit clears it again.
+/// [`Vmcb::tlb_control`]: flush every translation of every identifier. Neither emulator heeds it (HARDWARE
+/// The value is right by APM vol. 2, 15.16.1, table 15-9, and every exit clears it again.
 pub const TLB_FLUSH_ALL: u32 = 1;
 /// [`Vmcb::tlb_control`]: flush nothing.
 pub const TLB_KEEP: u32 = 0;
 
 /// Exit codes (APM vol. 2, appendix C).
 pub mod exit_code {
-    /// A physical interrupt.
+    /// Physical interrupt arrived.
     pub const INTR: u64 = 0x60;
-    /// An NMI.
+    /// NMI arrived, and stays pending.
     pub const NMI: u64 = 0x61;
-    /// IRET.
+    /// Guest is about to execute IRET.
     pub const IRET: u64 = 0x74;
-    /// Shutdown.
+    /// Shutdown: a triple fault.
     pub const SHUTDOWN: u64 = 0x7F;
     /// An MSR access that the permission map intercepts.
     pub const MSR: u64 = 0x7C;
     /// The guest could take a virtual interrupt.
     pub const VINTR: u64 = 0x64;
-    /// INVLPGA.
+    /// Guest executed INVLPGA.
     pub const INVLPGA: u64 = 0x7A;
-    /// VMRUN.
+    /// Guest executed VMRUN.
     pub const VMRUN: u64 = 0x80;
-    /// VMMCALL.
+    /// Guest executed VMMCALL.
     pub const VMMCALL: u64 = 0x81;
-    /// VMLOAD.
+    /// Guest executed VMLOAD.
     pub const VMLOAD: u64 = 0x82;
-    /// VMSAVE.
+    /// Guest executed VMSAVE.
     pub const VMSAVE: u64 = 0x83;
-    /// STGI.
+    /// Guest executed STGI.
     pub const STGI: u64 = 0x84;
-    /// CLGI.
+    /// Guest executed CLGI.
     pub const CLGI: u64 = 0x85;
-    /// SKINIT.
+    /// Guest executed SKINIT.
     pub const SKINIT: u64 = 0x86;
-    /// Nested page fault.
+    /// Nested page fault: the nested tables do not permit an access.
     pub const NPF: u64 = 0x400;
     /// VMRUN found an illegal state.
     pub const INVALID: u64 = u64::MAX;
