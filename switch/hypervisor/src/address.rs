@@ -1,14 +1,14 @@
-//! Addresses by kind. No operator mixes kinds, and none turns a number into an address unseen: the
-//! only ways across are [`GuestPhys::identity`], [`HostPhys::identity`], [`HostPhys::in_direct_map`] and back,
-//! [`HostVirt::of_direct_map`].
+//! Addresses by kind. No operator mixes kinds, and none turns a number into an address unseen. The only
+//! ways across are [`GuestPhys::identity`], [`HostPhys::identity`], [`HostPhys::in_direct_map`] and its
+//! reverse, [`HostVirt::of_direct_map`].
 
 /// Bytes of the smallest page (APM volume 2, 5.1).
 pub const PAGE_SIZE: u64 = 4096;
 /// Entries of one page-table page (APM volume 2, 5.3).
 pub const TABLE_ENTRIES: usize = 512;
 
-/// What the entry of one paging level spans (APM volume 2, 5.3; SDM volume 3, 4.5). Entries up to
-/// [`PageSize::Size1G`] can map a page; the two larger ones are directories only.
+/// Bytes that an entry of one paging level spans (APM volume 2, 5.3; SDM volume 3, 4.5). Entries up to
+/// [`PageSize::Size1G`] can map a page. The two larger ones are directories only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum PageSize {
     /// 4 KiB: an entry of a page table.
@@ -24,7 +24,7 @@ pub enum PageSize {
 }
 
 impl PageSize {
-    /// Binary logarithm of the size in bytes.
+    /// Returns the binary logarithm of the size in bytes.
     #[must_use]
     pub const fn shift(self) -> u32 {
         match self {
@@ -36,13 +36,13 @@ impl PageSize {
         }
     }
 
-    /// Size in bytes.
+    /// Returns the size in bytes.
     #[must_use]
     pub const fn bytes(self) -> u64 {
         1 << self.shift()
     }
 
-    /// What an entry spans one level further down.
+    /// Returns the span of an entry one level further down; `None` below the last level.
     #[must_use]
     pub const fn smaller(self) -> Option<Self> {
         match self {
@@ -54,7 +54,7 @@ impl PageSize {
         }
     }
 
-    /// Number of blocks of this size that the bytes `start..end` touch.
+    /// Returns the number of blocks of this size that the bytes `start..end` touch.
     #[must_use]
     pub const fn blocks(self, start: u64, end: u64) -> u64 {
         if start >= end {
@@ -64,52 +64,52 @@ impl PageSize {
     }
 }
 
-/// What all kinds of addresses have in common.
+/// Arithmetic that all kinds of addresses share.
 pub trait Address: Copy + Eq + Ord {
-    /// The address with this number.
+    /// Returns the address with this number.
     fn from_u64(address: u64) -> Self;
-    /// The number.
+    /// Returns the address as a number.
     fn to_u64(self) -> u64;
 
-    /// Start of the block of `size` that contains the address.
+    /// Returns the start of the block of `size` that contains the address.
     #[must_use]
     fn align_down(self, size: PageSize) -> Self {
         Self::from_u64(self.to_u64() & !(size.bytes() - 1))
     }
 
-    /// First address after the block of `size` that contains the address; the last address of all if
-    /// there is none.
+    /// Returns the first address after the block of `size` that contains the address, or the last address of
+    /// all if there is none.
     #[must_use]
     fn block_end(self, size: PageSize) -> Self {
         Self::from_u64(self.align_down(size).to_u64().saturating_add(size.bytes()))
     }
 
-    /// Whether the address starts a block of `size`.
+    /// Returns true if the address starts a block of `size`.
     #[must_use]
     fn is_aligned(self, size: PageSize) -> bool {
         self.to_u64() & (size.bytes() - 1) == 0
     }
 
-    /// Distance from the start of the block of `size` that contains the address.
+    /// Returns the distance from the start of the block of `size` that contains the address, in bytes.
     #[must_use]
     fn offset_in(self, size: PageSize) -> u64 {
         self.to_u64() & (size.bytes() - 1)
     }
 
-    /// Index of the entry for this address in a table whose entries span `size`; below
+    /// Returns the index of the entry for this address in a table whose entries span `size`. It is below
     /// [`TABLE_ENTRIES`].
     #[must_use]
     fn index_at(self, size: PageSize) -> usize {
         (self.to_u64() >> size.shift()) as usize & (TABLE_ENTRIES - 1)
     }
 
-    /// The address `bytes` further on, or the last address of all.
+    /// Returns the address `bytes` further on, or the last address of all.
     #[must_use]
     fn saturating_add(self, bytes: u64) -> Self {
         Self::from_u64(self.to_u64().saturating_add(bytes))
     }
 
-    /// Number of the 4 KiB frame or page that contains the address.
+    /// Returns the number of the 4 KiB frame or page that contains the address.
     #[must_use]
     fn frame(self) -> u64 {
         self.to_u64() / PAGE_SIZE
@@ -124,13 +124,13 @@ macro_rules! address {
         pub struct $name(u64);
 
         impl $name {
-            /// The address with this number.
+            /// Returns the address with this number.
             #[must_use]
             pub const fn new(address: u64) -> Self {
                 Self(address)
             }
 
-            /// The number.
+            /// Returns the address as a number.
             #[must_use]
             pub const fn as_u64(self) -> u64 {
                 self.0
@@ -150,12 +150,12 @@ macro_rules! address {
 }
 
 address! {
-    /// Where the system believes memory to be: what its own page tables point at. Translated by the
-    /// nested tables (APM volume 2, 15.25: guest-physical).
+    /// An address in the memory that the system sees: its own page tables point at it, and the nested tables
+    /// translate it (APM volume 2, 15.25: guest-physical).
     GuestPhys
 }
 address! {
-    /// Where memory is (APM volume 2, 15.25: system-physical).
+    /// An address in the memory of the machine (APM volume 2, 15.25: system-physical).
     HostPhys
 }
 address! {
@@ -164,7 +164,7 @@ address! {
 }
 
 impl GuestPhys {
-    /// The same number in the machine: what the identity map translates to.
+    /// Returns the same number in the machine: the translation of the identity map.
     #[must_use]
     pub const fn identity(self) -> HostPhys {
         HostPhys(self.0)
@@ -172,14 +172,14 @@ impl GuestPhys {
 }
 
 impl HostPhys {
-    /// The same number as the system sees it.
+    /// Returns the same number as the system sees it.
     #[must_use]
     pub const fn identity(self) -> GuestPhys {
         GuestPhys(self.0)
     }
 
-    /// Where the direct map that starts at `base` has this address. It has all that the driver gives; what
-    /// lies beyond the end of the address space wraps around.
+    /// Returns the address in the direct map that starts at `base`. All that the driver gives lies there. An
+    /// address beyond the end of the address space wraps around.
     #[must_use]
     pub const fn in_direct_map(self, base: HostVirt) -> HostVirt {
         HostVirt(base.0.wrapping_add(self.0))
@@ -187,8 +187,8 @@ impl HostPhys {
 }
 
 impl HostVirt {
-    /// The memory at this address of the direct map that starts at `base`: where all of the hypervisor's own
-    /// lies, its image and its areas.
+    /// Returns the memory at this address of the direct map that starts at `base`. All of the hypervisor's
+    /// own memory lies there: its image and its areas.
     #[must_use]
     pub const fn of_direct_map(self, base: Self) -> HostPhys {
         HostPhys(self.0.wrapping_sub(base.0))

@@ -23,12 +23,12 @@ use mercury_abi::shared::SharedCpu;
 use crate::host::tables::{HostGdt, TaskState};
 use crate::vendor::Vendor;
 
-/// XMM0 to XMM15. The hypervisor's code may use them; the halves above bit 127 it never touches.
+/// XMM0 to XMM15. The hypervisor's code may use them. It never touches the halves above bit 127.
 #[repr(C, align(16))]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Xmm(pub [u128; 16]);
 
-/// Where a CPU is on its way, for whoever has to get it out.
+/// Step of a CPU between the system and the hypervisor. The emergency path chooses the way out by it.
 #[repr(u32)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Phase {
@@ -43,14 +43,14 @@ pub enum Phase {
     Emergency,
 }
 
-/// Guest registers that an exit handler may change, as they were when the exit began.
+/// Guest registers at the beginning of the exit, which an exit handler may change.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Interrupted {
-    /// RIP.
+    /// RIP of the instruction that exited, virtual.
     pub rip: u64,
-    /// RAX.
+    /// RAX at the exit.
     pub rax: u64,
-    /// RDX.
+    /// RDX at the exit.
     pub rdx: u64,
 }
 
@@ -65,12 +65,12 @@ pub struct Cpu {
     pub xmm: Xmm,
     /// MXCSR of the system above.
     pub mxcsr: u32,
-    /// 1 while `xmm` and `mxcsr` are the system's; otherwise its registers are in the processor. Only
-    /// [`crate::host::entry`] changes it.
+    /// 1 while `xmm` and `mxcsr` hold the system's registers. Otherwise those are in the processor. Only
+    /// [`crate::host::entry`] changes the number.
     pub sse_saved: u32,
-    /// Where the CPU is.
+    /// Step that this CPU is in.
     pub phase: Phase,
-    /// [`mercury_abi::gate::Vendor`] as a number: of what type the area is.
+    /// [`mercury_abi::gate::Vendor`] as a number: the type of the area.
     pub vendor: u32,
     /// Host-physical address of the control block.
     pub control_phys: u64,
@@ -86,51 +86,51 @@ pub struct Cpu {
     pub host_idtr: DescriptorTable,
     /// CR0 of the system above at the gate.
     pub guest_cr0: u64,
-    /// What the current exit must not lose.
+    /// Registers with which the system goes on if the present exit fails.
     pub interrupted: Interrupted,
-    /// [`mercury_abi::code::Code`] of a departure that waits for an event to be delivered; 0 if none does.
+    /// [`mercury_abi::code::Code`] of a departure that waits for an event to be delivered; 0: none waits.
     pub leave_pending: u32,
     /// 1 once the guest has run since the attach.
     pub entered: u32,
-    /// [`crate::snapshot::live::ON_SNAPSHOT`] or [`crate::snapshot::live::ON_LOG`] while the guest runs on the tables of
-    /// one; otherwise 0.
+    /// [`crate::snapshot::live::ON_SNAPSHOT`] or [`crate::snapshot::live::ON_LOG`] while the guest runs on
+    /// the tables of a snapshot or of a dirty log; otherwise 0.
     pub on_snapshot: u32,
-    /// 1 while it does not leave although the kernel switches virtualization off.
+    /// 1 while the CPU stays attached although the kernel switches virtualization off.
     pub is_held: u32,
     /// TSC at the start of the current exit.
     pub exit_tsc: u64,
     /// Features of this processor that the switch depends on: the vendor's bits.
     pub features: u32,
-    /// Whether descriptor tables and task state of this area are filled.
+    /// 1 once the descriptor tables and the task state of this area are filled.
     pub prepared: u32,
-    /// What [`crate::speculation`] does besides on this processor: [`crate::speculation::IBPB`].
+    /// Barriers of [`crate::speculation`] that this processor needs: [`crate::speculation::IBPB`].
     pub barriers: u32,
-    /// The hypervisor's GDT.
+    /// GDT of the hypervisor on this CPU.
     pub gdt: HostGdt,
-    /// The hypervisor's task state.
+    /// Task state of the hypervisor on this CPU.
     pub tss: TaskState,
 }
 
 const _: () = assert!(offset_of!(Cpu, xmm) == GATE_PRIVATE_OFFSET);
 const _: () = assert!(size_of::<Cpu>() <= 2560);
 
-/// The whole area.
+/// One CPU's area, all of its pages. The driver carves and zeroes it at load.
 #[repr(C, align(32768))]
 #[derive(Debug)]
 pub struct Area<V: Vendor> {
-    /// Page 0.
+    /// Page 0: the gate's block and the data of every vendor.
     pub cpu: Cpu,
-    /// The rest of page 0.
+    /// Rest of page 0: data of the vendor.
     pub own: V::Own,
-    /// Page 1.
+    /// Page 1: the control block.
     pub control: V::Control,
-    /// Page 2.
+    /// Page 2: extended state of the hypervisor.
     pub host: V::Host,
-    /// Page 3.
+    /// Page 3: stacks of exceptions.
     pub exception_stacks: [u8; 4096],
     /// Page 4: never touched by software, not mapped.
     processor: [u8; 4096],
-    /// Pages 5 to 7.
+    /// Pages 5 to 7: the stack, which grows down to page 4.
     stack: [u8; 3 * 4096],
 }
 
@@ -143,13 +143,13 @@ impl<V: Vendor> Area<V> {
         assert!(offset_of!(Self, processor) == AREA_PAGE_PROCESSOR * 4096);
     };
 
-    /// Host-physical address of the page that only the processor uses.
+    /// Returns the host-physical address of the page that only the processor uses.
     #[must_use]
     pub fn processor_page_phys(&self) -> u64 {
         self.cpu.gate.area_phys + (AREA_PAGE_PROCESSOR * 4096) as u64
     }
 
-    /// What this CPU publishes.
+    /// Returns the block that this CPU publishes to user space.
     pub fn shared(&mut self) -> &mut SharedCpu {
         let shared = core::ptr::with_exposed_provenance_mut::<SharedCpu>(self.cpu.gate.shared_virt as usize);
         // SAFETY: the driver maps one block per CPU at this address, read-write, for as long as the
@@ -158,7 +158,7 @@ impl<V: Vendor> Area<V> {
     }
 }
 
-/// The start of the area that the current stack lies in; [`crate::vendor::visit`] knows of what type it is.
+/// Returns the start of the area that the current stack lies in. [`crate::vendor::visit`] finds its type.
 ///
 /// Meaningful only on a stack of an [`Area`].
 #[must_use]

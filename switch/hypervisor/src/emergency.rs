@@ -1,7 +1,7 @@
-//! When the hypervisor itself fails: a record, and the CPU leaves with the system's state intact.
+//! Failures of the hypervisor itself: a record, and the CPU leaves with the system's state intact.
 //!
 //! On a native CPU that is a return to the driver with a code. In an exit it is a departure at the
-//! instruction that caused the exit. The stack is abandoned; nothing of it is needed any more. A second
+//! instruction that caused the exit. The stack is abandoned, for nothing on it is needed any more. A second
 //! failure on the way stops the CPU: there is nothing left to trust.
 
 use core::fmt::{self, Write};
@@ -23,7 +23,7 @@ const RAX: usize = 0;
 const RDX: usize = 2;
 const RSP: usize = 4;
 
-/// Ends here: an exception in the hypervisor's code.
+/// Ends this CPU's attachment after an exception in the hypervisor's code.
 ///
 /// # Safety
 /// `area` is this CPU's, prepared, and whatever used it will not run again.
@@ -32,7 +32,7 @@ pub unsafe fn after_exception(area: *mut Cpu, frame: &Frame) -> ! {
     match unsafe { vendor::visit(area, Failure::Exception(frame)) } {}
 }
 
-/// Ends here: a panic in the hypervisor's code.
+/// Ends this CPU's attachment after a panic in the hypervisor's code.
 ///
 /// # Safety
 /// On a stack of the hypervisor's; whatever used its area will not run again.
@@ -41,7 +41,7 @@ pub unsafe fn after_panic(info: &core::panic::PanicInfo<'_>) -> ! {
     match unsafe { vendor::visit(area_of_stack(), Failure::Panic(info)) } {}
 }
 
-/// What ended the hypervisor's own work.
+/// The failure that ended the hypervisor's own work.
 enum Failure<'a> {
     Exception(&'a Frame),
     Panic(&'a core::panic::PanicInfo<'a>),
@@ -77,27 +77,27 @@ fn panic<V: Vendor>(area: &mut Area<V>, info: &core::panic::PanicInfo<'_>) -> ! 
     leave(area, phase, Code::HostPanic)
 }
 
-/// The record of an exit that nobody knows.
+/// Records an exit that the hypervisor has no answer for.
 pub fn record_unknown_exit<V: Vendor>(area: &mut Area<V>) {
     let crash = describe(area, Phase::Exit, Code::UnknownExit);
     let exit_code = crash.exit_code;
     record(area, crash, format_args!("unknown exit {exit_code:#x}"));
 }
 
-/// The record of a control block that the processor refused after the guest had run.
+/// Records a control block that the processor refused after the guest had run.
 pub fn record_invalid_state<V: Vendor>(area: &mut Area<V>) {
     let [check, value] = area.cpu.gate.detail;
     let crash = describe(area, Phase::Exit, Code::InvalidGuestState);
     record(area, crash, format_args!("refused control block: check {check}, value {value:#x}"));
 }
 
-/// As [`record_invalid_state`], where the reason has words.
+/// Records a refusal whose reason has words, as [`record_invalid_state`] does.
 pub fn record_refusal<V: Vendor>(area: &mut Area<V>, refusal: Refusal, value: u64) {
     let crash = describe(area, Phase::Exit, Code::InvalidGuestState);
     record(area, crash, format_args!("refused entry: {} ({value:#x})", refusal.text()));
 }
 
-/// The phase in which it happened. A failure in the emergency path stops the CPU.
+/// Returns the phase of the failure. A failure in the emergency path stops the CPU.
 fn enter<V: Vendor>(area: &mut Area<V>) -> Phase {
     let phase = area.cpu.phase;
     if phase == Phase::Emergency {
@@ -110,8 +110,8 @@ fn enter<V: Vendor>(area: &mut Area<V>) -> Phase {
     phase
 }
 
-/// The world switch and the driver's hypercalls note nothing when they begin: what they leave in the
-/// control block is a state to go on from at any moment.
+/// Notes where the system goes on. The world switch and the quick answers note nothing when they begin: at
+/// any moment they leave the control block in a state to go on from.
 fn note_interrupted<V: Vendor>(area: &mut Area<V>) {
     area.cpu.interrupted = V::interrupted(area);
     area.cpu.exit_tsc = Processor.tsc();
@@ -126,7 +126,7 @@ fn record<V: Vendor>(area: &mut Area<V>, mut crash: CrashRecord, message: fmt::A
     area.shared().crash = crash;
 }
 
-/// What is known of the system above and of why it was left.
+/// Describes the system above, and the reason that it was left.
 fn describe<V: Vendor>(area: &Area<V>, phase: Phase, code: Code) -> CrashRecord {
     let known = CrashRecord {
         code: code as u32,
@@ -153,7 +153,8 @@ fn describe<V: Vendor>(area: &Area<V>, phase: Phase, code: Code) -> CrashRecord 
     if phase == Phase::Native { describe_native(area, known) } else { describe_exit(area, known) }
 }
 
-/// There was no exit, and the system's general registers are on its own stack.
+/// Describes a CPU in a native operation: there was no exit, and the system's general registers are on its
+/// own stack.
 fn describe_native<V: Vendor>(area: &Area<V>, known: CrashRecord) -> CrashRecord {
     let inward = &area.cpu.gate.inward;
     let mut guest_registers = [0; 16];
@@ -236,7 +237,7 @@ extern "C" fn stop() -> ! {
     }
 }
 
-/// Text into a fixed field; what does not fit is cut off.
+/// Text in a field of fixed size. A longer text is cut off.
 struct Message<'a> {
     bytes: &'a mut [u8],
     used: usize,

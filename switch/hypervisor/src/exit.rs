@@ -1,4 +1,4 @@
-//! Exits above the vendor boundary: what an exit can be answered with, and hypercalls.
+//! Exits above the vendor boundary: the possible answers to an exit, and hypercalls.
 
 use mercury_abi::MERCURY_ABI_VERSION;
 use mercury_abi::code::Code;
@@ -16,13 +16,13 @@ use crate::{event, machine_check, publish};
 /// An exception for the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// #UD.
+    /// #UD, invalid opcode.
     InvalidOpcode,
     /// #GP with error code 0.
     GeneralProtection,
 }
 
-/// What becomes of an exit.
+/// Answer to an exit, which the vendor carries out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Answer {
     /// Execute the same instruction again.
@@ -37,19 +37,19 @@ pub enum Answer {
     Hypercall(Code, u64),
     /// As `Hypercall(Ok, 0)`, with every translation of the guest flushed.
     HypercallFlushed,
-    /// Likewise, and the guest runs on these nested tables from here on.
+    /// As `HypercallFlushed`, and the guest runs on these nested tables from here on.
     NewTables(HostPhys),
     /// The instruction faults.
     Inject(Fault),
     /// The instruction is done and this CPU is native from here on.
     Detach,
-    /// Likewise, and the system above wanted it so.
+    /// As `Detach`, and the system above has asked for it.
     Released(Code),
     /// This CPU is native from here on and executes the instruction itself.
     Depart(Code),
 }
 
-/// A hypercall of the driver.
+/// Answers a hypercall of the driver.
 #[inline]
 pub fn hypercall<V: Vendor>(
     area: &mut Area<V>,
@@ -73,8 +73,8 @@ pub fn hypercall<V: Vendor>(
     }
 }
 
-/// This CPU leaves, other than by the short way: `because` is `Ok` for a detach that the driver asked for. What it
-/// writes from here on a snapshot does not see.
+/// Notes that this CPU leaves, other than by the quick answer. `because` is `Ok` for a detach that the
+/// driver asked for. A snapshot does not see the CPU's writes from here on.
 pub fn departs<V: Vendor>(area: &mut Area<V>, because: Code) {
     if area.cpu.on_snapshot != 0 {
         live::leave(area);
@@ -82,7 +82,8 @@ pub fn departs<V: Vendor>(area: &mut Area<V>, because: Code) {
     publish::departed(area, because);
 }
 
-/// A nested fault, counted and logged with its address and the instruction's.
+/// Counts and logs a nested fault, with its guest-physical address and the instruction's, and returns the
+/// answer.
 pub fn nested_fault<V: Vendor>(
     area: &mut Area<V>,
     hardware: &mut impl Hardware,
@@ -101,7 +102,7 @@ pub fn nested_fault<V: Vendor>(
     answer
 }
 
-/// Whoever writes waits so many ticks of the TSC, for the pool runs low.
+/// Has the CPU that wrote wait so many TSC ticks, because the pool runs low.
 pub fn hold_back(hardware: &mut impl Hardware, wait: u64) {
     if wait == 0 {
         return;
@@ -112,7 +113,8 @@ pub fn hold_back(hardware: &mut impl Hardware, wait: u64) {
     }
 }
 
-/// What was cached, even as read-only, must be forgotten; what was absent is not cached.
+/// Returns counter, log record and answer of a nested fault. A cached translation must be flushed, even a
+/// read-only one. An absent entry is cached nowhere.
 const fn nested_answer(answer: NestedAnswer) -> (ExitReason, LogKind, Answer) {
     match answer {
         NestedAnswer::Filled => (ExitReason::NestedFill, LogKind::NestedFill, Answer::Retry),
@@ -125,8 +127,8 @@ const fn nested_answer(answer: NestedAnswer) -> (ExitReason, LogKind, Answer) {
     }
 }
 
-/// An event that cannot be delivered any more by a CPU that leaves. A machine check the gate raises, other
-/// exceptions their instruction.
+/// Drops an event that a CPU cannot deliver any more because it leaves. The gate raises a machine check,
+/// and the instruction raises other exceptions.
 pub fn lose_event<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, event: u64) {
     if event == event::MACHINE_CHECK {
         return machine_check::note(area, hardware, false);

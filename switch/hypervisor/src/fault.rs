@@ -1,5 +1,5 @@
-//! Fault points. Built in only with the `fault-injection` feature; without it every call here is
-//! nothing at all.
+//! Fault points. They are built in only with the `fault-injection` feature. Without it every call here
+//! compiles to nothing.
 
 use mercury_abi::code::Code;
 use mercury_abi::gate::FaultPoint;
@@ -7,7 +7,7 @@ use mercury_abi::gate::FaultPoint;
 use crate::cpu::Area;
 use crate::vendor::Vendor;
 
-/// Whether this passage of `point` is the armed one.
+/// Returns true if this passage of `point` is the armed one, and disarms the point.
 #[inline]
 #[must_use]
 pub fn fires<V: Vendor>(area: &mut Area<V>, point: FaultPoint) -> bool {
@@ -27,7 +27,8 @@ pub fn fires<V: Vendor>(area: &mut Area<V>, point: FaultPoint) -> bool {
     true
 }
 
-/// Whether the next exit has to look for armed points that lie beyond the vendor's `quick`.
+/// Returns true if a point is armed that lies beyond the vendor's `quick`, so that the next exit must take
+/// the long way.
 #[inline]
 #[must_use]
 pub fn is_armed_beyond_quick<V: Vendor>(area: &Area<V>) -> bool {
@@ -50,14 +51,14 @@ pub fn arm<V: Vendor>(area: &mut Area<V>, point: u64, passage: u64) -> Code {
     Code::Ok
 }
 
-/// What [`FaultPoint::RunField`] is to spoil: the name of the word, and the bits to flip.
+/// Returns the word that [`FaultPoint::RunField`] damages, by its offset or encoding, and the bits to flip.
 #[must_use]
 pub fn field_and_bits<V: Vendor>(area: &Area<V>) -> (u32, u64) {
     let armed = &area.cpu.gate.fault;
     (armed.offset & 0xFFFF, u64::from(armed.value) << (armed.offset >> 16 & 63))
 }
 
-/// An error code where an armed point fires.
+/// Fails with an error code where an armed point fires.
 ///
 /// # Errors
 /// [`Code::InjectedFault`].
@@ -129,8 +130,9 @@ pub mod real {
         unsafe { core::ptr::without_provenance_mut::<u8>(0x1234_5000).write_volatile(1) };
     }
 
-    /// Writes to an address that the hypervisor does not map, where the vector registers are the system's
-    /// still: what an earlier exit has saved is spoilt before, so that nobody takes it for theirs.
+    /// Writes to an address that the hypervisor does not map, while the vector registers are still the
+    /// system's. The registers that an earlier exit has saved are overwritten before, so that a wrong restore
+    /// shows.
     pub fn page_fault_with_live_vectors(stale: &mut crate::cpu::Xmm) {
         // SAFETY: fills the array; and it is the point that the write faults, for nothing is mapped there.
         // Both by hand: compiled code might use a vector register.

@@ -1,13 +1,14 @@
-//! Machine checks that strike in the hypervisor: on Intel's processors any, on AMD's where the processor does not hold
-//! them while GIF = 0 (APM vol. 2, 15.17; HARDWARE A-33, I-9, L-23). Each is the system's: it gets one #MC and reads
-//! the banks itself.
+//! Machine checks that strike in the hypervisor. On Intel's processors any can. On AMD's one can where the
+//! processor does not hold it while GIF = 0 (APM vol. 2, 15.17; HARDWARE A-33, I-9, L-23). Each belongs to
+//! the system, which gets one #MC and reads the banks itself.
 //!
-//! It is noted in the gate's block. If the guest is entered next it is injected, before a fault that the
-//! guest's instruction raises again and after an event that nothing raises again; if the CPU leaves, the
-//! gate raises it. MCG_STATUS.MCIP stays set until the system has seen it, so there is never a second.
+//! A machine check is noted in the gate's block. If the guest is entered next, the entry injects #MC:
+//! before a fault that the guest's instruction raises again, and after an event that nothing raises again.
+//! If the CPU leaves, the gate raises it. MCG_STATUS.MCIP stays set until the system has seen it, so there
+//! is never a second.
 //!
-//! What is left are the few instructions that run on the hypervisor's IDT with the system's task state, or
-//! the other way round (around an entry on AMD, and in the gate): there a machine check is a shutdown.
+//! A few instructions run on the hypervisor's IDT with the system's task state, or the other way round:
+//! around an entry on AMD, and in the gate. There a machine check is a shutdown.
 
 use core::sync::atomic::{AtomicU64, Ordering, compiler_fence};
 
@@ -17,31 +18,31 @@ use crate::host::entry::Next;
 use crate::vendor::Vendor;
 use crate::x86::Hardware;
 
-/// [`mercury_abi::gate::GateBlock::machine_check`]: there is none.
+/// [`mercury_abi::gate::GateBlock::machine_check`]: none is noted.
 pub const NONE: u64 = 0;
-/// One that is nowhere else.
+/// A machine check is noted, and nothing delivers it yet.
 const NOTED: u64 = 1;
-/// One that the next entry delivers.
+/// The next entry delivers the machine check.
 const INJECTED: u64 = 2;
 
-/// Whether the system has yet to get one, as far as is known.
+/// Returns true if the system has yet to get a machine check, as far as is known.
 #[inline]
 #[must_use]
 pub fn is_noted<V: Vendor>(area: &Area<V>) -> bool {
     word(area).load(Ordering::Relaxed) != NONE
 }
 
-/// One has struck: called by its handler, which has interrupted the hypervisor anywhere. `resumable`: what
-/// was interrupted goes on.
+/// Notes a machine check. Its handler calls this, after it has interrupted the hypervisor anywhere.
+/// `resumable` is true if the interrupted code goes on.
 pub fn note<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, resumable: bool) {
     word(area).store(NOTED, Ordering::Relaxed);
-    // On the way to the entry nobody looks any more.
+    // On the way to the entry no code reads the note any more.
     if resumable && area.cpu.phase == Phase::Outside {
         hand_over(area, hardware);
     }
 }
 
-/// An exit begins: what the entry has taken is the guest's.
+/// Settles the machine check of the last entry: the guest has got what the entry delivered.
 pub fn exit_begins<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) {
     if word(area).load(Ordering::Relaxed) != INJECTED {
         return;
@@ -55,8 +56,8 @@ pub fn exit_begins<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) 
     }
 }
 
-/// The hypervisor's work is done: from here on [`note`] acts by itself, and what it noted before is handed
-/// over here.
+/// Ends the hypervisor's work on an exit. From here on [`note`] acts by itself. A machine check noted
+/// before is handed over here.
 #[inline]
 pub fn finish<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, next: Next) -> Next {
     area.cpu.phase = Phase::Outside;
@@ -67,13 +68,14 @@ pub fn finish<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, next:
     next
 }
 
-/// The guest that was to get one has been reset.
+/// Forgets a machine check whose guest has been reset.
 pub fn forget<V: Vendor>(area: &mut Area<V>) {
     word(area).swap(NONE, Ordering::Relaxed);
 }
 
-/// To the guest with the next entry; after an event that comes first, with the exit that the processor makes
-/// as soon as the guest takes interrupts again (APM vol. 2, 15.21.4; SDM, "Interrupt-window exiting").
+/// Hands a machine check to the guest with the next entry. If another event comes first, it follows with
+/// the exit that the processor makes as soon as the guest takes interrupts again (APM vol. 2, 15.21.4; SDM,
+/// "Interrupt-window exiting").
 fn hand_over<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) {
     // On the way out it stays the gate's.
     let Some(pending) = V::pending_event(area, hardware) else { return };
@@ -89,7 +91,7 @@ fn hand_over<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) {
     word(area).store(INJECTED, Ordering::Relaxed);
 }
 
-/// The state: what the handler of vector 18 changes at any moment. Only this CPU does.
+/// Returns the state, which the handler of vector 18 changes at any moment. Only this CPU changes it.
 fn word<V: Vendor>(area: &Area<V>) -> &AtomicU64 {
     let word = (&raw const area.cpu.gate.machine_check).cast_mut();
     // SAFETY: a field behind a reference, aligned; the hypervisor touches it nowhere else, and the gate does

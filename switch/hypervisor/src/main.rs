@@ -1,17 +1,17 @@
 //! Mercury's hypervisor: the freestanding image.
 //!
-//! What it promises to the system above:
+//! It promises the system above:
 //!
-//! 1. **Attach** puts this code beneath one CPU at a time, in a few hundred instructions with
-//!    interrupts off. Nothing is recomputed, nobody waits for anybody, and the system goes on at the
-//!    instruction after the call, as a guest.
+//! 1. **Attach** puts this code beneath one CPU at a time, in a few hundred instructions with interrupts
+//!    off. Nothing is recomputed, and no CPU waits for another. The system goes on at the instruction after
+//!    the call, as a guest.
 //! 2. **Attached**, the system keeps its devices, its interrupts and its memory, at the same addresses.
-//!    Nothing that it does in steady state comes in here.
+//!    Nothing that it does in steady state exits.
 //! 3. **Detach** gives the processor back exactly as the system has it. So does any exit that this code
 //!    does not know, and any failure of its own: the default is to let go.
 //!
-//! The way in is [`mercury_hypervisor::host::entry`], the world switch is `run` in the vendor's folder, and
-//! what an exit is answered with stands in `exits` there and in [`mercury_hypervisor::exit`].
+//! The way in is [`mercury_hypervisor::host::entry`]. The world switch is `run` in the vendor's folder.
+//! Exits are answered by `exits` there, and by [`mercury_hypervisor::exit`].
 
 #![no_std]
 #![no_main]
@@ -21,7 +21,7 @@ use mercury_abi::gate::{IMAGE_MAGIC, VENDORS};
 
 mod memory;
 
-/// First words of the image; `link.ld` adds the offsets (see [`mercury_abi::gate::ImageHeader`]).
+/// First words of the image. `link.ld` adds the offsets (see [`mercury_abi::gate::ImageHeader`]).
 #[repr(C)]
 struct Identity {
     magic: u64,
@@ -62,6 +62,6 @@ fn panic(info: &core::panic::PanicInfo<'_>) -> ! {
     unsafe { mercury_hypervisor::emergency::after_panic(info) }
 }
 
-/// The precompiled core library names it; nothing ever unwinds.
+/// Satisfies the precompiled core library, which names it. Nothing ever unwinds.
 #[unsafe(no_mangle)]
 extern "C" fn rust_eh_personality() {}

@@ -1,4 +1,4 @@
-//! The memory functions that compiled code calls by name; on this target nobody else brings them.
+//! The memory functions that compiled code calls by name. No library brings them on this target.
 
 use core::arch::asm;
 
@@ -67,7 +67,7 @@ unsafe extern "C" fn memcmp(left: *const u8, right: *const u8, count: usize) -> 
     0
 }
 
-/// Whether `count` bytes differ.
+/// Returns a number that is not 0 if `count` bytes differ.
 ///
 /// # Safety
 /// As C's function of this name.

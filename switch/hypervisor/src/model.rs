@@ -24,17 +24,17 @@ pub struct Model {
     pub fields: BTreeMap<u32, u64>,
     /// CPUID by leaf; every subleaf is the same.
     pub leaves: BTreeMap<u32, [u32; 4]>,
-    /// In VMX operation.
+    /// True in VMX operation.
     pub vmx_on: bool,
-    /// What VMXON and VMPTRLD are to answer.
+    /// True if VMXON and VMPTRLD are to fail.
     pub vmxon_fails: bool,
     /// The VM-instruction error of loading a VMCS.
     pub vmcs_error: Option<u64>,
-    /// The system's memory is mapped.
+    /// True while the system's memory is mapped.
     pub mapped: bool,
     /// The barriers with which predictions were forgotten last.
     pub forgotten: Option<u32>,
-    /// What `forgotten` was whenever memory was mapped.
+    /// Value of `forgotten` at each mapping of memory.
     pub mappings: Vec<Option<u32>>,
     /// Flushes of all guests' translations.
     pub flushes: u32,
@@ -42,15 +42,15 @@ pub struct Model {
     pub xcr0: Option<u64>,
     /// Caches were written back.
     pub written_back: u32,
-    /// The processor shut down.
+    /// True once the processor has shut down.
     pub shut_down: bool,
     /// NMIs that were taken with GIF open for a moment.
     pub nmis_taken: u32,
-    /// Read last.
+    /// TSC value that was read last.
     pub tsc: u64,
     /// Local APICs that were sent an NMI.
     pub nmis: Vec<u32>,
-    /// Registers of PCI functions by their address; nobody answers at others.
+    /// Registers of PCI functions by their address. Others read as all ones.
     pub pci: BTreeMap<u32, u32>,
 }
 

@@ -1,4 +1,5 @@
-//! MSR accesses of the system above that are executed for real, and what an MSR of both vendors may hold.
+//! MSR accesses of the system above that are executed for real, and values that MSRs of both vendors may
+//! hold.
 
 use mercury_abi::shared::LogKind;
 
@@ -20,7 +21,7 @@ pub fn write_through(hardware: &mut impl Hardware, index: u32, value: u64) -> An
     if hardware.write_msr(index, value) { Answer::Skip } else { Answer::Inject(Fault::GeneralProtection) }
 }
 
-/// Logs an access.
+/// Logs an access to an MSR that is executed for real.
 pub fn log_access<V: Vendor>(
     area: &mut Area<V>,
     hardware: &mut impl Hardware,
@@ -34,8 +35,8 @@ pub fn log_access<V: Vendor>(
     publish::log(area, LogKind::Msr, tsc, arguments);
 }
 
-/// Not zero if one of the eight types is none: 2, 3 and all above 7 (APM vol. 2, 7.8.1; SDM volume 3, "Page
-/// attribute table").
+/// Returns a number that is not zero if one of the eight types is illegal: 2, 3 and all above 7 (APM vol.
+/// 2, 7.8.1; SDM volume 3, "Page attribute table").
 #[inline]
 #[must_use]
 pub const fn illegal_pat(pat: u64) -> u64 {

@@ -10,21 +10,21 @@ use crate::address::{Address, HostPhys};
 #[repr(u8)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MemoryType {
-    /// UC: uncacheable.
+    /// UC, uncacheable: the type of devices.
     Uncacheable = 0,
-    /// WC: write-combining.
+    /// WC, write-combining: the type of frame buffers.
     WriteCombining = 1,
-    /// WT: write-through.
+    /// WT, write-through: reads are cached.
     WriteThrough = 4,
-    /// WP: write-protect.
+    /// WP, write-protect: reads are cached, writes are not.
     WriteProtect = 5,
-    /// WB: write-back.
+    /// WB, write-back: the type of ordinary memory.
     WriteBack = 6,
 }
 
 impl MemoryType {
-    /// The type with this encoding; reserved ones are uncacheable. Only bits 2:0 count: bits 4:3 of
-    /// AMD's fixed ranges route accesses (APM volume 2, 7.9.1).
+    /// Returns the type with this encoding. Reserved encodings are uncacheable. Only bits 2:0 count: bits 4:3
+    /// of AMD's fixed ranges route accesses (APM volume 2, 7.9.1).
     #[must_use]
     pub const fn from_bits(bits: u64) -> Self {
         match bits & 7 {
@@ -36,8 +36,8 @@ impl MemoryType {
         }
     }
 
-    /// Type where variable ranges of both types overlap: UC wins, WT wins over WB, and what the
-    /// manuals leave undefined is UC (APM volume 2, 7.7.2; SDM volume 3, 12.11.4.1).
+    /// Returns the type where variable ranges of both types overlap. UC wins, and WT wins over WB.
+    /// Combinations that the manuals leave undefined are UC (APM volume 2, 7.7.2; SDM volume 3, 12.11.4.1).
     #[must_use]
     pub const fn overlap(self, other: Self) -> Self {
         match (self, other) {
@@ -51,7 +51,7 @@ impl MemoryType {
     }
 }
 
-/// Most variable ranges that are looked at (IA32_MTRRCAP's count is 8 on AMD, about 10 on Intel).
+/// Most variable ranges that are read (IA32_MTRRCAP counts 8 on AMD, about 10 on Intel).
 pub const MAX_VARIABLE: usize = 32;
 
 /// Address bits of MTRRphysBase and MTRRphysMask (APM volume 2, 7.7.2).
@@ -62,9 +62,9 @@ const MASK_VALID: u64 = 1 << 11;
 pub const DEFAULT_ENABLE: u64 = 1 << 11;
 /// FE of MTRRdefType: the fixed ranges are enabled.
 const DEFAULT_FIXED_ENABLE: u64 = 1 << 10;
-/// End of the fixed ranges.
+/// End of the fixed ranges: 1 MiB.
 const FIXED_END: u64 = 0x10_0000;
-/// Where TOP_MEM2's memory starts.
+/// Start of the memory whose end is TOP_MEM2.
 const FOUR_GIB: u64 = 1 << 32;
 /// Address bits of TOP_MEM2: 8 MiB units (APM volume 2, 7.9.4).
 const TOP_OF_MEMORY_BITS: u64 = 0x000f_ffff_ff80_0000;
@@ -83,12 +83,12 @@ pub struct VariableRange {
 }
 
 impl VariableRange {
-    /// Type of the range.
+    /// Returns the memory type of the range.
     const fn memory_type(self) -> MemoryType {
         MemoryType::from_bits(self.base)
     }
 
-    /// Whether the range is in use.
+    /// Returns true if the range is in use.
     #[must_use]
     pub const fn is_valid(self) -> bool {
         self.mask & MASK_VALID != 0
@@ -98,7 +98,7 @@ impl VariableRange {
         self.mask & ADDRESS_BITS
     }
 
-    /// What an address must have under the mask.
+    /// Returns the bits that an address must have under the mask.
     const fn pattern(self) -> u64 {
         self.base & self.address_mask()
     }
@@ -107,7 +107,7 @@ impl VariableRange {
         self.is_valid() && address & self.address_mask() == self.pattern()
     }
 
-    /// First and last address, if the mask selects one contiguous block among addresses of
+    /// Returns the first and the last address, if the mask selects one contiguous block among addresses of
     /// `physical_bits`.
     #[must_use]
     pub const fn bounds(self, physical_bits: u32) -> Option<(u64, u64)> {
@@ -119,7 +119,8 @@ impl VariableRange {
         Some((self.pattern(), self.pattern() | free))
     }
 
-    /// First address after `address` at which the range begins or ends; `u64::MAX` if none.
+    /// Returns the first address after `address` at which the range begins or ends; `u64::MAX` if there is
+    /// none.
     const fn next_change(self, address: u64, physical_bits: u32) -> u64 {
         if !self.is_valid() {
             return u64::MAX;
@@ -133,14 +134,14 @@ impl VariableRange {
         }
     }
 
-    /// End of the block that contains `address`: the lowest mask bit flips there.
+    /// Returns the end of the block that contains `address`: the lowest mask bit flips there.
     const fn scattered_end(self, address: u64) -> u64 {
         let unit = self.address_mask() & self.address_mask().wrapping_neg();
         (address | unit.wrapping_sub(1)).saturating_add(1)
     }
 
-    /// Smallest address above `address` under a non-contiguous mask. It equals `address` above some
-    /// bit, has 1 there where `address` has 0, and is as small as the pattern allows below.
+    /// Returns the smallest address above `address` under a non-contiguous mask. It equals `address` above
+    /// some bit, has 1 there where `address` has 0, and is as small as the pattern allows below.
     const fn scattered_start(self, address: u64) -> u64 {
         let (mask, pattern) = (self.address_mask(), self.pattern());
         let mut bit = 1 << 12;
@@ -159,9 +160,9 @@ impl VariableRange {
 /// A stretch of addresses of one type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TypeRun {
-    /// The type.
+    /// Type of all its addresses.
     pub memory_type: MemoryType,
-    /// First address after it.
+    /// First address after the stretch.
     pub end: HostPhys,
 }
 
@@ -186,11 +187,11 @@ pub struct Mtrrs {
 }
 
 impl Mtrrs {
-    /// From registers as read: MTRRdefType, the fixed ranges in the order of [`Mtrrs::fixed`], and the
-    /// variable ranges, of which those beyond [`MAX_VARIABLE`] are ignored.
+    /// Returns the MTRRs with these register values: MTRRdefType, the fixed ranges in the order of
+    /// [`Mtrrs::fixed`], and the variable ranges. Those beyond [`MAX_VARIABLE`] are ignored.
     ///
     /// Upper bits that no valid mask has count as set in all. Where the upper part of an address is a key
-    /// identifier, masks do not have it, and CPUID says nothing of that (SDM volume 3, "Memory encryption").
+    /// identifier, masks do not have it, and CPUID does not report that (SDM volume 3, "Memory encryption").
     #[must_use]
     pub fn from_registers(
         default: u64,
@@ -218,7 +219,7 @@ impl Mtrrs {
         }
     }
 
-    /// Memory type of one address (APM volume 2, 7.7.2 and 7.7.3; SDM volume 3, 12.11.4.1).
+    /// Returns the memory type of one address (APM volume 2, 7.7.2 and 7.7.3; SDM volume 3, 12.11.4.1).
     #[must_use]
     pub fn type_at(&self, address: HostPhys) -> MemoryType {
         let address = address.as_u64();
@@ -233,8 +234,8 @@ impl Mtrrs {
         variable.unwrap_or_else(|| self.default_at(address))
     }
 
-    /// Type of all `size` bytes from `start`, or `None` where there is more than one. A striped pattern
-    /// of more than 256 pieces (only non-contiguous masks make one) counts as not uniform.
+    /// Returns the type of all `size` bytes from `start`, or `None` where there is more than one. A striped
+    /// pattern of more than 256 pieces counts as not uniform. Only non-contiguous masks make one.
     #[must_use]
     pub fn uniform_type(&self, start: HostPhys, size: u64) -> Option<MemoryType> {
         let end = start.saturating_add(size);
@@ -242,7 +243,7 @@ impl Mtrrs {
         (run.end >= end).then_some(run.memory_type)
     }
 
-    /// Type at `start`, and how far it is known to go on, at most to `end`.
+    /// Returns the type at `start`, and the end of the stretch that is known to have it, at most `end`.
     #[must_use]
     pub fn uniform_run(&self, start: HostPhys, end: HostPhys) -> TypeRun {
         let memory_type = self.type_at(start);
@@ -256,13 +257,13 @@ impl Mtrrs {
         TypeRun { memory_type, end: end.min(HostPhys::new(address)) }
     }
 
-    /// TOP_MEM2 in the units that the register has, where it matters.
+    /// Returns TOP_MEM2 in the units of the register, where it matters.
     #[must_use]
     pub fn top_of_memory(&self) -> Option<u64> {
         self.top_of_memory_2.map(|top| top & TOP_OF_MEMORY_BITS).filter(|top| *top > FOUR_GIB)
     }
 
-    /// First address after `address` where another register may become responsible.
+    /// Returns the first address after `address` where another register may become responsible.
     fn next_change(&self, address: u64) -> u64 {
         if !self.enabled {
             return u64::MAX;
@@ -301,7 +302,8 @@ impl Mtrrs {
     }
 }
 
-/// Register, byte in it, and bytes per range of an address below 1 MiB (APM volume 2, table 7-9).
+/// Returns the register, the byte in it, and the bytes per range for an address below 1 MiB (APM volume 2,
+/// table 7-9).
 const fn fixed_position(address: u64) -> (usize, u64, u64) {
     let (first, start, unit) = match address {
         0..0x8_0000 => (0, 0, 0x1_0000),
@@ -312,7 +314,7 @@ const fn fixed_position(address: u64) -> (usize, u64, u64) {
     (first + (range / 8) as usize, range % 8, unit)
 }
 
-/// All bits below `bit`.
+/// Returns a mask of all bits below `bit`.
 const fn below(bit: u32) -> u64 {
     match 1_u64.checked_shl(bit) {
         Some(value) => value - 1,

@@ -20,32 +20,33 @@ use crate::{fault, machine_check, nested, publish, speculation};
 
 /// Kernel virtual address of physical address 0.
 static DIRECT_MAP_VIRT: AtomicU64 = AtomicU64::new(0);
-/// Where the image was loaded, virtual.
+/// Virtual address at which the image was loaded.
 static IMAGE_VIRT: AtomicU64 = AtomicU64::new(0);
-/// Whether the nested tables are complete.
+/// 1 once the nested tables are complete.
 static BUILT: AtomicU32 = AtomicU32::new(0);
-/// Facts of the CPU that the others are compared with: the first that was looked at.
+/// Facts of the first CPU that was checked. The others are compared with it.
 static REFERENCE: Mutex<Option<CpuFacts>> = Mutex::new(None);
 
-/// Where the image was loaded, virtual.
+/// Returns the virtual address at which the image was loaded.
 #[must_use]
 pub fn image_virt() -> u64 {
     IMAGE_VIRT.load(Ordering::Relaxed)
 }
 
-/// Where the direct map starts: the kernel's, at whose addresses the hypervisor's own memory lies too.
+/// Returns the start of the kernel's direct map. The hypervisor's own memory lies at its addresses too.
 #[must_use]
 pub fn direct_map() -> HostVirt {
     HostVirt::new(DIRECT_MAP_VIRT.load(Ordering::Relaxed))
 }
 
-/// Where one of the image's own statics is in memory.
+/// Returns the host-physical address of one of the image's own statics.
 #[must_use]
 pub fn phys_of<T>(own: &'static T) -> HostPhys {
     HostVirt::new(core::ptr::from_ref(own).expose_provenance() as u64).of_direct_map(direct_map())
 }
 
-/// The way in from [`crate::host::entry`], on the hypervisor's tables and stack.
+/// Carries out one operation of the driver, on the hypervisor's tables and stack. [`crate::host::entry`]
+/// calls it.
 #[inline(always)]
 pub fn enter<V: Vendor>(area: &mut Area<V>) -> Next {
     area.cpu.phase = Phase::Native;
@@ -102,12 +103,12 @@ fn build<V: Vendor>(area: &mut Area<V>) -> Result<(), Code> {
     Ok(())
 }
 
-/// Attach's own checks; `mercury doctor` runs the same code on the same facts.
+/// Runs attach's own checks. `mercury doctor` runs the same code on the same facts.
 fn preflight<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Result<(), Code> {
     let facts: Argument<CpuFacts> = argument(area)?;
     // Where the processor deals with an INIT by itself, it leaves no word (HARDWARE A-30).
     publish::native(area, Code::CpuReset);
-    // Nobody waits here: the driver asks one CPU at a time, and the holder may have died with the lock.
+    // This CPU does not wait: the driver asks one CPU at a time, and the holder may have died with the lock.
     let mut reference = REFERENCE.try_lock().ok_or(Code::Crashed)?;
     if let Some(finding) = first_refusal(&facts, &mut reference) {
         area.cpu.gate.detail = finding.detail;
@@ -123,8 +124,8 @@ fn preflight<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Res
     Ok(())
 }
 
-/// The first reason not to attach a CPU, by itself or beside the one in `reference`. That one is read
-/// afresh whenever its turn comes: the kernel may have changed all CPUs meanwhile.
+/// Returns the first reason not to attach a CPU, by itself or beside the one in `reference`. The facts of
+/// that one are read afresh whenever its turn comes, for the kernel may have changed all CPUs meanwhile.
 fn first_refusal(facts: &CpuFacts, reference: &mut Option<CpuFacts>) -> Option<Finding> {
     if let Some(finding) = mercury_preflight::first_refusal(facts) {
         return Some(finding);
@@ -136,7 +137,7 @@ fn first_refusal(facts: &CpuFacts, reference: &mut Option<CpuFacts>) -> Option<F
     mercury_preflight::compare(first, facts).first_refusal().copied()
 }
 
-/// The mode switch: the control block from the live state; what follows is the guest.
+/// Attaches this CPU: fills the control block from the live state. The guest is what follows.
 fn attach<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Result<Next, Code> {
     fault::check(area, FaultPoint::Entry)?;
     if BUILT.load(Ordering::Acquire) == 0 {

@@ -1,10 +1,14 @@
 //! The nested tables of this machine: one identity map for all CPUs, its pages, and nested faults.
 //!
-//! Built at load on a native CPU, a bounded piece a call; changed afterwards only by faults: an address
-//! that nothing has touched before is mapped, a hidden page that is written to gets the sink. The first
-//! loosens the map. The second may turn the oldest of many sunk pages back to zeros: a CPU with a stale
-//! translation then still writes to the sink, which harms nobody. So no other CPU needs to be told
-//! (HARDWARE A-5); the CPU that faulted flushes its own translations where there was one.
+//! The map is built at load on a native CPU, a bounded piece a call. Afterwards only faults change it, in
+//! two ways:
+//!
+//! * An address that was never touched before is mapped. That loosens the map.
+//! * A hidden page that is written to gets the sink. That may turn the oldest of many sunk pages back to
+//!   zeros. A CPU with a stale translation then still writes to the sink, which does no harm.
+//!
+//! So no other CPU needs to be told (HARDWARE A-5). The CPU that faulted flushes its own translations where
+//! there was one.
 
 use core::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
@@ -27,15 +31,16 @@ use crate::snapshot::view::Access;
 use crate::vendor::Vendor;
 use crate::x86::{Hardware, msr};
 
-/// Table pages that one call of [`build`] touches at most: about twenty microseconds (HARDWARE M-5).
+/// Most table pages that one call of [`build`] touches: about twenty microseconds (HARDWARE M-5).
 const BUILD_BUDGET: usize = 4;
-/// Table pages that may be spent on mapping all of the address width in advance: 2 MiB, for 48 bits.
+/// Most table pages that are spent on mapping all of the address width in advance: 2 MiB, for 48 bits.
 const COMPLETE_PAGES: usize = 512;
-/// What lies beyond is mapped when it is touched, even if the kernel knows of it: bridge windows near the top
-/// of 52 bits would take more table pages than the driver can give.
+/// End of the addresses that are mapped in advance. Those beyond are mapped when they are touched, even if
+/// the kernel knows of them: bridge windows near the top of 52 bits would take more table pages than the
+/// driver can give.
 const EAGER_MAX: u64 = 1 << 48;
-/// Attempts at the lock in an exit before the CPU gives up: a good second. The holder needs some microseconds, or is
-/// a processor that its own host has stopped for a while.
+/// Attempts at the lock in an exit before the CPU gives up: a good second. The holder needs some
+/// microseconds, unless its own host has stopped the processor for a while.
 const LOCK_ATTEMPTS: usize = 1 << 25;
 
 /// A page that stands in for others.
@@ -45,13 +50,13 @@ struct StandIn(core::cell::UnsafeCell<[u8; 4096]>);
 // SAFETY: software never touches the content; only the system above does, through the nested tables.
 unsafe impl Sync for StandIn {}
 
-/// What the system reads where the hypervisor's memory is.
+/// Page of zeros that the system reads in place of the hypervisor's memory.
 static ZERO_PAGE: StandIn = StandIn(core::cell::UnsafeCell::new([0; 4096]));
-/// Where its writes go after the first.
+/// Page that takes the system's writes to hidden memory, after the first.
 static SINK_PAGE: StandIn = StandIn(core::cell::UnsafeCell::new([0; 4096]));
 
 static ROOT_PHYS: AtomicU64 = AtomicU64::new(0);
-/// Whether the tables have five levels.
+/// True if the tables have five levels.
 static FIVE_LEVEL: AtomicBool = AtomicBool::new(false);
 static WANTED_PAGES: AtomicUsize = AtomicUsize::new(0);
 
@@ -59,13 +64,13 @@ static WANTED_PAGES: AtomicUsize = AtomicUsize::new(0);
 pub struct Tables<F>(Mutex<Option<Nested<F>>>);
 
 impl<F> Tables<F> {
-    /// None yet.
+    /// Returns tables that are yet to be planned.
     #[must_use]
     pub const fn new() -> Self {
         Self(Mutex::new(None))
     }
 
-    /// The tables, if the holder of the lock gives it away in time.
+    /// Locks the tables. `None` if the holder of the lock does not release it in time.
     pub(crate) fn lock(&self) -> Option<spin::MutexGuard<'_, Option<Nested<F>>>> {
         for _ in 0..LOCK_ATTEMPTS {
             if let Some(guard) = self.0.try_lock() {
@@ -83,7 +88,7 @@ impl<F> Default for Tables<F> {
     }
 }
 
-/// The identity map and its pages, and what looks at the same memory in another way for a while.
+/// The identity map and its pages, and the snapshot and dirty log over the same memory.
 #[derive(Debug)]
 pub(crate) struct Nested<F> {
     map: IdentityMap<F>,
@@ -126,25 +131,25 @@ impl TablePages for Pool {
     }
 }
 
-/// Root of the nested tables.
+/// Returns the root of the nested tables.
 #[must_use]
 pub fn root() -> HostPhys {
     HostPhys::new(ROOT_PHYS.load(Ordering::Relaxed))
 }
 
-/// The root of nested tables that map nothing.
+/// Returns the root of nested tables that map nothing.
 #[must_use]
 pub fn empty_root() -> HostPhys {
     phys_of(&ZERO_PAGE)
 }
 
-/// Levels of the nested tables.
+/// Returns the number of levels of the nested tables.
 #[must_use]
 pub fn depth() -> Depth {
     if FIVE_LEVEL.load(Ordering::Relaxed) { Depth::Five } else { Depth::Four }
 }
 
-/// How many pages the last [`build`] asked for.
+/// Returns the number of pages that the last [`build`] asked for.
 #[must_use]
 pub fn wanted_pages() -> u64 {
     WANTED_PAGES.load(Ordering::Relaxed) as u64
@@ -204,7 +209,7 @@ pub fn build<V: Vendor>() -> Result<(), Code> {
     }
 }
 
-/// Whether the MTRRs are still those that the tables were planned with.
+/// Returns true if the MTRRs are still those that the tables were planned with.
 #[must_use]
 pub fn types_are_current<V: Vendor>(hardware: &mut impl Hardware) -> bool {
     let physical_bits = V::physical_bits(hardware);
@@ -214,26 +219,26 @@ pub fn types_are_current<V: Vendor>(hardware: &mut impl Hardware) -> bool {
     guard.is_some_and(|nested| nested.as_ref().is_some_and(|nested| *nested.map.mtrrs() == mtrrs))
 }
 
-/// What became of a nested fault.
+/// Outcome of a nested fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NestedAnswer {
     /// The address is mapped now.
     Filled,
     /// A write to hidden memory: it goes nowhere.
     HiddenWrite,
-    /// The page can be written: another CPU was faster. This one may still know it as it was.
+    /// The page can be written: another CPU was faster. This CPU may still have the old translation.
     Raced,
-    /// There is no page for the tables, no such address, or no getting at the lock.
+    /// There is no page for the tables, no such address, or the lock was not released.
     Exhausted,
-    /// Beneath a snapshot: what is kept of the page has been copied, if it had to be.
+    /// Beneath a snapshot or a dirty log: the write can be made, after a copy where one was needed.
     Kept {
-        /// Ticks of the TSC for which the writer has to wait: the pool runs low.
+        /// TSC ticks for which the writer has to wait, because the pool runs low.
         wait: u64,
     },
 }
 
-/// Answers a nested fault of this CPU at `address`, guest-physical; `access`: beyond reading. Never waits for long:
-/// the holder of the lock may be a CPU that died with it.
+/// Answers a nested fault of this CPU at `address`, guest-physical. `access` is what it was beyond reading.
+/// Never waits for long: the holder of the lock may be a CPU that died with it.
 #[must_use]
 pub fn fault<V: Vendor>(
     area: &mut Area<V>,
@@ -247,7 +252,7 @@ pub fn fault<V: Vendor>(
     }
 }
 
-/// Answers it for a CPU whose [`crate::cpu::Cpu::on_snapshot`] is `tables`.
+/// Answers a nested fault for a CPU whose [`crate::cpu::Cpu::on_snapshot`] is `tables`.
 fn answer<V: Vendor>(tables: u32, address: u64, access: Option<Access>) -> NestedAnswer {
     let Some(mut guard) = V::tables().lock() else { return NestedAnswer::Exhausted };
     let Some(nested) = guard.as_mut() else { return NestedAnswer::Exhausted };
@@ -258,7 +263,8 @@ fn answer<V: Vendor>(tables: u32, address: u64, access: Option<Access>) -> Neste
     }
 }
 
-/// Whether the system reaches, at this address, the same of memory, and can write there: it is not hidden.
+/// Returns true if the system reaches the same memory at this address, and can write there: the page is not
+/// hidden.
 #[must_use]
 pub fn is_identity<V: Vendor>(address: GuestPhys) -> bool {
     V::tables()
@@ -274,13 +280,13 @@ impl<F: Format<Address = GuestPhys>> Nested<F> {
             .is_some_and(|mapping| mapping.writable && mapping.phys.as_u64() == address.as_u64())
     }
 
-    /// The identity map's tables, once they are built.
+    /// Returns the identity map's tables, once they are built.
     pub(crate) const fn tables(&self) -> Option<PageTable<F>> {
         self.map.tables()
     }
 
-    /// The snapshot's tables come first, or the log's; what they only share is the identity map's to answer, and theirs
-    /// to adopt.
+    /// Answers by the tables of the snapshot or of the dirty log first. The identity map answers what they
+    /// only share, and they adopt the change.
     fn answer_beneath_snapshot(
         &mut self,
         address: GuestPhys,
@@ -315,7 +321,7 @@ impl<F: Format<Address = GuestPhys>> Nested<F> {
     }
 }
 
-/// The MTRRs of this CPU. Where they are disabled or missing, so is one type for all: uncacheable.
+/// Reads the MTRRs of this CPU. Where they are disabled or missing, all memory is uncacheable.
 fn read_mtrrs(hardware: &mut impl Hardware, physical_bits: u32, top_of_memory_2: Option<u64>) -> Mtrrs {
     const COUNT: u64 = 0xFF;
     let mut variable = [VariableRange::default(); 32];
@@ -336,11 +342,11 @@ pub(crate) mod tests {
     use crate::paging::format::{AmdNested, IntelExtended};
     use crate::paging::plan::LargestPage;
 
-    /// Hidden.
+    /// Guest-physical address of a hidden page.
     pub const HIDDEN: GuestPhys = GuestPhys::new(0x20_0000);
-    /// Nothing is mapped here yet.
+    /// Address that is not mapped yet.
     pub const UNTOUCHED: u64 = 1 << 33;
-    /// Nothing can be mapped here.
+    /// Address that cannot be mapped.
     pub const BEYOND: u64 = 1 << 41;
 
     /// MTRRs of the machine whose tables these are: the second half of the first 4 GiB is uncacheable.

@@ -1,8 +1,7 @@
-//! PCI functions, as far as they must be kept from writing to memory: while a machine is put back to a snapshot
-//! nobody else may change it.
+//! PCI functions that are kept from writing to memory while a machine is put back to a snapshot.
 //!
-//! By the configuration ports, which reach the first segment (PCI Local Bus 3.0, 3.2.2.3.2). Whoever used them at the
-//! time is put back too.
+//! The configuration ports reach the first segment (PCI Local Bus 3.0, 3.2.2.3.2). A CPU that used the
+//! ports at the time is put back too.
 
 use crate::x86::Hardware;
 
@@ -12,14 +11,14 @@ pub struct Register(u32);
 
 const COMMAND: u32 = 0x04;
 const COMMAND_BUS_MASTER: u32 = 1 << 2;
-/// The other half of the register is the status, in which ones that are written clear what is set.
+/// The command's half of the register. The other half is the status, in which writing a one clears a bit.
 const COMMAND_BITS: u32 = 0xFFFF;
 const CLASS: u32 = 0x08;
 const CLASS_SHIFT: u32 = 16;
 const NOBODY: u32 = 0xFFFF_FFFF;
 /// Bridges let through what devices behind them write; other ones (0680h) write by themselves.
 const CLASS_BRIDGES: core::ops::RangeInclusive<u32> = 0x0600..=0x060A;
-/// Without its own accesses nothing goes through an IOMMU, and it writes to no memory but its own.
+/// An IOMMU needs its own accesses to let others through, and writes to no memory but its own.
 const CLASS_IOMMU: u32 = 0x0806;
 
 impl Register {
@@ -33,14 +32,15 @@ impl Register {
         Self(self.0 & !0xFF | register)
     }
 
-    /// What the address port takes.
+    /// Returns the register as the address port takes it.
     #[must_use]
     pub const fn address(self) -> u32 {
         self.0
     }
 }
 
-/// Keeps all functions on these buses, a bit for each, from accessing memory; how many there were.
+/// Keeps all functions on these buses from accessing memory, a bit for each bus. Returns the number of
+/// functions.
 pub fn silence(hardware: &mut impl Hardware, buses: &[u64; 4]) -> u64 {
     let mut silenced = 0;
     for bus in (0..256).filter(|bus| buses[*bus as usize / 64] >> (bus % 64) & 1 != 0) {
@@ -51,7 +51,8 @@ pub fn silence(hardware: &mut impl Hardware, buses: &[u64; 4]) -> u64 {
     silenced
 }
 
-/// Virtual functions have no identity of their own, and stand where there need be no function 0 (SR-IOV 1.1, 3.4.1.1).
+/// Silences the functions of one device. Virtual functions have no identity of their own, and stand where
+/// there need be no function 0 (SR-IOV 1.1, 3.4.1.1).
 fn silence_device(hardware: &mut impl Hardware, bus: u32, device: u32) -> u64 {
     (0..8).map(|function| silence_function(hardware, Register::of(bus, device, function, 0))).sum()
 }

@@ -1,4 +1,4 @@
-//! Counters and the log: what user space sees (see [`mercury_abi::shared`]).
+//! Counters and the log, as user space reads them (see [`mercury_abi::shared`]).
 
 use mercury_abi::code::Code;
 use mercury_abi::shared::{ExitReason, LOG_RECORDS, LogKind, SHARED_MAGIC};
@@ -14,7 +14,7 @@ pub fn prepare<V: Vendor>(area: &mut Area<V>) {
     shared.magic = SHARED_MAGIC;
 }
 
-/// Counts an exit.
+/// Counts an exit of this reason.
 #[inline]
 pub fn count<V: Vendor>(area: &mut Area<V>, reason: ExitReason) {
     // Only this CPU writes the block; the system above may scribble on it, so nothing is concluded from it.
@@ -29,7 +29,7 @@ pub fn add_ticks<V: Vendor>(area: &mut Area<V>, ticks: u64) {
     shared.exit_ticks = shared.exit_ticks.wrapping_add(ticks);
 }
 
-/// This CPU is attached now.
+/// Publishes that this CPU is attached now.
 #[inline]
 pub fn attached<V: Vendor>(area: &mut Area<V>) {
     let shared = area.shared();
@@ -37,7 +37,7 @@ pub fn attached<V: Vendor>(area: &mut Area<V>) {
     shared.attaches = shared.attaches.wrapping_add(1);
 }
 
-/// This CPU leaves; `because` is `Ok` for a detach that the driver asked for.
+/// Publishes that this CPU leaves. `because` is `Ok` for a detach that the driver asked for.
 #[inline]
 pub fn departed<V: Vendor>(area: &mut Area<V>, because: Code) {
     let shared = area.shared();
@@ -48,8 +48,7 @@ pub fn departed<V: Vendor>(area: &mut Area<V>, because: Code) {
     }
 }
 
-/// This CPU is native. If it is said to be attached, whoever looks after CPUs that leave is told that it is
-/// not, and why.
+/// Publishes that this CPU is native. If its block says attached, that is a departure, for this reason.
 pub fn native<V: Vendor>(area: &mut Area<V>, because: Code) {
     if area.shared().attached != 0 {
         departed(area, because);

@@ -18,7 +18,7 @@ use crate::x86::Hardware;
 pub enum Quick {
     /// Leave through the gate.
     Leave = 0,
-    /// Enter the guest.
+    /// Enter the guest again.
     Run = 1,
     /// Take the long way: the exit is of another kind, and nothing has been changed.
     Slow = 2,

@@ -16,7 +16,7 @@ use crate::cpu::Cpu;
 /// Bytes from one exception stub to the next.
 pub const EXCEPTION_STUB_SIZE: u64 = 16;
 
-/// What VERW is given: the selector of a segment that can be written.
+/// Operand of VERW: the selector of a writable segment.
 #[cfg(feature = "image")]
 pub static VERW_SELECTOR: u16 = super::tables::HOST_DS;
 
@@ -24,13 +24,13 @@ pub static VERW_SELECTOR: u16 = super::tables::HOST_DS;
 #[cfg(feature = "image")]
 static HOST_MXCSR: u32 = 0x1F80;
 
-/// What follows an operation or an exit.
+/// Step that follows an operation or an exit.
 #[repr(u32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
     /// Leave through the gate with what [`mercury_abi::gate::Outward`] holds.
     Leave = 0,
-    /// Enter the guest.
+    /// Enter the guest by the world switch.
     Run = 1,
 }
 
@@ -108,8 +108,8 @@ pub unsafe extern "C" fn prepare_area<V: crate::vendor::Vendor>(area: *mut crate
     super::tables::prepare(unsafe { &mut *area });
 }
 
-/// Leaves for good, RDI = the CPU's area: the processor's extended state is the system's again
-/// already; what is left are SSE and what the gate restores.
+/// Leaves for good, RDI = the CPU's area. The extended state is the system's already. SSE is restored here,
+/// and the gate restores the rest.
 #[cfg(feature = "image")]
 #[unsafe(naked)]
 pub extern "C" fn leave() -> ! {
@@ -123,7 +123,7 @@ pub extern "C" fn leave() -> ! {
     )
 }
 
-/// As [`leave`], where the vector registers are the system's still.
+/// Leaves for good, RDI = the CPU's area, where the vector registers are still the system's.
 #[cfg(feature = "image")]
 #[unsafe(naked)]
 pub extern "C" fn leave_quickly() -> ! {
@@ -140,9 +140,9 @@ macro_rules! each_xmm {
     };
 }
 
-/// Saves XMM0–15 and MXCSR in the area at RDI, says so there, and loads the hypervisor's MXCSR. Changes no
-/// other register. An exception on the way finds either that it is still to be done, from the beginning, or
-/// that it is done.
+/// Saves XMM0–15 and MXCSR in the area at RDI, sets [`Cpu::sse_saved`], and loads the hypervisor's MXCSR.
+/// Changes no other register. An exception on the way finds the saving either undone, and begins it again,
+/// or done.
 #[cfg(feature = "image")]
 #[unsafe(naked)]
 pub extern "C" fn save_sse() {
@@ -166,7 +166,7 @@ pub extern "C" fn save_sse() {
     )
 }
 
-/// The reverse of [`save_sse`].
+/// Reverses [`save_sse`]: the registers are the system's again.
 #[cfg(feature = "image")]
 #[unsafe(naked)]
 pub extern "C" fn restore_sse() {
@@ -188,20 +188,20 @@ pub extern "C" fn restore_sse() {
     )
 }
 
-/// Address of the first exception stub.
+/// Returns the virtual address of the first exception stub.
 #[cfg(feature = "image")]
 pub fn exception_stubs_virt() -> u64 {
     exception_stubs as *const () as u64
 }
 
-/// Address of the first exception stub: tests have none.
+/// Returns 0: tests have no exception stubs.
 #[cfg(not(feature = "image"))]
 pub fn exception_stubs_virt() -> u64 {
     0
 }
 
-/// One stub a vector, [`EXCEPTION_STUB_SIZE`] apart: pushes an error code where the processor pushes
-/// none (APM vol. 2, 8.2), then the vector.
+/// One stub for each vector, [`EXCEPTION_STUB_SIZE`] bytes apart. It pushes an error code where the
+/// processor pushes none (APM vol. 2, 8.2), and then the vector.
 #[cfg(feature = "image")]
 #[unsafe(naked)]
 extern "C" fn exception_stubs() {

@@ -1,5 +1,5 @@
-//! Exceptions inside the hypervisor: an expected one continues at its recovery address, a machine
-//! check is handed to the system above, everything else is the end of this CPU's attachment.
+//! Exceptions inside the hypervisor. An expected one continues at its recovery address. A machine check is
+//! handed to the system above. Any other exception ends this CPU's attachment.
 
 #[cfg(feature = "image")]
 use crate::{
@@ -7,36 +7,36 @@ use crate::{
     vendor::{self, Vendor, Visitor},
 };
 
-/// What the exception stubs push.
+/// Stack frame of an exception: the registers that the stub has pushed, below those that the processor has.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Frame {
     /// R15 to RAX, in the order of the stub's pushes reversed.
     pub registers: [u64; 15],
-    /// Exception vector.
+    /// Exception vector, 0 to 31.
     pub vector: u64,
-    /// Error code, or 0.
+    /// Error code of the exception; 0 if it has none.
     pub error_code: u64,
-    /// RIP.
+    /// RIP of the interrupted code, virtual.
     pub rip: u64,
-    /// CS.
+    /// CS of the interrupted code.
     pub cs: u64,
-    /// RFLAGS.
+    /// RFLAGS of the interrupted code.
     pub rflags: u64,
-    /// RSP.
+    /// RSP of the interrupted code, virtual.
     pub rsp: u64,
-    /// SS.
+    /// SS of the interrupted code.
     pub ss: u64,
 }
 
-/// #GP.
+/// Vector of #GP, general protection.
 pub const GENERAL_PROTECTION: u64 = 13;
-/// NMI.
+/// Vector of NMIs in the IDT.
 pub const NMI: u64 = 2;
-/// #MC.
+/// Vector of #MC, machine check.
 pub const MACHINE_CHECK: u64 = 18;
 
-/// Where to continue after the exception in `frame`, or 0 if there is nowhere.
+/// Returns the address to continue at after the exception in `frame`, or 0 if there is none.
 ///
 /// # Safety
 /// On an exception's own stack, with the frame that the stub pushed there.
@@ -54,8 +54,8 @@ pub unsafe extern "C" fn recover(frame: *const Frame) -> u64 {
     }
 }
 
-/// A machine check while GIF = 0: the system above gets it in any case. What was interrupted goes on if its
-/// instruction stream is intact (MCG_STATUS.RIPV); otherwise this CPU leaves.
+/// Hands a machine check while GIF = 0 to the system above. The interrupted code goes on if its instruction
+/// stream is intact (MCG_STATUS.RIPV). Otherwise this CPU leaves.
 #[cfg(feature = "image")]
 fn hand_over_machine_check(frame: &Frame) -> u64 {
     const MCG_STATUS: u32 = 0x17A;
@@ -83,7 +83,7 @@ impl Visitor for HandOver {
     }
 }
 
-/// The end: record and leave.
+/// Records the exception, and has this CPU leave.
 ///
 /// # Safety
 /// `area` is this CPU's own, with the system's vector registers saved in it, and `frame` is on one of its

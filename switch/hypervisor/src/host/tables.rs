@@ -23,7 +23,7 @@ pub const HOST_TR: u16 = 0x20;
 pub const CODE_DESCRIPTOR: u64 = 0x00AF_9B00_0000_FFFF;
 /// Descriptor of a flat data segment at CPL 0.
 pub const DATA_DESCRIPTOR: u64 = 0x00CF_9300_0000_FFFF;
-/// Exception vectors with a handler: all of them.
+/// Exception vectors with a handler: all that there are.
 pub const VECTORS: usize = 32;
 
 const VECTOR_NMI: usize = 2;
@@ -61,7 +61,7 @@ pub struct Gate {
 }
 
 impl Gate {
-    /// A present interrupt gate to `target_virt` on interrupt stack `ist`.
+    /// Returns a present interrupt gate to `target_virt` on interrupt stack `ist`.
     #[must_use]
     pub const fn new(target_virt: u64, ist: u8) -> Self {
         let low = (target_virt & 0xFFFF)
@@ -73,7 +73,7 @@ impl Gate {
     }
 }
 
-/// The IDT of all CPUs.
+/// The IDT, which all CPUs share.
 #[repr(C, align(16))]
 pub struct Idt(core::cell::UnsafeCell<[Gate; VECTORS]>);
 
@@ -83,9 +83,9 @@ unsafe impl Sync for Idt {}
 static IDT: Idt = Idt(core::cell::UnsafeCell::new([Gate { low: 0, high: 0 }; VECTORS]));
 
 impl Idt {
-    /// Writes every gate. `stubs_virt` is the address of the first exception stub, `nmi_virt` that of the driver's
-    /// handler of NMIs, or 0. That one runs on whatever stack is in use: it must work under the system's task
-    /// state too.
+    /// Writes every gate. `stubs_virt` is the address of the first exception stub. `nmi_virt` is that of the
+    /// driver's handler of NMIs, or 0. The driver's handler runs on the stack in use, because it must work
+    /// under the system's task state too.
     fn fill(&self, stubs_virt: u64, nmi_virt: u64) {
         for vector in 0..VECTORS {
             let gate = if vector == VECTOR_NMI && nmi_virt != 0 {
@@ -108,7 +108,7 @@ const fn stack_of(vector: usize) -> u8 {
     }
 }
 
-/// Fills descriptor tables and task state of a CPU's area, and what is the vendor's.
+/// Fills the descriptor tables and the task state of a CPU's area, and the vendor's part.
 pub fn prepare<V: Vendor>(area: &mut Area<V>) {
     const { Area::<V>::FITS };
     let base = core::ptr::from_mut(area).expose_provenance() as u64;
@@ -143,7 +143,7 @@ impl HostGdt {
         Self([0, 0, CODE_DESCRIPTOR, DATA_DESCRIPTOR, low, tss_virt >> 32])
     }
 
-    /// Marks the task state available, as LTR wants it.
+    /// Marks the task state available, as LTR demands.
     pub fn release_task_state(&mut self) {
         const BUSY: u64 = 1 << 41;
         self.0[4] &= !BUSY;

@@ -1,4 +1,4 @@
-//! What the bits of an entry mean, for each processor.
+//! Bits of page-table entries, for each processor.
 
 use crate::address::{Address, GuestPhys, HostPhys, PageSize};
 use crate::mtrr::MemoryType;
@@ -8,7 +8,7 @@ const ADDRESS_BITS: u64 = 0x000f_ffff_ffff_f000;
 /// PS: a directory's entry maps a page (APM volume 2, 5.4.1; SDM volume 3, tables 30-3 and 30-5).
 const LARGE: u64 = 1 << 7;
 
-/// What a page may be used for.
+/// Accesses that a page permits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Permission {
     /// Reads only; writes fault.
@@ -19,26 +19,26 @@ pub enum Permission {
 
 /// One format of page-table entries.
 pub trait Format: Copy {
-    /// Kind of address that is translated.
+    /// Kind of the addresses that are translated.
     type Address: Address;
 
-    /// Entry that points at a table, which restricts nothing.
+    /// Returns an entry that points at a table and restricts nothing.
     fn table(child: HostPhys) -> u64;
 
-    /// Entry that maps a page of `size`, at most [`PageSize::Size1G`]. Formats whose entries have no
-    /// memory type ignore it.
+    /// Returns an entry that maps a page of `size`, at most [`PageSize::Size1G`]. Formats whose entries have
+    /// no memory type ignore it.
     fn leaf(phys: HostPhys, size: PageSize, permission: Permission, memory_type: MemoryType) -> u64;
 
-    /// Whether the entry translates or leads on.
+    /// Returns true if the entry translates or leads on.
     fn is_present(entry: u64) -> bool;
 
-    /// What a present leaf permits.
+    /// Returns the accesses that a present leaf permits.
     fn permission(entry: u64) -> Permission;
 
-    /// Memory type of a present leaf; write-back where the format has none.
+    /// Returns the memory type of a present leaf; write-back where the format has none.
     fn memory_type(entry: u64) -> MemoryType;
 
-    /// Whether a present entry that spans `size` maps a page.
+    /// Returns true if a present entry that spans `size` maps a page.
     #[must_use]
     fn is_leaf(entry: u64, size: PageSize) -> bool {
         match size {
@@ -48,31 +48,31 @@ pub trait Format: Copy {
         }
     }
 
-    /// A present entry, table or page, with no restriction.
+    /// Returns a present entry, table or page, without any restriction.
     fn loosened(entry: u64) -> u64;
 
-    /// A present entry through which nothing can be written.
+    /// Returns a present entry through which nothing can be written.
     fn read_only(entry: u64) -> u64;
 
-    /// A present entry of more than 4 KiB through which nothing can be written, and which a table may replace while
-    /// other processors have its translation: one that executes through it must not be among them where
-    /// processors machine-check on that (SDM volume 3, IA32_ARCH_CAPABILITIES.IF_PSCHANGE_MC_NO).
+    /// Returns a present entry of more than 4 KiB through which nothing can be written, and which a table may
+    /// replace while other processors have its translation. It must not permit execution where processors
+    /// machine-check on that (SDM volume 3, IA32_ARCH_CAPABILITIES.IF_PSCHANGE_MC_NO).
     fn replaceable(entry: u64) -> u64;
 
-    /// Whether [`Format::loosened`] would change a present entry.
+    /// Returns true if [`Format::loosened`] would change a present entry.
     #[must_use]
     fn is_restricted(entry: u64) -> bool {
         Self::loosened(entry) != entry
     }
 
-    /// Where a present entry points: a table or the start of a page.
+    /// Returns the address that a present entry points at: a table or the start of a page.
     #[must_use]
     fn address(entry: u64) -> HostPhys {
         HostPhys::new(entry & ADDRESS_BITS)
     }
 }
 
-/// Bits of a leaf: address, and the mark of a large page.
+/// Returns the bits of a leaf: address, and the bit of a large page.
 fn leaf_bits(phys: HostPhys, size: PageSize) -> u64 {
     let address = phys.align_down(size).as_u64() & ADDRESS_BITS;
     if size == PageSize::Size4K { address } else { address | LARGE }

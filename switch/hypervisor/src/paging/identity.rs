@@ -22,14 +22,14 @@ use crate::paging::plan::{Layout, Plan};
 use crate::paging::sink::{Sunk, SunkPages};
 use crate::paging::table::{Exhausted, Mapping, PageTable, Slot, TablePages};
 
-/// Where `build_step` got to.
+/// Progress of `build_step`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
     /// The map is complete and all ranges are hidden.
     Done,
     /// The budget is used up: call again.
     More,
-    /// There was no page. With this many more the map can be completed; an upper bound.
+    /// There was no page. With this many more the map can be completed: an upper bound.
     NeedPages(usize),
 }
 
@@ -37,7 +37,7 @@ pub enum Step {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NeedPages(pub usize);
 
-/// What [`IdentityMap::fill`] found.
+/// Outcome of [`IdentityMap::fill`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FillOutcome {
     /// The address is mapped now.
@@ -48,7 +48,7 @@ pub enum FillOutcome {
     OutOfRange,
 }
 
-/// What [`IdentityMap::sink`] found.
+/// Outcome of [`IdentityMap::sink`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SinkOutcome {
     /// Writes to the page go to the sink now.
@@ -59,7 +59,7 @@ pub enum SinkOutcome {
     Absent,
 }
 
-/// Phases of the build.
+/// Phases of the build, in their order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     Eager,
@@ -67,7 +67,7 @@ enum Phase {
     Hide,
 }
 
-/// One unit of work.
+/// Progress of one unit of work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Progress {
     Worked,
@@ -81,9 +81,9 @@ pub struct IdentityMap<F> {
     tables: Option<PageTable<F>>,
     zero_table: Option<HostPhys>,
     phase: Phase,
-    /// All that the phase has to do below is done.
+    /// End of the addresses for which the phase is done.
     cursor: GuestPhys,
-    /// Owned ranges that are hidden.
+    /// Number of owned ranges that are hidden.
     hidden: usize,
     pages_used: usize,
     pages_lazy: usize,
@@ -91,7 +91,7 @@ pub struct IdentityMap<F> {
 }
 
 impl<F: Format<Address = GuestPhys>> IdentityMap<F> {
-    /// A map of which nothing is built.
+    /// Returns a map of which nothing is built.
     #[must_use]
     pub const fn new(layout: Layout, mtrrs: Mtrrs) -> Self {
         Self {
@@ -107,37 +107,37 @@ impl<F: Format<Address = GuestPhys>> IdentityMap<F> {
         }
     }
 
-    /// The root, once there is one: nCR3 (APM volume 2, 15.25.3) or the EPT pointer's address.
+    /// Returns the root, once there is one: nCR3 (APM volume 2, 15.25.3) or the EPT pointer's address.
     #[must_use]
     pub fn root(&self) -> Option<HostPhys> {
         self.tables.as_ref().map(PageTable::root)
     }
 
-    /// The tables, once there are some.
+    /// Returns the tables, once there are some.
     #[must_use]
     pub const fn tables(&self) -> Option<PageTable<F>> {
         self.tables
     }
 
-    /// The MTRRs that it was planned with.
+    /// Returns the MTRRs that the map was planned with.
     #[must_use]
     pub const fn mtrrs(&self) -> &Mtrrs {
         self.plan.mtrrs()
     }
 
-    /// Table pages in use.
+    /// Returns the number of table pages in use.
     #[must_use]
     pub const fn pages_used(&self) -> usize {
         self.pages_used
     }
 
-    /// Upper bound of the table pages that `build_step` takes in all.
+    /// Returns an upper bound of the table pages that `build_step` takes in all.
     #[must_use]
     pub fn pages_bound(&self, owned: &[OwnedRange]) -> usize {
         self.plan.pages_bound(owned)
     }
 
-    /// What `gpa` translates to; `None` where nothing is mapped yet.
+    /// Returns the translation of `gpa`; `None` where nothing is mapped yet.
     pub fn lookup(&self, pages: &mut impl TablePages, gpa: GuestPhys) -> Option<Mapping> {
         if gpa >= self.plan.limit() {
             return None;
@@ -197,7 +197,7 @@ impl<F: Format<Address = GuestPhys>> IdentityMap<F> {
         SinkOutcome::Sunk
     }
 
-    /// One unit of work of the present phase.
+    /// Does one unit of work of the present phase.
     fn work(&mut self, pages: &mut impl TablePages, owned: &[OwnedRange]) -> Result<Progress, Exhausted> {
         let Some(tables) = self.tables else {
             return self.tables_or_new(pages).map(|_| Progress::Worked);
@@ -336,7 +336,7 @@ impl<F: Format<Address = GuestPhys>> IdentityMap<F> {
         Ok(())
     }
 
-    /// Slot of the 4 KiB page that is mapped at `gpa`, or of the larger one.
+    /// Returns the slot of the 4 KiB page that is mapped at `gpa`, or of the larger one.
     fn page_slot(&self, pages: &mut impl TablePages, gpa: GuestPhys) -> Option<Slot> {
         let tables = self.tables.as_ref().filter(|_| gpa < self.plan.limit())?;
         Some(tables.walk(pages, gpa, PageSize::Size4K)).filter(|slot| PageTable::<F>::is_page(*slot))
@@ -355,7 +355,7 @@ impl<F: Format<Address = GuestPhys>> IdentityMap<F> {
         }
     }
 
-    /// The tables, begun if there are none.
+    /// Returns the tables, begun if there are none.
     fn tables_or_new(&mut self, pages: &mut impl TablePages) -> Result<PageTable<F>, Exhausted> {
         if let Some(tables) = self.tables {
             return Ok(tables);
@@ -366,7 +366,7 @@ impl<F: Format<Address = GuestPhys>> IdentityMap<F> {
         Ok(tables)
     }
 
-    /// The page table that all wholly hidden 2 MiB blocks share.
+    /// Returns the page table that all wholly hidden 2 MiB blocks share.
     fn zero_table_or_new(&mut self, pages: &mut impl TablePages) -> Result<HostPhys, Exhausted> {
         if let Some(table) = self.zero_table {
             return Ok(table);
@@ -383,15 +383,15 @@ impl<F: Format<Address = GuestPhys>> IdentityMap<F> {
         Ok(page)
     }
 
-    /// Pages that the rest of the build can take.
+    /// Returns the number of pages that the rest of the build can take.
     fn missing(&self, owned: &[OwnedRange]) -> usize {
         let built = self.pages_used - self.pages_lazy;
         self.pages_bound(owned).saturating_sub(built).max(1)
     }
 }
 
-/// The first block after `gpa`, in the table of `slot`, that is not a mapped page; otherwise the first
-/// address after that table.
+/// Returns the first block after `gpa`, in the table of `slot`, that is not a mapped page; otherwise the
+/// first address after that table.
 fn skip_present<F: Format>(pages: &mut impl TablePages, slot: Slot, gpa: GuestPhys) -> GuestPhys {
     let entries = pages.table(slot.table).iter().skip(slot.index);
     let is_page = |entry: &&u64| F::is_present(**entry) && F::is_leaf(**entry, slot.size);
@@ -399,7 +399,7 @@ fn skip_present<F: Format>(pages: &mut impl TablePages, slot: Slot, gpa: GuestPh
     gpa.align_down(slot.size).saturating_add(count << slot.size.shift())
 }
 
-/// Tables below an entry that spans `size`, down to 4 KiB pages.
+/// Returns the number of table levels below an entry that spans `size`, down to 4 KiB pages.
 fn levels(size: PageSize) -> usize {
     let mut count = 0;
     let mut below = size.smaller();

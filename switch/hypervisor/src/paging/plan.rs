@@ -1,5 +1,5 @@
-//! What the identity map should hold, computed and never stored: the entry for any block, and how many
-//! pages the tables can take.
+//! Content of the identity map, computed and never stored: the entry for any block, and the number of pages
+//! that the tables can take.
 
 use mercury_abi::gate::OwnedRange;
 
@@ -12,14 +12,14 @@ use crate::paging::table::Depth;
 /// IA32_VMX_EPT_VPID_CAP[17] on Intel).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LargestPage {
-    /// 2 MiB.
+    /// 2 MiB, which every processor has.
     TwoMebibytes,
-    /// 1 GiB.
+    /// 1 GiB, where the processor has them.
     OneGibibyte,
 }
 
 impl LargestPage {
-    /// As a page size.
+    /// Returns the largest page as a page size.
     #[must_use]
     pub const fn size(self) -> PageSize {
         match self {
@@ -35,14 +35,13 @@ pub struct Layout {
     /// Physical address width, less what memory encryption takes (APM volume 2, 15.25.5). From 30 to
     /// 52; other values are taken for the nearest.
     pub physical_bits: u32,
-    /// Number of levels.
+    /// Number of levels of tables.
     pub depth: Depth,
-    /// Largest page.
+    /// Largest page that an entry may map.
     pub largest: LargestPage,
-    /// What lies below is built by `build_step`, exclusive.
+    /// End, exclusive, of the addresses that `build_step` maps in full.
     pub eager_end: GuestPhys,
-    /// Where there are 1 GiB pages, the rest up to 2^48 is built too, if that takes no more table pages
-    /// than this.
+    /// Most table pages for building the rest up to 2^48 too. Only where there are 1 GiB pages.
     pub complete_pages: usize,
     /// Page of zeros that stands in for everything hidden.
     pub zero_page: HostPhys,
@@ -56,38 +55,39 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// The plan of a machine.
+    /// Returns the plan of a machine.
     #[must_use]
     pub const fn new(layout: Layout, mtrrs: Mtrrs) -> Self {
         Self { layout, mtrrs }
     }
 
-    /// Its memory types.
+    /// Returns the memory types of the machine.
     #[must_use]
     pub const fn mtrrs(&self) -> &Mtrrs {
         &self.mtrrs
     }
 
-    /// Its layout.
+    /// Returns the layout of the map.
     #[must_use]
     pub const fn layout(&self) -> &Layout {
         &self.layout
     }
 
-    /// End of what can be mapped: the physical address width or what the tables reach.
+    /// Returns the end of the addresses that can be mapped: the physical address width, or the reach of the
+    /// tables.
     #[must_use]
     pub fn limit(&self) -> GuestPhys {
         let bits = self.layout.physical_bits.clamp(30, 52).min(self.layout.depth.address_bits());
         GuestPhys::new(1 << bits)
     }
 
-    /// End of what is built in full.
+    /// Returns the end of the addresses that are built in full.
     #[must_use]
     pub fn eager_end(&self) -> GuestPhys {
         self.layout.eager_end.min(self.limit())
     }
 
-    /// End of what is built down to the 1 GiB entries.
+    /// Returns the end of the addresses that are built down to the 1 GiB entries.
     #[must_use]
     pub fn complete_end(&self) -> GuestPhys {
         let end = self.limit().min(GuestPhys::new(PageSize::Size256T.bytes()));
@@ -121,26 +121,26 @@ impl Plan {
         hole
     }
 
-    /// Whether a page of `size` may stand at `block` if the memory types allow it. Below 2 MiB lie the
-    /// fixed ranges: 4 KiB pages always (HARDWARE A-12).
+    /// Returns true if a page of `size` may stand at `block`, as far as the memory types allow it. Below 2
+    /// MiB lie the fixed ranges, always with 4 KiB pages (HARDWARE A-12).
     fn may_be_page(&self, block: GuestPhys, size: PageSize) -> bool {
         let above_fixed = size == PageSize::Size4K || block.as_u64() >= PageSize::Size2M.bytes();
         size <= self.layout.largest.size() && block < self.limit() && above_fixed
     }
 
-    /// Entry of a hidden page: the page of zeros, not writable.
+    /// Returns the entry of a hidden page: the page of zeros, not writable.
     #[must_use]
     pub fn hidden_entry<F: Format>(&self) -> u64 {
         self.standing_in::<F>(self.layout.zero_page, Permission::ReadOnly)
     }
 
-    /// Entry of a 4 KiB page that stands in for a hidden one.
+    /// Returns the entry of a 4 KiB page that stands in for a hidden one.
     #[must_use]
     pub fn standing_in<F: Format>(&self, page: HostPhys, permission: Permission) -> u64 {
         F::leaf(page, PageSize::Size4K, permission, self.mtrrs.type_at(page))
     }
 
-    /// The part of an owned range that the map covers: whole pages, start and end.
+    /// Returns the part of an owned range that the map covers: start and end of whole pages.
     #[must_use]
     pub fn covered(&self, range: &OwnedRange) -> (GuestPhys, GuestPhys) {
         let end = range.start_phys.saturating_add(range.pages.saturating_mul(PAGE_SIZE));
@@ -149,8 +149,8 @@ impl Plan {
         (start.min(limit), GuestPhys::new(end).min(limit))
     }
 
-    /// Upper bound of the table pages that the map takes with these ranges hidden, without what is
-    /// filled lazily.
+    /// Returns an upper bound of the table pages that the map takes with these ranges hidden, without the
+    /// pages that are filled lazily.
     #[must_use]
     pub fn pages_bound(&self, hidden: &[OwnedRange]) -> usize {
         let ranges = hidden.iter().map(|range| self.hiding_bound(range)).fold(0, u64::saturating_add);
@@ -159,7 +159,8 @@ impl Plan {
         usize::try_from(total.saturating_add(ranges).saturating_add(zero_table)).unwrap_or(usize::MAX)
     }
 
-    /// Tables that are there whatever the memory types: the upper levels and those of the first 2 MiB.
+    /// Returns the number of tables that are there with any memory types: the upper levels and those of the
+    /// first 2 MiB.
     fn directories_bound(&self) -> u64 {
         let end = self.eager_end().max(self.complete_end()).as_u64();
         let upper = 1 + self.upper_tables(0, end);
@@ -169,7 +170,7 @@ impl Plan {
         }
     }
 
-    /// Tables between the root and the 1 GiB entries of `start..end`.
+    /// Returns the number of tables between the root and the 1 GiB entries of `start..end`.
     fn upper_tables(&self, start: u64, end: u64) -> u64 {
         let pointers = PageSize::Size512G.blocks(start, end);
         match self.layout.depth {
@@ -178,7 +179,8 @@ impl Plan {
         }
     }
 
-    /// Tables that changes of the memory type can cost; never more than there are blocks.
+    /// Returns the number of tables that changes of the memory type can cost. It is never more than the
+    /// number of blocks.
     fn splits_bound(&self) -> u64 {
         let end = self.eager_end().as_u64();
         let all = PageSize::Size1G.blocks(0, end) + PageSize::Size2M.blocks(0, end);
@@ -188,7 +190,7 @@ impl Plan {
         ranges.saturating_add(top).min(all)
     }
 
-    /// Tables that one variable range can cost.
+    /// Returns the number of tables that one variable range can cost.
     fn range_bound(&self, range: &VariableRange) -> u64 {
         if !range.is_valid() {
             return 0;
@@ -199,7 +201,8 @@ impl Plan {
         }
     }
 
-    /// Tables that hiding one range can cost: its directories, and page tables at ragged ends.
+    /// Returns the number of tables that hiding one range can cost: its directories, and page tables at
+    /// ragged ends.
     fn hiding_bound(&self, range: &OwnedRange) -> u64 {
         let (start, end) = self.covered(range);
         let ragged =
@@ -223,7 +226,7 @@ impl<'a> BlockTypes<'a> {
         Self { mtrrs, end, run: None }
     }
 
-    /// Type of a block that does not start before the one asked for last; `None` if not uniform.
+    /// Returns the type of a block that does not start before the last one; `None` if it is not uniform.
     fn of(&mut self, block: GuestPhys, size: PageSize) -> Option<MemoryType> {
         let end = block.saturating_add(size.bytes()).identity();
         let known = self.run.filter(|run| end <= run.end);
@@ -233,7 +236,8 @@ impl<'a> BlockTypes<'a> {
     }
 }
 
-/// Tables that a change of type at `address` costs: one for each size of page that straddles it.
+/// Returns the number of tables that a change of type at `address` costs: one for each size of page that
+/// straddles it.
 fn tables_at(address: u64) -> u64 {
     let address = GuestPhys::new(address);
     u64::from(!address.is_aligned(PageSize::Size1G)) + u64::from(!address.is_aligned(PageSize::Size2M))

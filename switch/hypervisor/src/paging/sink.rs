@@ -10,7 +10,7 @@ pub const MAX_SUNK: usize = 64;
 pub struct Sunk {
     /// The page as the system sees it.
     pub page: GuestPhys,
-    /// Where its writes go.
+    /// Page that takes the writes, host-physical.
     pub sink: HostPhys,
 }
 
@@ -22,13 +22,13 @@ pub struct SunkPages {
 }
 
 impl SunkPages {
-    /// None.
+    /// Returns a memory without any sunk page.
     #[must_use]
     pub const fn new() -> Self {
         Self { ring: [None; MAX_SUNK], next: 0 }
     }
 
-    /// Remembers a page; answers the one that had to give way.
+    /// Remembers a page. Returns the one that had to give way.
     pub fn push(&mut self, sunk: Sunk) -> Option<Sunk> {
         let evicted = self.ring[self.next % MAX_SUNK].replace(sunk);
         self.next = (self.next + 1) % MAX_SUNK;

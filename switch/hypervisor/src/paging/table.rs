@@ -10,15 +10,15 @@ use crate::address::{Address, HostPhys, PageSize, TABLE_ENTRIES};
 use crate::mtrr::MemoryType;
 use crate::paging::format::{Format, Permission};
 
-/// One page of entries.
+/// One page of a tree: 512 entries.
 pub type Table = [u64; TABLE_ENTRIES];
 
-/// Where table pages come from, and how they are reached.
+/// Source of table pages, and access to their content.
 pub trait TablePages {
-    /// A page that nobody uses, whatever its contents; `None` if there is none.
+    /// Returns an unused page with any content; `None` if there is none.
     fn allocate(&mut self) -> Option<HostPhys>;
 
-    /// The table at `phys`, which came from [`TablePages::allocate`].
+    /// Returns the table at `phys`, which came from [`TablePages::allocate`].
     fn table(&mut self, phys: HostPhys) -> &mut Table;
 }
 
@@ -29,14 +29,14 @@ pub struct Exhausted;
 /// Number of levels (APM volume 2, 5.3; five where CR4.LA57 is set, APM volume 2, 15.25.4).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Depth {
-    /// 48 bits of address.
+    /// Four levels: 48 bits of address.
     Four,
-    /// 57 bits of address.
+    /// Five levels: 57 bits of address.
     Five,
 }
 
 impl Depth {
-    /// What an entry of the root spans.
+    /// Returns the span of an entry of the root.
     #[must_use]
     pub const fn root_entry(self) -> PageSize {
         match self {
@@ -45,7 +45,7 @@ impl Depth {
         }
     }
 
-    /// Bits of address that the root covers.
+    /// Returns the number of address bits that the root covers.
     #[must_use]
     pub const fn address_bits(self) -> u32 {
         match self {
@@ -55,27 +55,27 @@ impl Depth {
     }
 }
 
-/// Where a walk ended.
+/// An entry of a table, at which a walk ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Slot {
     /// Table that holds the entry.
     pub table: HostPhys,
     /// Index of the entry in it.
     pub index: usize,
-    /// What the entry spans.
+    /// Span of the entry, in bytes of address.
     pub size: PageSize,
-    /// The entry as read.
+    /// Value of the entry when it was read.
     pub entry: u64,
 }
 
 /// Translation of one address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mapping {
-    /// Where the address leads.
+    /// Address that the translation leads to.
     pub phys: HostPhys,
-    /// Size of the page.
+    /// Size of the page that maps it.
     pub size: PageSize,
-    /// Whether it can be written.
+    /// True if the page can be written.
     pub writable: bool,
     /// Memory type in the entry; write-back where the format has none.
     pub memory_type: MemoryType,
@@ -90,7 +90,7 @@ pub struct PageTable<F> {
 }
 
 impl<F: Format> PageTable<F> {
-    /// An empty tree.
+    /// Returns an empty tree.
     ///
     /// # Errors
     /// [`Exhausted`] if there is no page for the root.
@@ -100,19 +100,19 @@ impl<F: Format> PageTable<F> {
         Ok(Self { root, depth, format: PhantomData })
     }
 
-    /// The tree of this root, which [`PageTable::new`] made.
+    /// Returns the tree of this root, which [`PageTable::new`] made.
     #[must_use]
     pub const fn at(root: HostPhys, depth: Depth) -> Self {
         Self { root, depth, format: PhantomData }
     }
 
-    /// The root: what nCR3 or the EPT pointer takes.
+    /// Returns the root: the address in nCR3 or in the EPT pointer.
     #[must_use]
     pub const fn root(&self) -> HostPhys {
         self.root
     }
 
-    /// Number of levels.
+    /// Returns the number of levels.
     #[must_use]
     pub const fn depth(&self) -> Depth {
         self.depth
@@ -133,7 +133,7 @@ impl<F: Format> PageTable<F> {
         }
     }
 
-    /// What `address` translates to; `None` if it is not mapped.
+    /// Returns the translation of `address`; `None` if it is not mapped.
     pub fn lookup(&self, pages: &mut impl TablePages, address: F::Address) -> Option<Mapping> {
         let slot = self.walk(pages, address, PageSize::Size4K);
         Self::is_page(slot).then(|| Mapping {
@@ -192,8 +192,8 @@ impl<F: Format> PageTable<F> {
         Ok(())
     }
 
-    /// The table that could replace the page at `slot`, not linked yet; `None` if there is no large
-    /// page.
+    /// Makes the table that could replace the page at `slot`, and does not link it; `None` if there is no
+    /// large page.
     ///
     /// # Errors
     /// [`Exhausted`] if there is no page for the table.
@@ -223,20 +223,20 @@ impl<F: Format> PageTable<F> {
         pages.table(slot.table)[slot.index % TABLE_ENTRIES] = entry;
     }
 
-    /// Whether a page is mapped at `slot`.
+    /// Returns true if a page is mapped at `slot`.
     #[must_use]
     pub fn is_page(slot: Slot) -> bool {
         F::is_present(slot.entry) && F::is_leaf(slot.entry, slot.size)
     }
 
-    /// Whether `slot` leads to a table.
+    /// Returns true if `slot` leads to a table.
     #[must_use]
     pub fn leads_on(slot: Slot) -> bool {
         F::is_present(slot.entry) && !F::is_leaf(slot.entry, slot.size)
     }
 }
 
-/// One entry of a table.
+/// Reads one entry of a table.
 fn entry_of(pages: &mut impl TablePages, table: HostPhys, index: usize) -> u64 {
     pages.table(table)[index % TABLE_ENTRIES]
 }
