@@ -7,7 +7,9 @@ use crate::{
     },
     bench, checkpoint, daemon,
     doctor::{self, machine::Machine},
-    explain, generate, hosted, inspect, maintenance, merge, metrics, migrate, receive, restore, snapshot,
+    explain, generate, hosted, inspect, maintenance, merge, metrics,
+    migrate::{self, doubt::Reach},
+    receive, restore, snapshot,
 };
 use mercury_abi::{code::Code, ioctl::FaultRequest};
 use mercury_control::{
@@ -30,9 +32,11 @@ use mercury_control::{
     tsc,
 };
 use mercury_hosted_options::HostedCommand;
+use mercury_quiesce::undo;
 use serde::Serialize;
 use std::{
     io::IsTerminal,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -75,7 +79,7 @@ fn dispatch(command: &Command, format: Format, name: &str) -> Result<Exit> {
         Command::Inspect(args) => inspect::run(args, say),
         Command::Merge(args) => merge::run(args, say),
         Command::Answer => Ok(migrate::arrival::answer()),
-        Command::Guard => Ok(checkpoint::guard::run()),
+        Command::Guard => Ok(undo::run(|| Arc::new(Reach::open()))),
         Command::Hosted(_) => hosted::run(),
         Command::Log(args) => show_log(args, say),
         Command::Metrics(args) => metrics::run(args, say),

@@ -6,7 +6,6 @@
 
 use crate::{
     args::{MaintenanceArgs, MigrateArgs},
-    checkpoint,
     migrate::{self, report::Report},
 };
 use mercury_control::{
@@ -18,6 +17,7 @@ use mercury_control::{
     say::Say,
 };
 use mercury_migration::session::PairingToken;
+use mercury_quiesce::this_process;
 use serde::Serialize;
 use std::{
     io::BufRead,
@@ -92,7 +92,7 @@ pub fn run(args: &MaintenanceArgs, say: Say<'_>) -> Result<Exit> {
     }
     let deferred = Deferred::begin();
     access::need_root("maintenance")?;
-    checkpoint::stay_in_the_foreground();
+    this_process::stay_in_the_foreground();
     if args.key.as_deref() == Some("-") {
         return Err(Error::new(Exit::Usage, "standard input is needed for the way back")
             .hint("give the pairing token with --key TOKEN, or in MERCURY_KEY"));

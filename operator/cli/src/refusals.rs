@@ -1,17 +1,17 @@
-//! The reasons for which a checkpoint, a snapshot or a move of this machine would be refused before
+//! The reasons for which a a snapshot or a move of this machine would be refused before
 //! it begins. The commands refuse by these checks; `mercury migrate --dry-run` and `mercury doctor`
 //! predict by the same checks.
 
-use crate::{
-    checkpoint::{self, disks, watchdogs},
-    ethernet::{self, made},
-    migrate::marks,
-    snapshot,
-};
+use crate::{migrate::marks, snapshot};
 use mercury_abi::code::Code;
 use mercury_control::{
     error::{Error, Result},
     sysroot::Sysroot,
+};
+use mercury_quiesce::{
+    devices, disks,
+    ethernet::{self, made},
+    swap, watchdogs,
 };
 
 /// An operation on the whole machine.
@@ -59,21 +59,21 @@ const QUESTIONS: &[Question] = &[
         fine: "none, or room in memory to read it back",
         before: &[Checkpoint, PowerOff, Snapshot, Migrate],
         lifted_by: None,
-        ask: |_, sysroot| checkpoint::refuse_swap(sysroot),
+        ask: |_, sysroot| swap::refuse(sysroot),
     },
     Question {
         name: "devices",
         fine: "no device in use writes to memory unseen",
         before: &[Checkpoint, PowerOff, Snapshot, Migrate],
         lifted_by: Some(Lifted::Devices),
-        ask: |_, sysroot| checkpoint::refuse_untracked(sysroot),
+        ask: |_, sysroot| devices::refuse_untracked(sysroot),
     },
     Question {
         name: "CXL memory",
         fine: "none that a restart would forget",
         before: &[Checkpoint, PowerOff, Migrate],
         lifted_by: Some(Lifted::Devices),
-        ask: |_, sysroot| checkpoint::refuse_forgotten(sysroot),
+        ask: |_, sysroot| devices::refuse_forgotten(sysroot),
     },
     Question {
         name: "devices' writes",
@@ -94,7 +94,7 @@ const QUESTIONS: &[Question] = &[
         fine: "none",
         before: &[Checkpoint, PowerOff, Migrate],
         lifted_by: Some(Lifted::Offline),
-        ask: |_, sysroot| checkpoint::refuse_offline(sysroot),
+        ask: |_, sysroot| devices::refuse_offline(sysroot),
     },
     Question {
         name: "network cards",

@@ -5,17 +5,6 @@
 
 use crate::{
     args::SnapshotArgs,
-    checkpoint::{
-        self, Attached,
-        applications::Frozen,
-        disks::{self, Mounted, Still},
-        fence,
-        guard::Guard,
-        phases::Phases,
-        pool,
-        stale::{Stale, Whose},
-        swap, waits,
-    },
     refusals::{self, Lifted, Operation},
 };
 use mercury_abi::{
@@ -34,6 +23,19 @@ use mercury_control::{
     say::Say,
     status::nul_padded,
     sysroot::Sysroot,
+};
+use mercury_quiesce::{
+    applications::Frozen,
+    attached::Attached,
+    culprit,
+    disks::{self, Mounted, Still},
+    fence, hook,
+    phases::Phases,
+    pool,
+    stale::{Stale, Whose},
+    swap, this_process,
+    undo::Guard,
+    waits,
 };
 use serde::Serialize;
 use std::time;
@@ -101,7 +103,7 @@ pub fn run(args: &SnapshotArgs, say: Say<'_>) -> Result<Exit> {
         return Ok(say.done(&Report::Dropped { copied_pages: status.copied }));
     }
     let _deferred = Deferred::begin();
-    checkpoint::stay_in_the_foreground();
+    this_process::stay_in_the_foreground();
     let sysroot = Sysroot::default();
     let lifted =
         refusals::lifted(&[(args.force_devices, Lifted::Devices), (args.force_disks, Lifted::Disks)]);
@@ -198,11 +200,11 @@ fn keep(
     let left_behind: Vec<_> = mounts.iter().filter(|mount| is_left_behind(mount)).cloned().collect();
     let were = guard.hear_during(|| marks(&left_behind));
     if let Some(hook) = &args.hook {
-        checkpoint::run_hook(hook)?;
+        hook::run_hook(hook)?;
     }
     guard.hear();
     let held = begun.elapsed();
-    let failures = checkpoint::quiesce_failures(sysroot);
+    let failures = culprit::quiesce_failures(sysroot);
     let swap_pages = swap.pages(sysroot)?;
     let begin = device.snapshot_begin(pool, flags, swap_pages);
     if begin.as_ref().is_ok_and(|begin| begin.rolled_back != 0) {
@@ -222,9 +224,9 @@ fn keep(
     if fenced && begin.as_ref().is_ok_and(|begin| begin.rolled_back == 0) {
         device.fence_down()?;
     }
-    let begin = begin.map_err(|error| checkpoint::name_culprit(error, failures, sysroot))?;
+    let begin = begin.map_err(|error| culprit::name_culprit(error, failures, sysroot))?;
     if begin.rolled_back == 0 {
-        checkpoint::end_if_swap_changed(device, &swap)?;
+        swap::end_if_swap_changed(device, &swap)?;
     }
     drop(swap);
     if begin.rolled_back != 0 {
@@ -245,7 +247,7 @@ fn keep(
 fn connections(sysroot: &Sysroot) -> Result<Option<Stale>> {
     if !fence::servers(sysroot).is_empty() {
         // Until then no part of this program may have to be read over the network.
-        checkpoint::keep_in_memory()?;
+        this_process::keep_in_memory()?;
     }
     Ok(Stale::prepare(Whose::Everybody).ok())
 }
@@ -263,7 +265,7 @@ fn put_disks_back(
     guard: &mut Guard,
 ) -> std::result::Result<(), String> {
     if let Some(command) = &args.put_back {
-        let run = || checkpoint::run_still(command);
+        let run = || hook::run_still(command);
         guard.hear_during(run).map_err(|why| format!("the command of --put-back failed: {why}"))?;
     }
     match moved_on(mounts, were, &guard.hear_during(|| marks(mounts))) {

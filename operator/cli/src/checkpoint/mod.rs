@@ -13,35 +13,14 @@
 //! Pages that have not changed since a parent's instant may be left out: [`incremental`]. Several
 //! images one after the other: [`series`].
 //!
-//! If the process is killed, [`guard`] undoes its changes to the machine.
+//! If the process is killed, [`mercury_quiesce::undo`] undoes its changes to the machine.
 //!
 //! A machine that is restored from the image goes on after step 3, too: see [`Instant`].
 
-pub mod applications;
-pub mod arrays;
-mod boot_map;
-mod claims;
-pub mod describe;
-pub mod devices;
-pub mod disks;
-mod fat;
-pub mod fence;
-pub mod guard;
 pub mod incremental;
-mod layers;
-pub mod openers;
-pub mod patient;
-pub mod phases;
-pub mod pool;
-pub mod rdma;
-pub mod reachable;
 pub mod series;
-pub mod stale;
 pub mod stream;
-pub mod swap;
 pub mod target;
-pub mod waits;
-pub mod watchdogs;
 mod writeback;
 
 use crate::{
@@ -52,19 +31,14 @@ use crate::{
         fit::{self, Room},
     },
 };
-use applications::Frozen;
-use arrays::Arrays;
-use disks::Still;
-use guard::{Guard, Undo};
 use incremental::Before;
 use mercury_abi::{
     code::Code,
-    ioctl::{MERCURY_SNAPSHOT_HASH, MERCURY_STATE_ATTACHED, SnapshotRequest},
+    ioctl::{MERCURY_SNAPSHOT_HASH, SnapshotRequest},
 };
 use mercury_control::{
     access,
     device::{Device, Silent},
-    driver::{Direction, Driver},
     error::{Error, Result},
     exit::Exit,
     history::{Action, Attempt, Figures, Outcome},
@@ -73,29 +47,31 @@ use mercury_control::{
     output::{Render, Text, bytes, duration, thousands},
     progress,
     say::Say,
-    switch,
     sysroot::Sysroot,
 };
 use mercury_image::{Identity, Machine, Writer};
-use phases::Phases;
-use rustix::process::{Pid, Signal};
+use mercury_quiesce::{
+    applications::Frozen,
+    arrays::Arrays,
+    attached::Attached,
+    culprit, describe,
+    disks::{self, Still},
+    fence, hook, patient,
+    phases::Phases,
+    pool, reachable,
+    stale::{Stale, Whose},
+    swap, this_process,
+    undo::{Guard, Undo},
+    waits, watchdogs,
+};
 use serde::Serialize;
 use series::Series;
-use stale::{Stale, Whose};
-use std::{
-    fs::File,
-    io::BufWriter,
-    os::unix::{fs::FileTypeExt, process::CommandExt},
-    path::Path,
-    process::{Command, Stdio},
-    time,
-};
+use std::{fs::File, io::BufWriter, os::unix::fs::FileTypeExt, path::Path, time};
 use stream::{Source, Watch, image_error, stream};
 use target::Target;
 
 const PAGE: u64 = 4096;
-/// Time for a hook, during which everything stands still.
-const HOOK_PATIENCE: time::Duration = time::Duration::from_secs(40);
+
 /// Interval at which the line of progress changes.
 const INTERVAL: time::Duration = time::Duration::from_millis(500);
 
@@ -184,7 +160,7 @@ impl Render for Report {
     }
 }
 
-/// Makes one checkpoint, or a series.
+/// Makes one or a series.
 ///
 /// # Errors
 ///
@@ -194,7 +170,7 @@ pub fn run(args: &CheckpointArgs, say: Say<'_>) -> Result<Exit> {
     let sysroot = Sysroot::default();
     access::need_root("checkpoint")?;
     lockdown::refuse_reading("checkpoint", &sysroot)?;
-    stay_in_the_foreground();
+    this_process::stay_in_the_foreground();
     match (args.every, &args.image) {
         (None, image) => {
             let before = match &args.incremental {
@@ -257,14 +233,6 @@ fn series(
     Ok(Exit::Done)
 }
 
-/// Ignores the terminal's stop signals: a stopped command would leave others standing still.
-pub(crate) fn stay_in_the_foreground() {
-    for signal in [libc::SIGTSTP, libc::SIGTTIN, libc::SIGTTOU] {
-        // SAFETY: ignoring a signal installs no code.
-        unsafe { libc::signal(signal, libc::SIG_IGN) };
-    }
-}
-
 /// Everything that is held still for an instant, in the order in which it goes on.
 struct Stillness {
     _file_systems: Still,
@@ -314,7 +282,7 @@ fn finish(
         let mut text = Text::new(false);
         report.render(&mut text);
         eprint!("{}", text.finish());
-    } else if !off || may_be_written(sysroot) {
+    } else if !off || this_process::may_be_written(sysroot) {
         say.done(report);
     }
     if !off {
@@ -329,16 +297,6 @@ fn finish(
         .hint("it runs on, so its disks change: the image can be restored only with the disks as they were"))
 }
 
-/// Refuses devices that write to memory unseen, and names them.
-pub(crate) fn refuse_untracked(sysroot: &Sysroot) -> Result<()> {
-    let found = devices::untracked(sysroot);
-    if found.is_empty() {
-        return Ok(());
-    }
-    let text = format!("these write to memory that the driver cannot see: {}", found.join("; "));
-    Err(Error::coded(Code::DevicesUnseen, text))
-}
-
 /// Makes an image, and records the outcome for `mercury metrics`.
 fn recorded(make: impl FnOnce() -> Result<(Report, Held)>) -> Result<(Report, Held)> {
     let attempt = Attempt::begin(Action::Checkpoint);
@@ -348,20 +306,6 @@ fn recorded(make: impl FnOnce() -> Result<(Report, Held)>) -> Result<(Report, He
         false => (Outcome::Done, Some(Figures { pause_seconds: report.pause_us / 1e6, bytes: report.image })),
     }));
     made
-}
-
-/// Refuses hardware that another kernel would have to set up before the machine goes on, and names
-/// it.
-pub(crate) fn refuse_forgotten(sysroot: &Sysroot) -> Result<()> {
-    let found = devices::forgotten(sysroot);
-    if found.is_empty() {
-        return Ok(());
-    }
-    let text = format!("a restart forgets this memory until a driver has set it up: {}", found.join(", "));
-    Err(Error::new(Exit::Impossible, text).hint(
-        "take it out of use (cxl disable-region); --force-devices goes on anyway, which is right only if \
-         the memory is not in use",
-    ))
 }
 
 /// Makes one image; with --poweroff the machine stands still after it.
@@ -412,71 +356,6 @@ fn one(
         guard.is_undone();
     }
     Ok((report, Held { _device: device, _still: still, _swap: swap, _guard: guard }))
-}
-
-/// Refuses CPUs that are present and offline. They wait in kernel text that a restore writes over,
-/// so such a machine cannot be brought back.
-pub(crate) fn refuse_offline(sysroot: &Sysroot) -> Result<()> {
-    let offline = sysroot.offline_cpus();
-    if offline.is_empty() {
-        return Ok(());
-    }
-    let text =
-        format!("CPUs {offline} are present and offline: a machine with offline CPUs cannot be brought back");
-    Err(Error::coded(Code::CpusOffline, text))
-}
-
-/// Refuses a machine that has no room in memory for pages that are swapped out to its disks.
-pub(crate) fn refuse_swap(sysroot: &Sysroot) -> Result<()> {
-    swap::refuse(sysroot)
-}
-
-/// Returns true if standard output can be written to while file systems are frozen and readers
-/// stand still.
-pub(crate) fn may_be_written(sysroot: &Sysroot) -> bool {
-    let Ok(path) = std::fs::read_link("/proc/self/fd/1") else { return false };
-    let mounts = disks::mounted(sysroot).unwrap_or_default();
-    !path.is_absolute() || !disks::holder(&mounts, &path, sysroot).is_some_and(|mount| mount.writable)
-}
-
-/// The hypervisor beneath the machine, taken out again if it was not there before.
-pub(crate) struct Attached<'a> {
-    device: &'a Device,
-    undo: bool,
-}
-
-impl<'a> Attached<'a> {
-    pub(crate) fn make(device: &'a Device, guard: &mut Guard) -> Result<Self> {
-        let undo = device.system()?.state != MERCURY_STATE_ATTACHED;
-        if undo {
-            guard.will(&Undo::Detach).map_err(|error| image_error(error.into()))?;
-        }
-        switch::switch(device, Direction::Attach, None, switch::Prepared::default())?;
-        Ok(Self { device, undo })
-    }
-
-    /// Keeps the hypervisor, or notes that there is none any more.
-    pub(crate) fn forget(mut self) {
-        self.undo = false;
-    }
-
-    /// Takes the hypervisor out.
-    pub(crate) fn undo(mut self) -> Result<()> {
-        let undo = std::mem::take(&mut self.undo);
-        if undo {
-            switch::switch(self.device, Direction::Detach, None, switch::Prepared::default())?;
-        }
-        Ok(())
-    }
-}
-
-impl Drop for Attached<'_> {
-    fn drop(&mut self) {
-        if self.undo {
-            // If this fails, the undo process takes the hypervisor out.
-            let _ = switch::switch(self.device, Direction::Detach, None, switch::Prepared::default());
-        }
-    }
 }
 
 /// Everything that stays held until the machine is off.
@@ -650,28 +529,23 @@ fn reach(
     }
     guard.hear();
     if let Some(hook) = &args.hook {
-        run_hook(hook)?;
+        hook::run_hook(hook)?;
     }
     guard.hear();
     let held = begun.elapsed();
-    let failures = quiesce_failures(sysroot);
+    let failures = culprit::quiesce_failures(sysroot);
     let begin = device
         .snapshot_begin(pool, flags, swap.pages(sysroot)?)
-        .map_err(|error| name_culprit(error, failures, sysroot))?;
+        .map_err(|error| culprit::name_culprit(error, failures, sysroot))?;
     let pause = begun.elapsed();
     let restored = begin.restored != 0;
     if restored {
         fenced.has_returned(device, sysroot)?;
     } else {
-        end_if_swap_changed(device, &swap)?;
+        swap::end_if_swap_changed(device, &swap)?;
     }
     let phases = Phases::of(held, &begin, device)?;
     Ok(Instant { machine, restored, pause, phases, still, swap: Some(swap), fenced })
-}
-
-/// Ends a snapshot at whose instant memory may have been swapped out.
-pub(crate) fn end_if_swap_changed(device: &Device, swap: &swap::Off) -> Result<()> {
-    swap.refuse_changes().inspect_err(|_| drop(device.snapshot_end()))
 }
 
 /// The state of the network.
@@ -699,19 +573,10 @@ impl Fenced {
     }
 }
 
-/// Locks all memory of this program, so that none of it has to be read from a file: a disk or a
-/// server may not answer.
-pub(crate) fn keep_in_memory() -> Result<()> {
-    rustix::mm::mlockall(rustix::mm::MlockAllFlags::CURRENT).map_err(|error| {
-        Error::new(Exit::Failed, format!("the command's memory could not be locked: {error}"))
-            .hint("free memory, or raise the limit of locked memory (`ulimit -l unlimited`)")
-    })
-}
-
 /// Prepares the silence of a restored machine. The machine that runs on after the instant talks,
 /// and a restored one must not send the same packets again with the same keys.
 fn silence_second_life(device: &Device, unfenced: Option<String>, sysroot: &Sysroot) -> Result<Fenced> {
-    keep_in_memory()?;
+    this_process::keep_in_memory()?;
     let stale = Stale::prepare(Whose::Everybody).ok();
     // A kernel without hooks for packets ends connections as early as it can. So does a machine
     // whose files come from a server: even a look-up of /proc may ask the server of the root.
@@ -738,39 +603,12 @@ fn raise_fence(args: &CheckpointArgs, device: &Device, target: &Target, sysroot:
         Ok(peers) => peers,
         Err(why) => return silence_second_life(device, Some(unfenced(why)), sysroot),
     };
-    keep_in_memory()?;
+    this_process::keep_in_memory()?;
     let silent = if peers.is_empty() { Silent::First } else { Silent::Both };
     device.fence(&peers.iter().copied().map(Into::into).collect::<Vec<_>>(), silent)?;
     // Without this the connections end after minutes.
     let stale = if peers.is_empty() { None } else { Stale::prepare(Whose::Peers(peers)).ok() };
     Ok(Fenced { unfenced: None, stale, silent })
-}
-
-/// Returns the number of devices that did not stop since boot. The kernel keeps the name of the
-/// last one for ever.
-pub(crate) fn quiesce_failures(sysroot: &Sysroot) -> u64 {
-    let folder = "sys/power/suspend_stats";
-    let count = |name: &String| sysroot.text(&format!("{folder}/{name}"))?.parse::<u64>().ok();
-    sysroot.names(folder).iter().filter(|name| name.starts_with("failed_")).filter_map(count).sum()
-}
-
-/// Adds the device that did not stop to an error, if the kernel names it; before,
-/// [`quiesce_failures`] was `failures`.
-pub(crate) fn name_culprit(mut error: Error, failures: u64, sysroot: &Sysroot) -> Error {
-    if quiesce_failures(sysroot) == failures {
-        return error;
-    }
-    let stats =
-        |file| sysroot.text(&format!("sys/power/suspend_stats/{file}")).filter(|text| !text.is_empty());
-    if error.code == Some(Code::SnapshotQuiesce)
-        && let Some(device) = stats("last_failed_dev")
-    {
-        let step = stats("last_failed_step").map(|step| format!(", at step {step}")).unwrap_or_default();
-        error.message += &format!(": device {device}{step}");
-        error.hint =
-            Some(format!("unbind the driver of {device}, or end the programs that use it, and try again"));
-    }
-    error
 }
 
 /// Returns the file system that a file target is on, if it is one that is held still.
@@ -822,40 +660,6 @@ fn refuse_unreachable(args: &CheckpointArgs, image: &target::Name, sysroot: &Sys
         "write the image to a disk or a partition of its own; or go on with --force-devices, and copy it \
          to one before it is restored",
     ))
-}
-
-pub(crate) fn run_hook(hook: &str) -> Result<()> {
-    run_still(hook).map_err(|why| {
-        Error::new(Exit::Failed, format!("the hook failed: {why}")).hint(
-            "nothing was kept; the machine runs on. File systems are frozen while the hook runs, so \
-                it must not write to them",
-        )
-    })
-}
-
-/// Runs a command while everything else stands still; returns the reason as a clause if it failed.
-pub(crate) fn run_still(command: &str) -> Result<(), String> {
-    let mut shell = Command::new("/bin/sh");
-    // Standard output may be the image.
-    shell.args(["-c", command]).stdout(std::io::stderr()).stdin(Stdio::null());
-    // Its child processes end with it.
-    shell.process_group(0);
-    let mut child = shell.spawn().map_err(|error| error.to_string())?;
-    let end = time::Instant::now() + HOOK_PATIENCE;
-    loop {
-        match child.try_wait().map_err(|error| error.to_string())? {
-            Some(status) if status.success() => return Ok(()),
-            Some(status) => return Err(status.to_string()),
-            None if time::Instant::now() > end => {
-                let group = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
-                if let Some(group) = group {
-                    let _ = rustix::process::kill_process_group(group, Signal::KILL);
-                }
-                return Err(format!("it has not ended in {} s", HOOK_PATIENCE.as_secs()));
-            }
-            None => std::thread::sleep(time::Duration::from_millis(5)),
-        }
-    }
 }
 
 fn write(

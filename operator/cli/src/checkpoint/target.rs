@@ -1,10 +1,11 @@
 //! The target of an image: a file, a block device, standard output, or a file on another host.
 
-use super::{patient::Disk, writeback::Writeback};
+use super::writeback::Writeback;
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
 };
+use mercury_quiesce::patient::Disk;
 use std::{
     fmt,
     fs::{self, File, OpenOptions, TryLockError},

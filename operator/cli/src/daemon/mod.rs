@@ -11,7 +11,7 @@
 pub mod evacuate;
 pub mod order;
 
-use crate::{args::DaemonArgs, checkpoint};
+use crate::args::DaemonArgs;
 use libsystemd::logging::Priority;
 use mercury_control::{
     access,
@@ -20,6 +20,7 @@ use mercury_control::{
     interrupt::Deferred,
     journal,
 };
+use mercury_quiesce::this_process;
 use order::{Answer, Desk, LINE_MAX, Order};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::Deserialize;
@@ -89,7 +90,7 @@ fn tell(priority: Priority, text: &str, event: &str, fields: &[(&'static str, &s
 pub fn run(args: &DaemonArgs) -> Result<Exit> {
     access::need_root("daemon")?;
     let deferred = Deferred::begin();
-    checkpoint::stay_in_the_foreground();
+    this_process::stay_in_the_foreground();
     watch_for_signals();
     let options = args.migrate.clone();
     let mover: Mover = Arc::new(move |host: &str, line: &str| migrate(host, line, &options));

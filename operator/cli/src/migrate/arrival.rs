@@ -2,15 +2,15 @@
 //! that does not know its new place, and its source waits to hear from it.
 
 use super::{here::Held, marks};
-use crate::{
-    checkpoint::guard::Guard,
-    ethernet::{self, Card, Mac, packets},
-};
 use mercury_control::{exit::Exit, sysroot::Sysroot};
 use mercury_migration::{
     announcement::{Announcer, ETHER_TYPE, LENGTH, Secret, Speaker},
     protocol::{Attempt, Message, Word},
     session::PairingToken,
+};
+use mercury_quiesce::{
+    ethernet::{self, Card, Mac, packets},
+    undo::Guard,
 };
 use rustix::event::{PollFd, PollFlags};
 use serde::{Deserialize, Serialize};

@@ -2,9 +2,9 @@
 //! drivers of a machine that has arrived are bound to the cards of the source, so the disk at the
 //! same place is its disk.
 
-use crate::checkpoint::{disks, reachable};
 use mercury_control::sysroot::Sysroot;
 use mercury_migration::wire::{CHUNKS_BYTES_MAX, DiskLedger};
+use mercury_quiesce::{disks, reachable};
 use rustix::fs::{major, minor};
 use serde::{Deserialize, Serialize};
 use std::{

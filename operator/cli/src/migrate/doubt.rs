@@ -7,7 +7,6 @@ use super::{
     marks::{Folders, Marks, Standing},
     operator::Operator,
 };
-use crate::ethernet::{Card, packets::Packets};
 use mercury_control::{
     device::{Access, Device},
     exit::Exit,
@@ -20,6 +19,10 @@ use mercury_migration::{
         source::{Action, Decision, Event, Memory, State},
     },
     session::PairingToken,
+};
+use mercury_quiesce::{
+    ethernet::{Card, packets::Packets},
+    undo::{Moves, Step},
 };
 use rustix::fs::{CWD, Mode, OFlags};
 use serde::{Deserialize, Serialize};
@@ -229,6 +232,24 @@ impl Reach {
         }
         if let Err(error) = device.and_then(|device| device.fence_down()) {
             eprintln!("mercury: the network stays fenced off: {error}");
+        }
+    }
+}
+
+impl Moves for Reach {
+    fn open_fence(&self) {
+        Self::open_fence(self);
+    }
+
+    fn call_off(&self, step: &Step) {
+        if let Some(doubt) = step.facts::<Doubt>() {
+            doubt.call_off();
+        }
+    }
+
+    fn settle(&self, step: &Step) {
+        if let Some(doubt) = step.facts::<Doubt>() {
+            doubt.settle(self);
         }
     }
 }

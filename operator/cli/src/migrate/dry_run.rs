@@ -8,7 +8,6 @@ use super::{
 };
 use crate::{
     args::MigrateArgs,
-    checkpoint::{Attached, describe, guard::Guard, patient, pool},
     migrate::{mirror::Mirror, offer::kept},
 };
 use mercury_control::{
@@ -27,6 +26,7 @@ use mercury_migration::{
     rounds::Next,
     wire::{Content, Ledger, PAGE, Page, Pages},
 };
+use mercury_quiesce::{attached::Attached, describe, patient, pool, undo::Guard};
 use serde::Serialize;
 use std::{
     thread,

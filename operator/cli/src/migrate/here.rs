@@ -15,20 +15,7 @@ use super::{
     report::Told,
     system::{After, System},
 };
-use crate::{
-    args::MigrateArgs,
-    checkpoint::{
-        self,
-        applications::{Frozen, Throttle},
-        arrays::Arrays,
-        describe,
-        disks::{self, Mounted, Still},
-        fence,
-        guard::{Guard, Undo},
-        patient, pool, swap,
-    },
-    ethernet::{self, made},
-};
+use crate::{args::MigrateArgs, checkpoint};
 use mercury_abi::ioctl::{MERCURY_SNAPSHOT_HASH, MERCURY_SNAPSHOT_TRACK};
 use mercury_control::{
     device::{Device, Silent},
@@ -44,6 +31,15 @@ use mercury_image::FileSystem;
 use mercury_migration::{
     protocol::{Attempt, Tombstone},
     session::PairingToken,
+};
+use mercury_quiesce::{
+    applications::{Frozen, Throttle},
+    arrays::Arrays,
+    culprit, describe, devices,
+    disks::{self, Mounted, Still},
+    ethernet::{self, made},
+    fence, patient, pool, swap, this_process,
+    undo::{Guard, Step, Undo},
 };
 use std::{
     fs::File,
@@ -118,14 +114,14 @@ impl<'a> Here<'a> {
         let With { args, sysroot, device, .. } = with;
         // The process that calls the move off must get the announcements through, and the machine
         // must go on, even if the server of its files has gone silent.
-        checkpoint::keep_in_memory()?;
+        this_process::keep_in_memory()?;
         let attempt = Attempt(checkpoint::random()?);
         let secret = checkpoint::random()?;
         let announcements = Announcements::open(&token, attempt, &secret, ethernet::cards(sysroot))
             .map_err(|error| failed("announcements on the network", &error))?;
         let doubt = Doubt::of(&token, attempt, secret, announcements.cards());
-        with.guard
-            .will(&Undo::CallOff(Box::new(doubt)))
+        Step::of(&doubt)
+            .and_then(|step| with.guard.will(&Undo::CallOff(step)))
             .map_err(|error| failed("the undo process", &error))?;
         let mirror = Mirror::open(&args.with_disk, device, sysroot)?;
         let pool = pool::pages(args.pool, pool::GROWING_MOST_MIB, sysroot)?;
@@ -153,7 +149,7 @@ impl<'a> Here<'a> {
             throttle: None,
             silence: Silence::prepare(),
             quiesce_failures: 0,
-            may_write: checkpoint::may_be_written(sysroot),
+            may_write: this_process::may_be_written(sysroot),
             with,
         };
         let operator = Operator::at_console();
@@ -216,7 +212,7 @@ impl System for Here<'_> {
     fn begin_sync(&mut self) -> JoinHandle<()> {
         // Locks memory early, so that little is left to be locked when everything stands still. A
         // failure is reported then.
-        let _ = checkpoint::keep_in_memory();
+        let _ = this_process::keep_in_memory();
         // The callers of this have limits of their own.
         const LIMIT: Duration = Duration::from_secs(3600);
         thread::spawn(|| drop(patient::sync_everything(LIMIT)))
@@ -234,7 +230,7 @@ impl System for Here<'_> {
 
     fn fence_off(&mut self, but: SocketAddr) -> Result<()> {
         // Memory that was mapped since the move began is locked too.
-        checkpoint::keep_in_memory()?;
+        this_process::keep_in_memory()?;
         let peer: fence::Peer = but.into();
         self.with.device.fence(&[peer.into()], Silent::First)
     }
@@ -253,9 +249,9 @@ impl System for Here<'_> {
         }
         // Applications stand still now, so no process can open a device any more.
         if !args.force_devices {
-            checkpoint::refuse_untracked(sysroot)?;
+            devices::refuse_untracked(sysroot)?;
         }
-        self.quiesce_failures = checkpoint::quiesce_failures(sysroot);
+        self.quiesce_failures = culprit::quiesce_failures(sysroot);
         let arrays = Arrays::hold(guard, sysroot)?;
         let still = Still::hold(&mounts, guard)?;
         arrays.wait(sysroot)?;
@@ -277,11 +273,11 @@ impl System for Here<'_> {
         let swap_pages = self.held.swap.as_mut().map_or(Ok(0), |swap| swap.pages(sysroot))?;
         let begin = device
             .snapshot_begin(self.pool, self.flags, swap_pages)
-            .map_err(|error| checkpoint::name_culprit(error, self.quiesce_failures, sysroot))?;
+            .map_err(|error| culprit::name_culprit(error, self.quiesce_failures, sysroot))?;
         if begin.restored != 0 {
             return Ok(After::Arrived);
         }
-        self.held.swap.as_ref().map_or(Ok(()), |swap| checkpoint::end_if_swap_changed(device, swap))?;
+        self.held.swap.as_ref().map_or(Ok(()), |swap| swap::end_if_swap_changed(device, swap))?;
         Ok(After::Source)
     }
 
@@ -294,7 +290,7 @@ impl System for Here<'_> {
         no_way_back::begin(console);
         let doubt = Doubt { mark: self.marks.as_ref().map(Marks::standing), ..doubt };
         let guard = &mut *self.with.guard;
-        guard.will(&Undo::Open).and_then(|()| guard.will(&Undo::Decide(Box::new(doubt)))).map_err(
+        guard.will(&Undo::Open).and_then(|()| guard.will(&Undo::Decide(Step::of(&doubt)?))).map_err(
             |error| {
                 Error::new(Exit::Failed, format!("the undo process is gone: {error}"))
                     .hint("see in `dmesg` what has killed it, such as a lack of memory, and try again")

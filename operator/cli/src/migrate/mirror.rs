@@ -8,7 +8,6 @@ use super::{
     link::Link,
     offer::OfferedDisk,
 };
-use crate::checkpoint::disks::Mounted;
 use mercury_control::{
     device::{Device, DiskLog},
     error::{Error, Result},
@@ -20,6 +19,7 @@ use mercury_migration::{
     rounds::Limits,
     wire::{CHUNKS_BYTES_MAX, Chunks, DiskLedger, PAGE, hash_of_chunk},
 };
+use mercury_quiesce::disks::Mounted;
 use std::{
     fs::{self, File},
     os::unix::fs::{FileExt, MetadataExt},

@@ -6,7 +6,7 @@
 //! 2. Memory is sent while everything runs, round by round: each round sends the pages that have
 //!    changed since they were sent ([`copy`]).
 //! 3. Applications are held still, file systems are frozen, and the network is fenced off except
-//!    for this connection. Then the instant comes, as for a checkpoint, and the remaining changed
+//!    for this connection. Then the instant comes, as for a and the remaining changed
 //!    pages are sent.
 //! 4. The hand-over: [`mercury_migration::protocol`] decides the actions, and [`mover`] carries
 //!    them out. If anything fails before the commit, this machine goes on as if nothing had been
@@ -42,7 +42,6 @@ mod turns;
 
 use crate::{
     args::MigrateArgs,
-    checkpoint::{self, Attached, guard::Guard, watchdogs},
     refusals::{self, Lifted, Operation},
 };
 use here::{Here, With};
@@ -62,6 +61,7 @@ use mercury_control::{
     sysroot::Sysroot,
 };
 use mercury_migration::{protocol::Patience, session::PairingToken};
+use mercury_quiesce::{attached::Attached, this_process, undo::Guard, watchdogs};
 use mover::{Mover, Outcome, Rest};
 use operator::Operator;
 use std::{
@@ -89,7 +89,7 @@ pub fn run(args: &MigrateArgs, say: Say<'_>) -> Result<Exit> {
         }
         return dry_run::run(args, say, &Sysroot::default(), &deferred);
     }
-    checkpoint::stay_in_the_foreground();
+    this_process::stay_in_the_foreground();
     move_away(args, say, &deferred).map(|report| say.done(&report))
 }
 

@@ -13,10 +13,7 @@ use super::{
     report::Told,
     system::{After, Memory, System},
 };
-use crate::{
-    args::{Cli, Command, MigrateArgs},
-    ethernet::Card,
-};
+use crate::args::{Cli, Command, MigrateArgs};
 use clap::Parser;
 use mercury_abi::ioctl::MERCURY_TAKE_LOGGED;
 use mercury_control::{
@@ -31,6 +28,7 @@ use mercury_migration::{
     session::{PairingToken, Receiver},
     wire::{Content, Frame, Ledger, PAGE, Page, Pages, Reader, Writer},
 };
+use mercury_quiesce::ethernet::Card;
 use proptest::prelude::prop;
 use rustls::{ServerConnection, StreamOwned};
 use std::{

@@ -6,12 +6,9 @@ use super::{
     serve::{Host, RUNNING},
     spare::Here,
 };
-use crate::{
-    ethernet,
-    migrate::{
-        operator::Operator,
-        pause::{self, Pause},
-    },
+use crate::migrate::{
+    operator::Operator,
+    pause::{self, Pause},
 };
 use mercury_control::{
     error::{Error, Result},
@@ -23,6 +20,7 @@ use mercury_migration::{
     protocol::Patience,
     session::{Identity, Receiver},
 };
+use mercury_quiesce::ethernet;
 use std::{fs, net::TcpListener, path::Path, time::Duration};
 
 /// Waits for a machine, and goes on in it. Returns only if that fails.

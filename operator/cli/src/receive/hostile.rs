@@ -9,7 +9,6 @@ use super::{
     spare::{Memory, Spare},
 };
 use crate::{
-    ethernet::Card,
     migrate::{
         link::Link,
         offer::{Offer, OfferedDisk},
@@ -29,6 +28,7 @@ use mercury_migration::{
     session::{self, PairingToken, Receiver},
     wire::{Chunks, Content, Ledger, PAGE, Page, Pages, Writer, pack_text},
 };
+use mercury_quiesce::ethernet::Card;
 use proptest::prelude::*;
 use std::{
     collections::{HashMap, VecDeque},

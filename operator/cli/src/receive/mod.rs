@@ -18,8 +18,6 @@ mod streams;
 
 use crate::{
     args::ReceiveArgs,
-    checkpoint,
-    ethernet::{self, Card},
     migrate::{
         disk::{self, Disk},
         host as named,
@@ -41,6 +39,7 @@ use mercury_control::{
     sysroot::Sysroot,
 };
 use mercury_migration::session::Identity;
+use mercury_quiesce::ethernet::{self, Card};
 use serde::{Deserialize, Serialize};
 use std::{
     net::{Ipv4Addr, SocketAddrV4},
@@ -165,7 +164,7 @@ pub fn run(args: &ReceiveArgs, say: Say<'_>) -> Result<Exit> {
         words: vec![init::RECEIVE.to_owned()],
         // A machine that arrives may have a file system on a disk that this machine only reaches,
         // or bring one onto a given disk.
-        disks: checkpoint::disks::real(&sysroot),
+        disks: mercury_quiesce::disks::real(&sysroot),
         cards,
         files: vec![(CONFIGURATION, file)],
         ..Purpose::default()

@@ -4,8 +4,6 @@
 
 use super::{disks::Targets, room};
 use crate::{
-    checkpoint::describe,
-    ethernet::{self, Card, packets::Packets},
     migrate::{
         disk::Disk,
         offer::{Offer, OfferedDisk},
@@ -23,6 +21,10 @@ use mercury_control::{
 };
 use mercury_image::FileSystem;
 use mercury_migration::{announcement::ETHER_TYPE, protocol::Attempt, wire::Chunks};
+use mercury_quiesce::{
+    describe,
+    ethernet::{self, Card, packets::Packets},
+};
 use std::{
     os::fd::{AsFd, BorrowedFd},
     sync::Arc,

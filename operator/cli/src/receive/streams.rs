@@ -6,15 +6,12 @@ use super::{
     serve::Host,
     spare::{Memory, Spare},
 };
-use crate::{
-    ethernet::Card,
-    migrate::{
-        copy::{self, Reading, Ways, pass},
-        link::Link,
-        offer::{Offer, OfferedDisk},
-        operator::Operator,
-        page_stream::{PageStream, Whose},
-    },
+use crate::migrate::{
+    copy::{self, Reading, Ways, pass},
+    link::Link,
+    offer::{Offer, OfferedDisk},
+    operator::Operator,
+    page_stream::{PageStream, Whose},
 };
 use mercury_abi::restart::{LoadEntry, MERCURY_LOAD_ZERO};
 use mercury_control::{
@@ -30,6 +27,7 @@ use mercury_migration::{
     streams::{STRIPE, proof, stream_of},
     wire::{Chunks, Ledger, PAGE, Pages, Reader, Writer},
 };
+use mercury_quiesce::ethernet::Card;
 use std::{
     collections::HashMap,
     net::{SocketAddr, TcpListener, TcpStream},

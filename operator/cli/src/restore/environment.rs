@@ -7,13 +7,13 @@ use super::{
     beside::{Beside, Folders, Readers},
     init, kernel, menu,
 };
-use crate::checkpoint::{disks, patient};
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
     sysroot::Sysroot,
 };
 use mercury_initramfs::Archive;
+use mercury_quiesce::{disks, patient};
 use std::{
     collections::BTreeSet,
     fs::{self, File},

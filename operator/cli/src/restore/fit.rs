@@ -1,10 +1,10 @@
 //! Checks if an image fits this machine: collects every reason against it before anything is given
 //! up.
 
-use crate::checkpoint::disks;
 use mercury_abi::restart::LANDING_LIST_MAX;
 use mercury_control::{output::bytes, sysroot::Sysroot};
 use mercury_image::{Device, FileSystem, Frame, Iommu, Kind, Machine, PAGE, Range, Source};
+use mercury_quiesce::disks;
 use std::{
     thread,
     time::{Duration, Instant},

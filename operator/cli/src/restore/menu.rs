@@ -3,13 +3,13 @@
 //! that reads the Boot Loader Specification's entries (systemd-boot).
 
 use super::beside::{Beside, Readers};
-use crate::checkpoint::disks::{line_of, unescaped};
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
     output::{Render, Text},
     sysroot::Sysroot,
 };
+use mercury_quiesce::disks::{line_of, unescaped};
 use serde::Serialize;
 use std::{
     fs, io,

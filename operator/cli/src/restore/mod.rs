@@ -15,7 +15,6 @@ pub mod place;
 
 use crate::{
     args::RestoreArgs,
-    checkpoint::{describe, patient},
     images::{self, Image},
 };
 use environment::Purpose;
@@ -35,6 +34,7 @@ use mercury_control::{
     sysroot::Sysroot,
 };
 use mercury_image::{Chunk, Frame, Kind, Machine};
+use mercury_quiesce::{describe, patient};
 use place::Place;
 use serde::Serialize;
 use std::path::{Path, PathBuf};

@@ -2,17 +2,18 @@
 //! file system that is mounted there read-only. No journal is replayed: no disk changes before the
 //! machine is back.
 
-use crate::{
-    checkpoint::{disks, reachable},
-    ethernet::{self, Card},
-    images,
-};
+use crate::images;
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
     sysroot::Sysroot,
 };
 use mercury_image::FileSystem;
+use mercury_quiesce::{
+    disks,
+    ethernet::{self, Card},
+    reachable,
+};
 use rustix::mount::{MountFlags, mount};
 use serde::{Deserialize, Serialize};
 use std::{

@@ -4,9 +4,9 @@
 //! file is made, and proven by reading them there.
 
 use super::record::{self, Record};
-use crate::checkpoint::{disks, reachable};
 use mercury_control::sysroot::Sysroot;
 use mercury_image::FileSystem;
+use mercury_quiesce::{disks, reachable};
 use rustix::fs::{Mode, OFlags};
 use serde::{Deserialize, Serialize};
 use std::{

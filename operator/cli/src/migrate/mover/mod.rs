@@ -19,10 +19,7 @@ use super::{
     report::{Report, Told},
     system::{Memory, System},
 };
-use crate::{
-    args::MigrateArgs,
-    ethernet::{Card, Mac},
-};
+use crate::args::MigrateArgs;
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
@@ -35,6 +32,7 @@ use mercury_migration::{
     session::PairingToken,
     wire::Ledger,
 };
+use mercury_quiesce::ethernet::{Card, Mac};
 use std::{
     collections::VecDeque,
     net::SocketAddr,

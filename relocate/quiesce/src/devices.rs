@@ -9,7 +9,13 @@ use super::{
     openers::{self, Openers, Process},
     rdma::{self, User},
 };
-use mercury_control::{module, sysroot::Sysroot};
+use mercury_abi::code::Code;
+use mercury_control::{
+    error::{Error, Result},
+    exit::Exit,
+    module,
+    sysroot::Sysroot,
+};
 use std::{collections::BTreeSet, io};
 
 /// Names each such device in use with its users, such as "GPU 0000:01:00.0 (nvidia), used by train
@@ -238,6 +244,42 @@ fn is_plain(driver: &str) -> bool {
         driver,
         "bochs-drm" | "virtio-pci" | "ast" | "mgag200" | "cirrus" | "simple-framebuffer" | "efifb"
     )
+}
+
+/// Refuses devices that write to memory unseen, and names them.
+pub fn refuse_untracked(sysroot: &Sysroot) -> Result<()> {
+    let found = untracked(sysroot);
+    if found.is_empty() {
+        return Ok(());
+    }
+    let text = format!("these write to memory that the driver cannot see: {}", found.join("; "));
+    Err(Error::coded(Code::DevicesUnseen, text))
+}
+
+/// Refuses hardware that another kernel would have to set up before the machine goes on, and names
+/// it.
+pub fn refuse_forgotten(sysroot: &Sysroot) -> Result<()> {
+    let found = forgotten(sysroot);
+    if found.is_empty() {
+        return Ok(());
+    }
+    let text = format!("a restart forgets this memory until a driver has set it up: {}", found.join(", "));
+    Err(Error::new(Exit::Impossible, text).hint(
+        "take it out of use (cxl disable-region); --force-devices goes on anyway, which is right only if \
+         the memory is not in use",
+    ))
+}
+
+/// Refuses CPUs that are present and offline. They wait in kernel text that a restore writes over,
+/// so such a machine cannot be brought back.
+pub fn refuse_offline(sysroot: &Sysroot) -> Result<()> {
+    let offline = sysroot.offline_cpus();
+    if offline.is_empty() {
+        return Ok(());
+    }
+    let text =
+        format!("CPUs {offline} are present and offline: a machine with offline CPUs cannot be brought back");
+    Err(Error::coded(Code::CpusOffline, text))
 }
 
 #[cfg(test)]

@@ -36,7 +36,7 @@ const SMALL: [u64; 2] = [4085, 65525];
 
 /// Positions of the parts on the device, in bytes.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Layout {
+pub struct Layout {
     /// The first of the tables, which are copies of each other.
     table: Range<u64>,
     /// All tables, with the root folder that FAT12 and FAT16 have after them.
@@ -56,7 +56,7 @@ enum Root {
 
 impl Layout {
     /// Parses the first sector.
-    pub(super) fn new(first: &[u8]) -> Option<Self> {
+    pub fn new(first: &[u8]) -> Option<Self> {
         let word = |at: usize, bytes: usize| {
             let bytes = first.get(at..at + bytes)?;
             Some(bytes.iter().rev().fold(0_u64, |word, byte| word << 8 | u64::from(*byte)))
@@ -95,7 +95,7 @@ impl Layout {
     /// # Errors
     ///
     /// Returns an error if the device cannot be read, or there is too much data.
-    pub(super) fn changing(
+    pub fn changing(
         &self,
         beginning: Range<u64>,
         read: impl Fn(Range<u64>) -> io::Result<Vec<u8>>,
@@ -240,18 +240,12 @@ fn entry(table: &[u8], clusters: u64, number: u64) -> Option<u64> {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+pub mod tests {
     use super::*;
 
     /// Makes the first sector of a file system: its type's name; the sectors in all, of each table
     /// and of a cluster; entries of its root folder.
-    pub(crate) fn first_sector(
-        kind: &[u8; 8],
-        total: u32,
-        table: u16,
-        cluster: u8,
-        root_entries: u16,
-    ) -> Vec<u8> {
+    pub fn first_sector(kind: &[u8; 8], total: u32, table: u16, cluster: u8, root_entries: u16) -> Vec<u8> {
         let mut sector = vec![0; 512];
         let mut put = |at: usize, bytes: &[u8]| sector[at..at + bytes.len()].copy_from_slice(bytes);
         // 512 bytes a sector, 40 of them reserved, two tables.

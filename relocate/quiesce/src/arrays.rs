@@ -8,10 +8,8 @@
 //! its bitmap. A resync is held. For the other two a wait is enough, because there are no more
 //! writes.
 
-use super::{
-    guard::{Guard, Undo},
-    patient,
-};
+use super::patient;
+use crate::undo::{Guard, Undo};
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,

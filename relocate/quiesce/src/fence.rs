@@ -36,7 +36,7 @@ impl Peer {
     }
 
     /// Returns true if a connection's other end is this peer.
-    pub(super) fn is(&self, end: SocketAddr) -> bool {
+    pub fn is(&self, end: SocketAddr) -> bool {
         self.address == end.ip().to_canonical() && (self.port == 0 || self.port == end.port())
     }
 }
@@ -187,14 +187,14 @@ fn connections(process: u32, sysroot: &Sysroot) -> Vec<Peer> {
 
 /// Parses an established connection from a line of /proc/net/tcp or tcp6: both ends, the own one
 /// first, and its inode.
-pub(super) fn established(line: &str) -> Option<(SocketAddr, SocketAddr, u64)> {
+pub fn established(line: &str) -> Option<(SocketAddr, SocketAddr, u64)> {
     const ESTABLISHED: &str = "01";
     connection(line, &[ESTABLISHED])
 }
 
 /// Parses a connection that may still send data: it is established, or one of its ends has closed
 /// it.
-pub(super) fn talking(line: &str) -> Option<(SocketAddr, SocketAddr, u64)> {
+pub fn talking(line: &str) -> Option<(SocketAddr, SocketAddr, u64)> {
     /// `TCP_ESTABLISHED`, `TCP_SYN_SENT`, `TCP_FIN_WAIT1`, `TCP_CLOSE_WAIT`, `TCP_LAST_ACK`,
     /// `TCP_CLOSING`.
     const TALKING: [&str; 6] = ["01", "02", "04", "08", "09", "0B"];

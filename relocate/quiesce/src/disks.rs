@@ -6,12 +6,11 @@
 //! fingerprint.
 
 use super::{
-    claims, fat,
-    guard::{Guard, Undo},
-    layers,
+    claims, fat, layers,
     patient::{self, Disk},
     reachable,
 };
+use crate::undo::{Guard, Undo};
 use mercury_abi::code::Code;
 use mercury_control::{
     error::{Error, Result},
@@ -519,7 +518,7 @@ fn identity(device: &Path, kind: &str) -> std::result::Result<Option<String>, St
 /// # Errors
 ///
 /// Returns an error if the device does not answer.
-pub(super) fn head(device: &Path, length: usize) -> std::result::Result<Option<Vec<u8>>, String> {
+pub fn head(device: &Path, length: usize) -> std::result::Result<Option<Vec<u8>>, String> {
     match open(device).and_then(|disk| read(&disk, 0, length)) {
         Err(error) if error.kind() == io::ErrorKind::TimedOut => {
             Err(format!("{} cannot be read: {error}", device.display()))
@@ -530,7 +529,7 @@ pub(super) fn head(device: &Path, length: usize) -> std::result::Result<Option<V
 
 /// Lists block devices that may hold data, by the kernel's names. Devices without a size hold none.
 /// Suspended device-mapper devices are left out, because reads of them wait until they are resumed.
-pub(super) fn readable(sysroot: &Sysroot) -> Vec<String> {
+pub fn readable(sysroot: &Sysroot) -> Vec<String> {
     let mut names = sysroot.names("sys/class/block");
     names.retain(|name| {
         let of = |what: &str| sysroot.text(&format!("sys/class/block/{name}/{what}"));
@@ -585,7 +584,7 @@ fn claimants(file_system: &FileSystem, sysroot: &Sysroot) -> std::result::Result
 
 /// Returns the file of a device with this kernel name, in which an exclamation mark stands for a
 /// slash.
-pub(super) fn device_file(name: &str) -> PathBuf {
+pub fn device_file(name: &str) -> PathBuf {
     Path::new("/dev").join(name.replace('!', "/"))
 }
 

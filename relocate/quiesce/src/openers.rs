@@ -89,7 +89,7 @@ fn of_process(pid: u32, sysroot: &Sysroot) -> Vec<Open> {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+pub mod tests {
     use super::*;
     use std::{fs, os::unix::fs::symlink, path::Path};
 

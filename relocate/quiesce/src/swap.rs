@@ -6,13 +6,12 @@
 //! number of free swap slots when no CPU runs anything else ([`Off::pages`]), and a change in
 //! between is noticed here ([`Off::refuse_changes`]).
 
-use super::{
-    disks::unescaped,
-    guard::{Guard, Undo},
-};
+use super::disks::unescaped;
+use crate::undo::{Guard, Undo};
 use mercury_abi::code::Code;
 use mercury_abi::ioctl::MERCURY_SWAP_IN_MEMORY;
 use mercury_control::{
+    device::Device,
     error::{Error, Result},
     exit::Exit,
     output::bytes,
@@ -230,6 +229,11 @@ impl Drop for Off {
             }
         }
     }
+}
+
+/// Ends a snapshot at whose instant memory may have been swapped out.
+pub fn end_if_swap_changed(device: &Device, swap: &Off) -> Result<()> {
+    swap.refuse_changes().inspect_err(|_| drop(device.snapshot_end()))
 }
 
 #[cfg(test)]

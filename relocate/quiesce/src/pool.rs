@@ -1,12 +1,14 @@
 //! The size of the pool: memory for copies of pages that are written to during a snapshot.
 
-use super::PAGE;
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
     output::bytes,
     sysroot::Sysroot,
 };
+
+/// The size of a page.
+const PAGE: u64 = 4096;
 
 /// Largest pool in MiB by default, if it grows while memory is streamed.
 pub const GROWING_MOST_MIB: u64 = 1024;

@@ -89,7 +89,7 @@ fn said_of_controllers(folder: &Path, file: &str) -> Vec<String> {
 }
 
 /// Parses the target of an NVMe controller from its address: `traddr=10.0.0.1,trsvcid=4420`.
-pub(super) fn target(address: &str) -> Option<IpAddr> {
+pub fn target(address: &str) -> Option<IpAddr> {
     address.split(',').find_map(|part| part.trim().strip_prefix("traddr="))?.parse().ok()
 }
 

@@ -50,7 +50,7 @@ fn entries(table: &[u8]) -> Vec<Given> {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+pub mod tests {
     use super::*;
     use std::fs;
 

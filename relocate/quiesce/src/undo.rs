@@ -3,7 +3,7 @@
 //! done. It acts when the connection breaks, or is silent for too long.
 
 use super::{applications, arrays, disks, swap, watchdogs::Feeder};
-use crate::migrate::doubt::{Doubt, Reach};
+use crate::this_process;
 use mercury_control::{
     device::{Access, Device},
     driver::{Direction, Driver},
@@ -36,6 +36,44 @@ const THAW_PATIENCE: Duration = Duration::from_secs(5);
 /// Time for which the driver may be busy.
 const PATIENCE: Duration = Duration::from_secs(60);
 
+/// Steps of a move. Only the mover knows how to undo them: this crate passes on what the mover said.
+pub trait Moves: Send + Sync {
+    /// Removes the fence that is left, and lets this machine answer for its addresses again.
+    fn open_fence(&self);
+    /// Calls off a move that was begun.
+    fn call_off(&self, step: &Step);
+    /// Finds out where the machine runs after a move that was committed.
+    fn settle(&self, step: &Step);
+}
+
+/// The mover's facts about a move. They hold secrets, so no message shows them.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Step(serde_json::Value);
+
+impl std::fmt::Debug for Step {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Step").finish_non_exhaustive()
+    }
+}
+
+impl Step {
+    /// Packs facts for the undo process.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if the facts cannot be written as JSON.
+    pub fn of(facts: &impl Serialize) -> io::Result<Self> {
+        Ok(Self(serde_json::to_value(facts)?))
+    }
+
+    /// Unpacks the facts, or nothing if they are of another kind.
+    #[must_use]
+    pub fn facts<T: for<'a> Deserialize<'a>>(&self) -> Option<T> {
+        serde_json::from_value(self.0.clone()).ok()
+    }
+}
+
 /// A step to undo. The last step is undone first.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Undo {
@@ -61,10 +99,10 @@ pub enum Undo {
     /// The fence that outlives its process, and the silence about this machine's addresses.
     Open,
     /// A move that was begun: the destination may have the whole machine, and wait.
-    CallOff(Box<Doubt>),
+    CallOff(Step),
     /// A move that was committed: nothing else may be undone before it is known that the machine
     /// does not run at the destination.
-    Decide(Box<Doubt>),
+    Decide(Step),
 }
 
 impl Undo {
@@ -83,7 +121,7 @@ impl Undo {
     }
 
     /// Undoes the step. A step that is undone already is no error.
-    pub fn perform(&self, reach: &Reach) {
+    pub fn perform(&self, moves: &dyn Moves) {
         match self {
             Self::Remove(path) => drop(fs::remove_file(path)),
             Self::Detach => {
@@ -101,9 +139,9 @@ impl Undo {
             Self::SwapOn(area) => drop(area.switch_on()),
             Self::Unfreeze(group) => drop(fs::write(group.join("cgroup.freeze"), "0")),
             Self::Return { from, to } => applications::give_back(from, to),
-            Self::Open => reach.open_fence(),
-            Self::CallOff(doubt) => doubt.call_off(),
-            Self::Decide(doubt) => doubt.settle(reach),
+            Self::Open => moves.open_fence(),
+            Self::CallOff(step) => moves.call_off(step),
+            Self::Decide(step) => moves.settle(step),
         }
     }
 }
@@ -208,16 +246,17 @@ impl Drop for Guard {
     }
 }
 
-/// Runs the undo process: `mercury guard`.
+/// Runs the undo process: `mercury guard`. The files that the steps of a move need are opened by `open`, while everything
+/// runs.
 #[must_use]
-pub fn run() -> Exit {
+pub fn run(open: impl FnOnce() -> Arc<dyn Moves>) -> Exit {
     // This program's file may be out of reach at an undo: a root on the network is behind the
     // fence.
-    let _ = super::keep_in_memory();
+    let _ = this_process::keep_in_memory();
     // If memory runs out this process is killed last, because without it a machine might stand
     // still for good.
     let _ = fs::write("/proc/self/oom_score_adj", "-1000");
-    let reach = Arc::new(Reach::open());
+    let moves = open();
     let (sender, lines) = channel();
     thread::spawn(move || {
         for line in io::stdin().lock().lines().map_while(io::Result::ok) {
@@ -236,7 +275,7 @@ pub fn run() -> Exit {
     if !broken && let Some(parent) = rustix::process::getppid() {
         let _ = rustix::process::kill_process(parent, rustix::process::Signal::KILL);
     }
-    undo_all(steps, THAW_PATIENCE, &reach);
+    undo_all(steps, THAW_PATIENCE, &moves);
     if !broken {
         // The message comes last, because its reader may have stood still.
         eprintln!("mercury: the command made no progress; everything that it held still was released");
@@ -246,16 +285,16 @@ pub fn run() -> Exit {
 
 /// Undoes the steps, the last first. A file system whose device does not answer is thawed when it
 /// does, and no other step waits for that.
-fn undo_all(mut steps: Vec<Undo>, patience: Duration, reach: &Arc<Reach>) {
+fn undo_all(mut steps: Vec<Undo>, patience: Duration, moves: &Arc<dyn Moves>) {
     let (sender, ended) = channel();
     while let Some(undo) = steps.pop() {
         if !matches!(undo, Undo::Thaw(_)) {
-            undo.perform(reach);
+            undo.perform(&**moves);
             continue;
         }
-        let (sender, reach) = (sender.clone(), Arc::clone(reach));
+        let (sender, moves) = (sender.clone(), Arc::clone(moves));
         thread::spawn(move || {
-            undo.perform(&reach);
+            undo.perform(&*moves);
             let _ = sender.send(());
         });
         if let Err(RecvTimeoutError::Timeout) = ended.recv_timeout(patience) {
@@ -306,6 +345,18 @@ fn to_undo(
 mod tests {
     use super::*;
 
+    struct NoMoves;
+
+    impl Moves for NoMoves {
+        fn open_fence(&self) {}
+        fn call_off(&self, _: &Step) {}
+        fn settle(&self, _: &Step) {}
+    }
+
+    fn no_moves() -> Arc<dyn Moves> {
+        Arc::new(NoMoves)
+    }
+
     fn told(texts: &[String]) -> Receiver<String> {
         let (sender, lines) = channel();
         texts.iter().for_each(|text| sender.send(text.clone()).expect("sent"));
@@ -344,7 +395,7 @@ mod tests {
         // Without a writer, opening the pipe does not return.
         rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RWXU).expect("a pipe");
         let steps = vec![Undo::Unfreeze(group.clone()), Undo::Thaw(pipe)];
-        undo_all(steps, Duration::from_millis(20), &Arc::new(Reach::open()));
+        undo_all(steps, Duration::from_millis(20), &no_moves());
         assert_eq!(fs::read_to_string(group.join("cgroup.freeze")).expect("a file"), "0");
     }
 
@@ -352,9 +403,8 @@ mod tests {
     /// destination is asked first, and after the decision it is not asked again.
     #[test]
     fn a_move_that_was_committed_is_decided_first() {
-        let doubt =
-            Doubt { token: String::new(), secret: [0; 32], attempt: [0; 16], cards: Vec::new(), mark: None };
-        let [begun, committed] = [doubt.clone(), doubt].map(Box::new);
+        let doubt = Step::of(&"a move").expect("JSON");
+        let [begun, committed] = [doubt.clone(), doubt];
         let steps = [
             Undo::Detach,
             Undo::CallOff(begun),

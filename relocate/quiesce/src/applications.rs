@@ -11,10 +11,8 @@
 //! are moved into a group that is not frozen. [`Throttle`] throttles applications: it freezes them for
 //! a part of each period of time.
 
-use super::{
-    guard::{Guard, Undo},
-    waits,
-};
+use super::waits;
+use crate::undo::{Guard, Undo};
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,

@@ -1,0 +1,39 @@
+//! Holding a machine still, so that its memory and its disks agree at one instant.
+//!
+//! * [`applications`], [`arrays`], [`disks`], [`swap`], [`watchdogs`]: what is held, and goes on afterwards;
+//! * [`fence`], [`stale`], [`ethernet`]: the network, on which no peer may hear two machines;
+//! * [`devices`], [`openers`], [`rdma`], [`waits`], [`reachable`]: what cannot be held, with the names of its users;
+//! * [`undo`]: the process that undoes everything if the command is killed;
+//! * [`describe`], [`pool`], [`phases`], [`patient`]: the machine's description, memory for the instant, times, and reads that
+//!   do not wait for ever;
+//! * [`attached`], [`hook`], [`culprit`], [`this_process`]: the hypervisor for one command, the operator's hook, the device that
+//!   did not stop, and the command's own process.
+
+#![allow(missing_docs)]
+
+pub mod applications;
+pub mod arrays;
+pub mod attached;
+mod boot_map;
+mod claims;
+pub mod culprit;
+pub mod describe;
+pub mod devices;
+pub mod disks;
+pub mod ethernet;
+mod fat;
+pub mod fence;
+pub mod hook;
+mod layers;
+pub mod openers;
+pub mod patient;
+pub mod phases;
+pub mod pool;
+pub mod rdma;
+pub mod reachable;
+pub mod stale;
+pub mod swap;
+pub mod this_process;
+pub mod undo;
+pub mod waits;
+pub mod watchdogs;
