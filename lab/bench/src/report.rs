@@ -44,12 +44,14 @@ fn head(figures: &Figures) -> String {
     let machine = &figures.machine;
     format!(
         "# Benchmarks\n\n\
-        Written by `make bench`; [benchmarks.json](benchmarks.json) has the same for tools. Measured in the lab, on\n\
-        {}: {}; Linux {}; Mercury {}.\n\n\
-        An emulator on a shared host says nothing about microseconds. What is said here are **instructions**, counted by\n\
-        the emulator on a machine with one CPU, the same in each run; **exits**, counted by the hypervisor; and **ratios**\n\
-        of what was measured side by side in one run. What no emulator shows are TLBs, caches and the processor's own\n\
-        work: VMRUN, an exit and a nested page walk count as nothing here. Those await real hardware.\n",
+        `make bench` wrote this page; [benchmarks.json](benchmarks.json) has the same figures for tools. They were\n\
+        measured in the lab on {}: {}; Linux {}; Mercury {}.\n\n\
+        An emulator on a shared host measures no useful microseconds. The figures are of three kinds:\n\n\
+        - **instructions**, which the emulator counts on a machine with one CPU, the same in each run;\n\
+        - **exits**, which the hypervisor counts;\n\
+        - **ratios** of measurements side by side in one run.\n\n\
+        No emulator shows TLBs, caches and the processor's own work. VMRUN, an exit and a nested page walk count as\n\
+        nothing here. Their costs await real hardware.\n",
         machine.emulator, machine.processor, machine.kernel, machine.version
     )
 }
@@ -78,9 +80,10 @@ fn switch(figures: &Figures) -> String {
     header.extend(["at most", "JCST 2012", "Jailhouse"]);
     format!(
         "## The switch\n\n\
-        With interrupts off, on each CPU by itself. The papers' Mercury switched all CPUs together; so does Jailhouse, the nearest\n\
-        living peer, whose figures are instructions in the same emulator (4 CPUs). That no CPU waits for another is a test:\n\
-        `lab/tests/kernel.rs` holds one with interrupts off while the others switch.\n\n{}",
+        Instructions with interrupts off, on each CPU by itself. The papers' Mercury switched all CPUs together. So\n\
+        does Jailhouse, the nearest living peer; its figures are instructions in the same emulator (4 CPUs). A test\n\
+        shows that no CPU waits for another: `lab/tests/kernel.rs` holds one CPU with interrupts off while the others\n\
+        switch.\n\n{}",
         table(&header, &rows)
     )
 }
@@ -91,7 +94,7 @@ fn exits(figures: &Figures) -> String {
     format!(
         "## Exits at work\n\n\
         {} seconds of PostgreSQL (pgbench's TPC-B, four clients, {} transactions) while attached, on {}:\n\
-        **{} exits a second**. The question itself makes {}: one hypercall on each CPU.\n\n{}",
+        **{} exits a second**. The measurement itself causes {}: one hypercall on each CPU.\n\n{}",
         exits.seconds,
         thousands(exits.transactions),
         figures.machine.timed_on,
@@ -122,8 +125,8 @@ fn intel(figures: &Figures) -> String {
     let reasons = exits.by_reason.iter().map(|(reason, count)| vec![reason.clone(), thousands(*count)]);
     format!(
         "## Intel\n\n\
-        VMX and EPT, in Bochs, where a tick of the time-stamp counter is an instruction:\n\n{}\n\
-        A load that only computes: **{} exits a second**. CPUID cannot be left alone on VMX, as it can on SVM: a program\n\
+        VMX and EPT in Bochs, where a tick of the time-stamp counter is an instruction:\n\n{}\n\
+        A load that only computes causes **{} exits a second**. On VMX, unlike SVM, CPUID always exits. A program\n\
         executes {:.0} of them before its `main`. {} seconds of PostgreSQL ({} transactions), on {}:\n\n{}",
         table(&header, &rows),
         intel.compute_exits_per_second,
@@ -159,15 +162,16 @@ fn counted(figures: &Figures) -> String {
     ];
     format!(
         "## Operations and applications, in instructions\n\n\
-        {}, counting, without randomized addresses. \"native\" is the median of the costs without Mercury, in instructions; the others are ratios to it.\n\
-        Each round is: without Mercury, loaded, attached, after detach; each is divided by the mean of the two\n\
-        measurements without Mercury around it. The first of those comes before the driver was ever loaded, the others\n\
-        after `mercury unload`, which frees everything and removes the module. \"noise\" is the largest difference that a\n\
-        measurement without Mercury shows from the two around it. M-N and M-V are Mercury of JCST 2012, table 1 (one processor),\n\
-        in native and in virtual mode, by native Linux.\n\n{}\n\
-        The operations are those of `mercury bench os`: nine of lmbench's, which the papers' tables have, and two more; protection-fault\n\
-        includes the signal. dbench and a small build work in tmpfs; iperf3 and ping go over the loopback. No disk and no network card\n\
-        is measured here.\n",
+        Measured on {}, with instructions counted and without randomized addresses. \"native\" is the median cost\n\
+        without Mercury, in instructions. The other columns are ratios to that cost.\n\n\
+        Each round has four phases: without Mercury, loaded, attached, after detach. Each phase is divided by the mean\n\
+        of the two measurements without Mercury around it. The first of these comes before the driver was ever loaded.\n\
+        The others come after `mercury unload`, which frees everything and removes the module. \"noise\" is the largest\n\
+        difference between a measurement without Mercury and the two around it. M-N and M-V are the Mercury of JCST\n\
+        2012, table 1 (one processor), in native and in virtual mode, divided by native Linux.\n\n{}\n\
+        The operations are those of `mercury bench os`: nine of lmbench's, which the papers' tables have, and two\n\
+        more. The protection fault includes its signal. dbench and a small build work in tmpfs. iperf3 and ping use\n\
+        the loopback. No disk and no network card is measured here.\n",
         figures.machine.counted_on,
         table(&header, &rows)
     )
@@ -197,9 +201,9 @@ fn timed(figures: &Figures) -> String {
         ["benchmark", "per", "native", "loaded", "attached", "after detach", "noise", "after detach, 95 %"];
     format!(
         "## The same in time, on two CPUs\n\n\
-        {}, in the same rounds. The wall's time of an emulator that shares its host: look at the noise first. While\n\
-        attached the emulator walks nested page tables in software, which costs where a program touches much memory; a\n\
-        processor does that in hardware, and differently.\n\n{}",
+        Measured on {}, in the same rounds. This is the wall time of an emulator on a shared host, so look at the\n\
+        noise first. While attached the emulator walks nested page tables in software. That costs time where a program\n\
+        touches much memory. A processor walks them in hardware, at another cost.\n\n{}",
         figures.machine.timed_on,
         table(&header, &rows)
     )
@@ -219,7 +223,7 @@ fn times(figures: &Figures) -> String {
     ];
     format!(
         "## Switch times\n\n\
-        {} switches of each CPU, with interrupts off, in microseconds of the emulator; an exit and back takes {} µs\n\
+        {} switches of each CPU with interrupts off, in microseconds of the emulator. An exit and back takes {} µs\n\
         there.\n\n{}",
         times.attach["count"],
         times.round_trip_median,
@@ -241,7 +245,7 @@ fn memory(figures: &Figures) -> String {
     rows.push(vec!["at most".to_owned(), kib(4 << 20), kib(64 << 10), String::new()]);
     format!(
         "## Memory\n\n\
-        What the pre-cached hypervisor holds, attached or not.\n\n{}",
+        Memory that the hypervisor holds after `mercury load`, attached or not.\n\n{}",
         table(&["machine", "fixed", "for each CPU", "CPUs"], &rows)
     )
 }

@@ -22,7 +22,7 @@ pub fn section(figures: &Checkpoint) -> String {
 fn head(figures: &Checkpoint) -> String {
     format!(
         "{HEADING}\n\n\
-        Written by `make bench`, or alone by `cargo run -p mercury-lab-bench -- bench checkpoint`, on {}.\n\
+        `cargo run -p mercury-lab-bench -- bench checkpoint` writes this section alone. It was measured on {}.\n\
         {}\n",
         figures.emulator,
         goals(figures)
@@ -35,10 +35,13 @@ fn goals(figures: &Checkpoint) -> String {
     let most = figures.snapshot_instructions.values().copied().max().unwrap_or(0);
     let streaming = &figures.streaming;
     format!(
-        "The goals: the hypervisor's part of the pause at most {} instructions ({}: {}), the same on all sizes ({}); the whole\n\
-        pause flat within noise ({}); PostgreSQL\n\
-        while an image is streamed at least {THROUGHPUT_AT_LEAST} × as fast as before ({}: {:.2}); an image at least {RATE_AT_LEAST} × as fast as\n\
-        zstd alone ({}: {:.2}, {:.2} to {:.2} in the rounds{}).",
+        "The goals:\n\n\
+        - The hypervisor's part of the pause takes at most {} instructions ({}: {}), the same with all sizes of memory\n\
+        ({}).\n\
+        - The whole pause is flat within noise ({}).\n\
+        - While an image is streamed, PostgreSQL is at least {THROUGHPUT_AT_LEAST} × as fast as before ({}: {:.2}).\n\
+        - An image is written at least {RATE_AT_LEAST} × as fast as by zstd alone ({}: {:.2}, {:.2} to {:.2} in the\n\
+        rounds{}).",
         thousands(SNAPSHOT_AT_MOST),
         kept(most <= SNAPSHOT_AT_MOST),
         thousands(most),
@@ -73,9 +76,8 @@ fn wholes(pauses: &[Pause]) -> String {
     let growing = |pause: &Pause| pause.phases.search + pause.phases.copy_lasting;
     let rest = |pause: &Pause| pause.total() - growing(pause) as f64;
     format!(
-        "**missed**: {measured}. What devices have\n\
-        for good is searched for and copied, and there is more of both: {} instructions with {} MiB, {} with {}. The rest is\n\
-        {:.2} × as long",
+        "**missed**: {measured}. The steps that grow search for persistent DMA memory and copy it: {} instructions with\n\
+        {} MiB, {} with {}. The rest is {:.2} × as long",
         thousands(growing(small)),
         thousands(small.memory_mib.into()),
         thousands(growing(large)),
@@ -107,7 +109,7 @@ fn pauses(figures: &Checkpoint) -> String {
         format!("{} – {}", thousands(least.copied().unwrap_or(0)), thousands(most.copied().unwrap_or(0)))
     });
     add("pages of memory", &|pause| thousands(pause.memory_pages));
-    add("of which devices have for good", &|pause| thousands(pause.lasting_pages));
+    add("of which persistent DMA memory", &|pause| thousands(pause.lasting_pages));
     let sizes: Vec<String> =
         pauses.iter().map(|pause| format!("{} MiB", thousands(pause.memory_mib.into()))).collect();
     let header: Vec<&str> = ["instructions"].into_iter().chain(sizes.iter().map(String::as_str)).collect();
@@ -115,14 +117,16 @@ fn pauses(figures: &Checkpoint) -> String {
     let most = pauses.iter().map(Pause::total).fold(0.0, f64::max);
     format!(
         "### The pause\n\n\
-        `mercury snapshot` on an idle machine with one CPU, {} times on each size; medians. A tick is an instruction, or, where\n\
-        the kernel waits for a device or a timer, a nanosecond of the machine's time, which does not depend on the host's.\n\
-        The hypervisor's part is \"CPU saved\", \"all of memory protected\" and an exit and back ({}). That is without the copy of what\n\
-        devices have for good, which the hypervisor makes, too, on one CPU while the others wait. This is looked for among\n\
-        all pages in use (free ones are passed over by the block) and copied, so these two grow with what the kernel itself\n\
-        uses, and the first with every page of files and processes, too: the whole is {:.2} × as long on the largest machine\n\
-        as on the smallest. Where file systems are mounted for writing, `mercury checkpoint` holds applications and freezes\n\
-        those before, for as long as writing back takes (`hold` in its report).\n\n{}",
+        `mercury snapshot` on an idle machine with one CPU, {} times with each size of memory; the figures are\n\
+        medians. A tick is an instruction. Where the kernel waits for a device or a timer, a tick is a nanosecond of\n\
+        the machine's time, which does not depend on the host's.\n\n\
+        The hypervisor's part is \"CPU saved\", \"all of memory protected\" and an exit and back ({}). It is without the\n\
+        copy of persistent DMA memory, which the hypervisor also makes, on one CPU while the others wait. The search\n\
+        for this memory reads all pages in use and skips free blocks. Search and copy grow with the memory that the\n\
+        kernel itself uses. The search also grows with every page of files and processes. The whole is {:.2} × as long\n\
+        on the largest machine as on the smallest.\n\n\
+        Where file systems are mounted for writing, `mercury checkpoint` first freezes applications and file systems,\n\
+        for as long as writing back takes (`hold` in its report).\n\n{}",
         pauses.first().map_or(0, |pause| pause.rounds),
         pauses.first().map_or(0, |pause| pause.exit_instructions),
         most / least,
@@ -147,15 +151,23 @@ fn peers(figures: &Checkpoint) -> String {
     let rows: Vec<Vec<String>> = figures.peers.ways.iter().map(row).collect();
     format!(
         "### The same job by other means\n\n\
-        {}, with PostgreSQL and pgbench's database, which has worked and rests: each way {} times, in turn, in one run; medians. Times are\n\
-        the emulator's on a shared host: look at the ratios. Pauses of Mercury and of hibernation are the longest time in which a\n\
-        process that wakes up each millisecond did not; QEMU's and CRIU's are what they report, or the command's time where the machine stands still\n\
-        for all of it. Mercury's image is compressed by zstd and has all of memory that is not free. Hibernation\n\
-        is counted until its image is written (the kernel's `test_resume`, which on 6.1 ends there): powering off, the firmware, another\n\
-        boot and reading the image come on top in use, and nobody runs meanwhile. QEMU's ways need the machine to be virtual; they do not compress, and QEMU works at the host's speed, while all else here is emulated;\n\
-        `migrate` sends memory while the machine runs, and stops it for the rest. CRIU dumps PostgreSQL's processes\n\
-        (`--leave-running`), not the kernel, the files or anybody else. kdump is a panic: what ran is lost, and the dump (compressed by zlib, without\n\
-        free pages, caches and processes) is for looking at only; its time includes the crash kernel's boot.\n\n{}",
+        Measured on {}, with PostgreSQL and pgbench's database, which has worked and is at rest. Each way ran {}\n\
+        times, in turn, in one run; the figures are medians. Times are those of an emulator on a shared host, so look\n\
+        at the ratios.\n\n\
+        - **Pauses** of Mercury and of hibernation are the longest time without a wake-up of a process that wakes up\n\
+        each millisecond. Those of QEMU and CRIU are their own reports, or the command's time where the machine stands\n\
+        still for all of it.\n\
+        - **Mercury's image** is compressed by zstd and has all memory that is not free.\n\
+        - **Hibernation** is measured until its image is written, by the kernel's `test_resume`, which ends there on\n\
+        6.1. In real use power-off, firmware, another boot and reading the image come on top, and no task runs\n\
+        meanwhile.\n\
+        - **QEMU's ways** need a virtual machine. They do not compress, and QEMU works at the host's speed while\n\
+        everything else here is emulated. `migrate` sends memory while the machine runs, and stops the machine for the\n\
+        rest.\n\
+        - **CRIU** dumps PostgreSQL's processes (`--leave-running`), without the kernel, the files and all other\n\
+        processes.\n\
+        - **kdump** is a panic, after which running work is lost. The dump is for analysis only: it is compressed by\n\
+        zlib, without free pages, caches and processes. Its time includes the crash kernel's boot.\n\n{}",
         figures.peers.machine,
         figures.peers.rounds,
         table(
@@ -185,11 +197,13 @@ fn streaming(figures: &Checkpoint) -> String {
     ];
     format!(
         "### While the image is streamed\n\n\
-        {}. One client of pgbench (TPC-B, {:.0} transactions a second), so that one CPU is free; quiet times and checkpoints in turn. Streaming\n\
-        took {:.1} s meanwhile. Noise: transactions a second without a checkpoint differ from those around them by up to ±{:.2}. The rate\n\
-        is that of an idle machine that has worked, {:.0} MB of memory a second, by that of zstd on a core of the same memory, in one thread,\n\
-        at the same level, reading not counted; a fresh machine for each. On one CPU everything that streaming does is counted\n\
-        against zstd alone; on two it happens beside it.\n\n{}",
+        Measured on {}. One client of pgbench runs (TPC-B, {:.0} transactions a second), so that one CPU is free.\n\
+        Quiet times and checkpoints take turns. Streaming took {:.1} s meanwhile. The noise is ±{:.2}: the largest\n\
+        difference between transactions a second without a checkpoint and those around them.\n\n\
+        The rate is that of an idle machine that has worked, {:.0} MB of memory a second. It is divided by the rate of\n\
+        zstd on a core of the same memory, in one thread and at the same level, without the time to read the core.\n\
+        Each measurement has a fresh machine. On one CPU everything that streaming does counts against zstd alone. On\n\
+        two CPUs the other work runs beside the compression.\n\n{}",
         streaming.machine,
         streaming.transactions_per_second,
         streaming.seconds,
@@ -215,9 +229,12 @@ fn rollbacks(figures: &Checkpoint) -> String {
         .collect();
     format!(
         "### Rollback\n\n\
-        Back to a snapshot in memory by `mercury rollback`, after so much was written on purpose, in instructions on one CPU. Devices are given\n\
-        3 ms besides, and resume as after a snapshot.\n\n{}",
-        table(&["written", "pages put back", "until all CPUs met", "until all is in place", "a page"], &rows)
+        `mercury rollback` to a snapshot in memory, after the test has written so much, in instructions on one CPU. In\n\
+        addition devices get 3 ms to come to rest, and resume as after a snapshot.\n\n{}",
+        table(
+            &["written", "pages restored", "until the rendezvous", "until all is in place", "a page"],
+            &rows
+        )
     )
 }
 
@@ -228,10 +245,11 @@ fn kept(figures: &Checkpoint) -> String {
     };
     format!(
         "### Memory besides the pool\n\n\
-        The driver accounts for {} KiB before the first checkpoint and {} KiB after the last one, while native; {} checkpoints in\n\
-        between. Of what the kernel has free once its caches are dropped each took {:.0} KiB, the first one aside: negative\n\
-        is more than before, and some hundred KiB either way are the kernel's own: `checkpoints_leave_no_memory_behind` in\n\
-        lab/bench/tests/speed.rs has the slope over thirty, beside that of as much of the like without a checkpoint.\n",
+        While native, the driver accounts for {} KiB before the first checkpoint and {} KiB after the last one, with\n\
+        {} checkpoints in between. Each checkpoint after the first one took {:.0} KiB of the memory that the kernel\n\
+        has free once its caches are dropped. A negative number means more free memory than before. Some hundred KiB\n\
+        either way are the kernel's own. `checkpoints_leave_no_memory_behind` in lab/bench/tests/speed.rs measures the\n\
+        slope over thirty checkpoints, and compares it with the same work without a checkpoint.\n",
         bytes(&kept.before),
         bytes(&kept.after),
         kept.checkpoints,
@@ -339,7 +357,7 @@ pub mod tests {
         let squeezed = section(&figures()).split_whitespace().collect::<Vec<_>>().join(" ");
         for part in [
             "| CPU saved | 4,253 | 4,253 |",
-            "| what devices have for good: looked for | 512,000 | 12,288,000 |",
+            "| search for persistent DMA memory | 512,000 | 12,288,000 |",
             "| Mercury | 0.20 s | 12.0 s | 200 MB | 1.00 × | 1.00 × | 1.00 × |",
             "| a dump | for good | 12.0 s | 200 MB | – | 1.00 × | 1.00 × |",
             "| transactions a second while streaming ÷ before and after | 0.75 | 0.65 – 0.85 | 0.7 |",

@@ -74,14 +74,14 @@ fn faster(figures: &Hosted, name: &str, hosted: Way, like: Way) -> Option<f64> {
 /// and the reason for a missed aim.
 const AIMS: &[(&str, f64, &str)] = &[
     ("null-call", 100.0, ""),
-    ("page-fault", 4.0, "a fault is a signal and an mmap of the host's"),
-    ("exec", 3.0, "what was mapped comes back fault by fault"),
-    ("pipe", 5.0, "each message is a\nchange of the host's process"),
+    ("page-fault", 4.0, "a fault costs a signal and an mmap of the host"),
+    ("exec", 3.0, "mapped pages return fault by fault"),
+    ("pipe", 5.0, "each message is a\nswitch between processes of the host"),
 ];
 /// The upper bound of a build's time, in times of a native build.
 const BUILD_AT_MOST: f64 = 1.25;
-const BUILD_MISSED: &str = "the compiler touches thousands of\npages for each file, and most first touches are a \
-                            signal and an mmap of the host's";
+const BUILD_MISSED: &str = "the compiler touches thousands of\npages for each file, and most first touches cost a \
+                            signal and an mmap of the host";
 
 fn aims(figures: &Hosted) -> String {
     let fast = AIMS.iter().map(|(name, least, why)| {
@@ -99,9 +99,9 @@ fn aims(figures: &Hosted) -> String {
     let fastest = others.fold(f64::INFINITY, f64::min);
     let first = verdict(call < fastest, &format!("{call:.1}, the fastest of the others {fastest:.1}"), "");
     format!(
-        "The aims, without isolation, in times of UML's speed by ptrace: {}.\n\
-        A system call faster than in any of the others ({first}). A build at most {BUILD_AT_MOST} times as long\n\
-        as natively ({build}).\n",
+        "The aims without isolation, as multiples of UML's speed by ptrace: {}.\n\n\
+        A system call is to be faster than in all other systems ({first}). A build is to take at most {BUILD_AT_MOST}\n\
+        times as long as natively ({build}).\n",
         fast.collect::<Vec<_>>().join(";\n")
     )
 }
@@ -132,15 +132,18 @@ pub fn section(figures: &Hosted) -> String {
     let left_out: String = figures.left_out.iter().map(|what| format!("\nLeft out: {what}.\n")).collect();
     format!(
         "{HEADING}\n\n\
-        `mercury hosted run` ([hosted.md](hosted.md)) beside its likes, on one processor of a host with Linux {}: as native\n\
-        processes; in the small kernel, hosted, hosted with programs left as they are (`--no-rewrite`), and hosted with\n\
-        programs in processes of their own (`--isolation=process`); in User Mode Linux (UML), {} by\n\
-        ptrace{}{}; and in the same small kernel in an emulated machine. First\n\
-        `mercury bench os` with Debian's C library in the same files in memory, medians of {} rounds; then work from one\n\
-        disk that is not written to: PostgreSQL with one client of pgbench (TPC-B), its database in memory, and what is in\n\
-        `{}` of a small kernel, built by make and gcc, in memory too, medians of {} (emulated once). What was built is\n\
-        the same in all ways, bit by bit. Each round has all ways side by side; times are this host's, the others are ratios to the\n\
-        native ones.\n\n{}\n{}{left_out}",
+        `mercury hosted run` ([hosted.md](hosted.md)) compared with other ways to run programs, on one processor of a\n\
+        host with Linux {}:\n\n\
+        - as native processes;\n\
+        - in the small kernel: hosted, hosted with unpatched programs (`--no-rewrite`), and hosted with programs in\n\
+        processes of their own (`--isolation=process`);\n\
+        - in User Mode Linux (UML), {} by ptrace{}{};\n\
+        - in the same small kernel in an emulated machine.\n\n\
+        The first rows are `mercury bench os` with Debian's C library, from the same files in memory, medians of {}\n\
+        rounds. The last rows are work from one read-only disk, with all writes in memory: PostgreSQL with one client\n\
+        of pgbench (TPC-B), and a build of `{}` of a small kernel by make and gcc, medians of {} (emulated once). The\n\
+        built objects are the same in all ways, bit by bit. Each round measures all ways side by side. Times are this\n\
+        host's; the others are ratios to the native ones.\n\n{}\n{}{left_out}",
         figures.host,
         figures.uml,
         seccomp.unwrap_or_default(),
@@ -180,12 +183,9 @@ mod tests {
     #[test]
     fn the_section_has_the_ways_that_were_measured_and_names_the_others() {
         let section = section(&figures());
-        for part in [
-            "| 1.50 µs ",
-            "6.1.0-uml by\nptrace, and 7.3.4 with seccomp",
-            "UML (seccomp)",
-            "Left out: gVisor",
-        ] {
+        for part in
+            ["| 1.50 µs ", "6.1.0-uml by ptrace, and 7.3.4 with seccomp", "UML (seccomp)", "Left out: gVisor"]
+        {
             assert!(section.contains(part), "{part}: {section}");
         }
         assert!(!section.contains("| gVisor") && !section.contains("in gVisor"), "{section}");
@@ -202,7 +202,7 @@ mod tests {
         }
         let text = aims(&slow);
         assert!(text.contains("100 × (**missed**: 15.0, in processes 30.0)"), "{text}");
-        assert!(text.contains("others (**missed**: 20.0, the fastest of the others 20.0)"), "{text}");
+        assert!(text.contains("systems (**missed**: 20.0, the fastest of the others 20.0)"), "{text}");
     }
 
     #[test]

@@ -217,11 +217,12 @@ pub fn section(figures: &Kvm) -> String {
         rows.iter().map(|(what, number)| vec![(*what).to_owned(), format!("{number:.1}")]).collect();
     format!(
         "{HEADING}\n\n\
-        Written by `make bench`, or alone by `cargo run -p mercury-lab-bench -- bench kvm`. A guest executes CPUID, which KVM answers in\n\
-        the kernel; instructions, on one CPU. The goals: at most {ADDED_AT_MOST} more for each exit ({}), in at most three world switches\n\
-        ({}: {:.2}; natively one).\n\n\
+        `cargo run -p mercury-lab-bench -- bench kvm` writes this section alone. A guest executes CPUID, which KVM\n\
+        answers in the kernel. The figures are instructions, on one CPU. The goals: an exit takes at most\n\
+        {ADDED_AT_MOST} more ({}), with at most three world switches ({}: {:.2}; natively one).\n\n\
         {}\n\
-        Attach and detach {} times beneath two virtual machines that count: {} errors, {} exits to their processes meanwhile.\n\n\
+        Attach and detach {} times under two counting virtual machines: {} errors, and {} exits to their processes\n\
+        meanwhile.\n\n\
         {}\n{}",
         kept(figures.added_instructions_per_exit <= ADDED_AT_MOST),
         kept(figures.world_switches_per_exit <= SWITCHES_AT_MOST),
@@ -253,9 +254,10 @@ fn at_work(linux: &Linux) -> String {
     let header =
         ["instructions", "native", "attached", "attached ÷ native", "95 %", "noise", "entries of the guest"];
     format!(
-        "A Linux guest: stock QEMU on KVM, with this machine's own kernel on one CPU, and for PostgreSQL its root disk (NVMe, what is\n\
-        written kept in memory). What QEMU's process works, with its guest and with KVM, in instructions; waiting is no work\n\
-        (`halt_poll_ns=0`). Native and attached by turns, {} and {} rounds; medians; noise is the most that native ones differ.\n\n{}",
+        "The Linux guest runs this machine's own kernel in stock QEMU on KVM, on one CPU. For PostgreSQL it has the\n\
+        machine's root disk (NVMe, with writes kept in memory). The figures are the instructions of QEMU's process,\n\
+        with its guest and with KVM. Waiting does not count (`halt_poll_ns=0`). Native and attached rounds take turns,\n\
+        {} and {} of them; the figures are medians. Noise is the largest difference between native rounds.\n\n{}",
         linux.boot.rounds,
         linux.pgbench.rounds,
         table(&header, &rows),
@@ -265,8 +267,9 @@ fn at_work(linux: &Linux) -> String {
 fn beneath_a_snapshot(touches: &[Touch]) -> String {
     let row = |touch: &Touch| vec![touch.what.to_owned(), format!("{:.1}", touch.instructions)];
     format!(
-        "What a live snapshot costs a guest: it touches one page after the other, 4,096 of them. Four of the instructions of each\n\
-        are the guest's own, and a share of what comes every tick is in it. A first write beneath a snapshot is mostly the copy.\n\n{}",
+        "The cost of a live snapshot for a guest that touches 4,096 pages, one after the other. Four of the\n\
+        instructions of each touch are the guest's own, and each touch has a share of the timer's ticks. A first write\n\
+        under a snapshot is mostly the copy.\n\n{}",
         table(&["instructions for a page", ""], &touches.iter().map(row).collect::<Vec<_>>()),
     )
 }

@@ -261,11 +261,13 @@ impl Outcome {
         let times: Vec<_> = times.iter().map(|(name, times)| report::times_of(name, times)).collect();
         format!(
             "# {} times there and back beneath virtual machines that crash\n\n\
-            Written by `cargo run -p mercury-lab-bench -- soak --guests --cycles {}`. One machine emulated in software ({}), Debian's own\n\
-            kernel {}, stock QEMU on its KVM. All CPUs were attached and detached, in {} minutes of wall time, while virtual\n\
-            machines lived and died as the table says, one of each kind at a time. In between a CPU was taken offline and brought\n\
-            back, with guests on it: {native} times while native, and {attached} times while attached.\n\n{}\n\
-            With interrupts off, per CPU, in the emulator's microseconds; the host is shared, and the longest are its doing.\n\n{}",
+            `cargo run -p mercury-lab-bench -- soak --guests --cycles {}` wrote this page. One machine was emulated in\n\
+        software ({}), with Debian's own kernel {} and stock QEMU on its KVM. All CPUs were attached and detached, in\n\
+        {} minutes of wall time, while virtual machines lived and died as the table says, one of each kind at a time.\n\
+        In between a CPU was taken offline and brought back, with guests on it: {native} times while native, and\n\
+        {attached} times while attached.\n\n{}\n\
+            Times with interrupts off, per CPU, in the emulator's microseconds. The host is shared, which causes the\n\
+        longest times.\n\n{}",
             thousands(self.cycles),
             self.cycles,
             self.machine,

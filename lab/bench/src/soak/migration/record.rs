@@ -260,18 +260,20 @@ fn page(records: &[&Record]) -> String {
         if failures.is_empty() { String::new() } else { format!("\n## What failed\n\n{failures}") };
     format!(
         "# {} moves with PostgreSQL, there and back\n\n\
-        Written by `cargo run -p mercury-lab-bench -- soak --migration --page`, of these runs:\n\n{}\n\
-        Each is a life of three machines, emulated in software: one with PostgreSQL, a spare, and one that has the files of both \
-        (NFS), is\nthe switch between them, and has the clients. The first one moved to the spare by `mercury migrate` while they worked, \
-        and was switched off; it\nwas switched on again as the next spare, with its own card, and the machine moved back; and so on. {:.0} minutes of wall time \
-        in all.\n\n\
-        Two clients keep a ledger: each transaction has its number, and what they were told is committed must be in the tables \
-        once. Four\nclients are pgbench's, which gives a client up when its connection breaks; what it was told must be as many as the \
-        history has, and all\nbalances must agree with it. Besides, a connection of its own on which every word\nmust come \
-        back goes through all of it. Each client has one connection from the first move to the last.\n\n{}\n\
-        \"Stood still\" is the median's, by the mover's own account; \"silence\" is the longest time for which one of the ledger's \
-        clients waited for\nan answer, over all moves. Both are times of an emulator: the host's two processors had all machines and other jobs to \
-        run.\nAll in all: **{} transactions, {} lost, {} done twice, {} connections broken**.\n{failures}",
+        `cargo run -p mercury-lab-bench -- soak --migration --page` wrote this page, of these runs:\n\n{}\n\
+        Each run has three machines, emulated in software: one with PostgreSQL, a destination, and a third one. The\n\
+        third machine has the files of both (NFS), is the switch between them, and runs the clients. The first machine\n\
+        moved to the destination by `mercury migrate` while they worked, and was switched off. It was switched on\n\
+        again as the next destination, with its own card, and the machine moved back, and so on. All runs took {:.0}\n\
+        minutes of wall time.\n\n\
+        Two clients keep a ledger. Each transaction has its number, and those that a client was told are committed\n\
+        must be in the tables exactly once. Four clients are pgbench's. pgbench gives a client up when its connection\n\
+        breaks. It must have been told of as many commits as the history has, and all balances must agree with the\n\
+        history. One more connection, on which every word must come back, lasts through all moves. Each client has one\n\
+        connection from the first move to the last.\n\n{}\n\
+        \"Stood still\" is the median time, as the mover reports it. \"Silence\" is the longest time for which one of the\n\
+        ledger's clients waited for an answer, over all moves. Both are times of an emulator, whose host's two\n\
+        processors had all machines and other jobs to run.\nAll in all: **{} transactions, {} lost, {} done twice, {} connections broken**.\n{failures}",
         totals.moves,
         lines.concat(),
         records.iter().map(|record| record.minutes).sum::<f64>(),
