@@ -1,13 +1,13 @@
 //! The vendor boundary: all that the rest of the hypervisor asks of [`crate::svm`] and [`crate::vmx`].
 //!
-//! One image holds every vendor. Which one it is was decided by the driver when it took that vendor's entry
-//! point for [`mercury_abi::gate::GateBlock::entry_virt`]: from there on everything is compiled for
-//! that vendor's types, and no path of a switch asks again. Only what has nothing in hand but a stack
-//! (an exception, a panic) looks the vendor up, by [`visit`].
+//! One image holds every vendor. The driver decided for one when it took that vendor's entry point for
+//! [`mercury_abi::gate::GateBlock::entry_virt`]. From there on everything is compiled for that vendor's
+//! types, and no path of a switch asks again. Only code with nothing but a stack in hand, an exception or a
+//! panic, finds the vendor by [`visit`].
 //!
 //! The vendors' folders mirror each other, file by file: the control block (`vmcb`, `vmcs`), `capture`,
-//! `run`, `quick`, `exits`, `msr`, `refusal`, `tests`. Only Intel's has `reset`: INIT is an exit there, and on AMD ends
-//! the attachment. Only AMD's has `rollback`, so far.
+//! `run`, `quick`, `exits`, `faults`, `msr`, `refusal`, `tests`. Only Intel's has `reset`: INIT is an exit
+//! there, and on AMD ends the attachment. Only AMD's has `rollback`, so far.
 
 use mercury_abi::code::Code;
 use mercury_abi::facts::CpuFacts;
@@ -27,43 +27,44 @@ use crate::svm::Svm;
 use crate::vmx::Vmx;
 use crate::x86::Hardware;
 
-/// What one vendor's hardware virtualization is.
+/// The hardware virtualization of one vendor.
 pub trait Vendor: Sized + 'static {
-    /// Which one.
+    /// Number of the vendor in the driver's interface.
     const KIND: Kind;
-    /// Whether nested tables replace the types of the MTRRs, so that they must repeat them.
+    /// True if nested tables replace the types of the MTRRs, so that they must repeat them.
     const TYPES_FROM_MTRRS: bool;
-    /// What it keeps of a CPU in page 0 of the area; integers only, all zeros is the start.
+    /// Data of a CPU in page 0 of the area. Made of integers only; all zeros is the start.
     type Own: core::fmt::Debug;
-    /// The control block.
+    /// The control block, a page.
     type Control: core::fmt::Debug;
-    /// The hypervisor's extended state.
+    /// Extended state of the hypervisor, a page.
     type Host: core::fmt::Debug;
-    /// The format of its nested tables.
+    /// Format of the nested tables.
     type Format: Format<Address = GuestPhys>;
 
-    /// The nested tables of this machine, if it is this vendor's.
+    /// Returns the nested tables of this machine, if it is this vendor's.
     fn tables() -> &'static Tables<Self::Format>;
 
-    /// Width of physical addresses in bits, less what memory encryption takes.
+    /// Returns the width of physical addresses in bits, less the bits that memory encryption takes.
     fn physical_bits(hardware: &mut impl Hardware) -> u32;
 
-    /// The largest page that nested tables can have.
+    /// Returns the largest page that nested tables can have.
     fn largest_page(hardware: &mut impl Hardware) -> LargestPage;
 
-    /// Levels of the nested tables.
+    /// Returns the number of levels of the nested tables.
     fn depth(boot: &BootInfo, hardware: &mut impl Hardware) -> Depth;
 
-    /// End of the memory above 4 GiB that is write-back by default; `None` where there is no such register.
+    /// Returns the end of the memory above 4 GiB that is write-back by default; `None` where there is no such
+    /// register.
     fn top_of_memory_2(hardware: &mut impl Hardware) -> Option<u64>;
 
-    /// Fills what of the area is the vendor's, once after a load. `task_state` is the hypervisor's own.
+    /// Fills the vendor's part of the area, once after a load. `task_state` is the hypervisor's own.
     fn prepare(area: &mut Area<Self>, task_state: TaskStateSegment);
 
-    /// The vendor's bits in [`Cpu::features`]. The facts have passed the preflight.
+    /// Returns the vendor's bits in [`Cpu::features`]. The facts have passed the preflight.
     fn features(facts: &CpuFacts) -> u32;
 
-    /// Takes over whatever else of the facts an attach needs.
+    /// Takes over all other facts that an attach needs.
     fn learn(area: &mut Area<Self>, facts: &CpuFacts);
 
     /// Puts the system's extended state aside and loads the hypervisor's.
@@ -78,7 +79,7 @@ pub trait Vendor: Sized + 'static {
     /// A check that the processor would make fails, or an MSR cannot be read or written.
     fn attach(area: &mut Area<Self>, hardware: &mut impl Hardware) -> Result<(), Code>;
 
-    /// Makes the processor refuse the block, one check at a time.
+    /// Damages the control block so that the processor refuses it, one check at a time.
     #[cfg(feature = "fault-injection")]
     fn corrupt(area: &mut Area<Self>);
 
@@ -86,31 +87,31 @@ pub trait Vendor: Sized + 'static {
     #[cfg(feature = "image")]
     fn run() -> extern "C" fn() -> !;
 
-    /// Prepares the way out of a native operation that did not enter the guest: everything as it came in,
-    /// `result` in RAX.
+    /// Prepares the way out of a native operation that did not enter the guest. All registers are as they
+    /// came in, with `result` in RAX.
     fn put_back_native(area: &mut Area<Self>, hardware: &mut impl Hardware, result: Code);
 
-    /// The CPU leaves by itself, where it was interrupted.
+    /// Has the CPU leave by itself, where the system was interrupted.
     fn depart(area: &mut Area<Self>, hardware: &mut impl Hardware, because: Code) -> Next;
 
-    /// Where the system was interrupted, as the control block has it.
+    /// Returns where the system was interrupted, from the control block.
     fn interrupted(area: &mut Area<Self>) -> Interrupted;
 
-    /// What the control block says of the last exit.
+    /// Returns the last exit, from the control block.
     fn last_exit(area: &Area<Self>) -> LastExit;
 
-    /// The event that the next entry delivers, in the words of [`crate::event`]; `None` if there is no guest that
-    /// could be given one.
+    /// Returns the event that the next entry delivers, as [`crate::event`] has it; `None` if there is no
+    /// guest to deliver it to.
     fn pending_event(area: &Area<Self>, hardware: &mut impl Hardware) -> Option<u64>;
 
     /// Has the next entry deliver an event without an error code; 0: none.
     fn inject(area: &mut Area<Self>, hardware: &mut impl Hardware, event: u64);
 
-    /// Asks for an exit as soon as the guest can take interrupts, after the event that is injected; or takes that
-    /// back.
+    /// Asks for an exit as soon as the guest can take interrupts, after the injected event; or takes the
+    /// request back.
     fn await_window(area: &mut Area<Self>, hardware: &mut impl Hardware, wanted: bool);
 
-    /// Whether the processor took the entry before the present exit.
+    /// Returns true if the processor took the entry before the present exit.
     fn was_entered(area: &Area<Self>) -> bool;
 
     /// True where CPUs can be put back to a snapshot. Elsewhere the next three functions are never called.
@@ -127,60 +128,60 @@ pub trait Vendor: Sized + 'static {
     /// Sets the system's state to what was saved, on the identity map and with nothing pending.
     fn put_back(_: &mut Area<Self>, _: &SavedCpu) {}
 
-    /// Where the interrupted code goes on behind the handler of a machine check.
+    /// Returns the address at which the interrupted code goes on after the handler of a machine check.
     fn resume_at(rip: u64) -> u64;
 }
 
-/// Where a task-state segment is.
+/// Place of a task-state segment.
 #[derive(Clone, Copy, Debug)]
 pub struct TaskStateSegment {
-    /// Selector.
+    /// Selector in the GDT.
     pub selector: u16,
-    /// Limit in bytes.
+    /// Limit in bytes, as in the descriptor.
     pub limit: u32,
-    /// Base, virtual.
+    /// Base address, virtual.
     pub base_virt: u64,
 }
 
 /// An exit, and the system at it, for the record of a crash.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LastExit {
-    /// Why, as the processor gave it.
+    /// Reason of the exit, as the processor gave it.
     pub code: u64,
-    /// First qualification.
+    /// First qualification, as the processor gave it.
     pub info1: u64,
-    /// Second qualification.
+    /// Second qualification, as the processor gave it.
     pub info2: u64,
     /// Event that was being delivered.
     pub event: u64,
-    /// RFLAGS.
+    /// RFLAGS of the system.
     pub rflags: u64,
-    /// CR0.
+    /// CR0 of the system.
     pub cr0: u64,
-    /// CR2.
+    /// CR2 of the system: its last page fault.
     pub cr2: u64,
-    /// CR3.
+    /// CR3 of the system: root of its tables.
     pub cr3: u64,
-    /// CR4.
+    /// CR4 of the system.
     pub cr4: u64,
-    /// Selector of CS.
+    /// Selector in CS of the system.
     pub cs: u16,
-    /// Selector of SS.
+    /// Selector in SS of the system.
     pub ss: u16,
     /// General registers; RAX and RDX are those of [`Cpu::interrupted`].
     pub registers: Registers,
 }
 
-/// What to do with an area whose vendor is known only at run time.
+/// Work on an area whose vendor is known only at run time.
 pub trait Visitor {
-    /// What comes of it.
+    /// Result of the work.
     type Output;
 
-    /// Does it.
+    /// Does the work on an area of this vendor.
     fn visit<V: Vendor>(self, area: &mut Area<V>) -> Self::Output;
 }
 
-/// Has `visitor` look at an area.
+/// Has `visitor` work on an area, with the types of its vendor.
 ///
 /// # Safety
 /// `area` is the start of an [`Area`] that [`crate::host::tables::prepare`] has prepared, and no reference

@@ -1,13 +1,16 @@
-//! A log of what CPUs write while the machine runs, collected again and again: what live migration copies once more.
+//! A dirty log: pages that CPUs write while the machine runs, collected again and again. Live migration
+//! copies those once more.
 //!
-//! The machine runs on a [`View`] of its own in which nothing that is kept can be written at first. The first write to a
-//! page is noted, and the page can be written from then on, until it is collected. Nothing is copied.
+//! The machine runs on a [`View`] of its own in which no page of the log can be written at first. The first
+//! write to a page is noted. From then on the page can be written, until it is collected. Nothing is
+//! copied.
 //!
-//! The view's permissions shrink when it is collected, which processors learn of only when they flush their
-//! translations. Until then one of them may write to a page that was collected, unseen: so such a page is read only when
-//! all of them have flushed. Whatever is written after that is noted anew.
+//! A collection takes permissions of the view back, and a processor learns of that only when it flushes its
+//! translations. Until then it may write unseen to a page that was collected. So a page is read only after
+//! all processors have flushed. Every write after that is noted anew.
 //!
-//! A page that was free and is somebody's now needs nothing of its own: who takes it writes to it, or has a device do so.
+//! A page that was free and is allocated now needs no note of its own: the new owner writes to it, or has a
+//! device do so.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
@@ -44,16 +47,16 @@ impl<'a> WrittenMap<'a> {
     }
 }
 
-/// How much of a collection is done with interrupts off.
+/// Most work of one call of [`DirtyLog::collect`], for interrupts are off.
 #[derive(Clone, Copy, Debug)]
 pub struct Budget {
-    /// Words of the map that are looked at.
+    /// Words of the map that are read.
     pub words: usize,
     /// Pages that are moved, and then as many as one word has.
     pub pages: u64,
 }
 
-/// The log.
+/// A log over the tables of an identity map.
 #[derive(Clone, Copy, Debug)]
 pub struct DirtyLog<F> {
     view: View<F>,
@@ -61,7 +64,7 @@ pub struct DirtyLog<F> {
 }
 
 impl<F: Format<Address = GuestPhys>> DirtyLog<F> {
-    /// A log of writes to these ranges. A processor takes part once it has loaded [`DirtyLog::root`].
+    /// Returns a log of writes to these ranges. A processor takes part once it has loaded [`DirtyLog::root`].
     ///
     /// # Errors
     /// [`Exhausted`] if there is no page for its root.
@@ -74,30 +77,30 @@ impl<F: Format<Address = GuestPhys>> DirtyLog<F> {
         Ok(Self { view: View::new(pages, base, &keeps)?, given_up: false })
     }
 
-    /// What nCR3 or the EPT pointer takes.
+    /// Returns the root of the view: the address in nCR3 or in the EPT pointer.
     #[must_use]
     pub const fn root(&self) -> HostPhys {
         self.view.root()
     }
 
-    /// The view.
+    /// Returns the view that CPUs run on.
     #[must_use]
     pub const fn view(&self) -> &View<F> {
         &self.view
     }
 
-    /// Whether it has everything that was written.
+    /// Returns true if the log has every write.
     #[must_use]
     pub const fn is_whole(&self) -> bool {
         !self.given_up
     }
 
-    /// Nothing is in the way of a write any more, and nothing is noted.
+    /// Gives the log up: no write is held up any more, and none is noted.
     pub const fn give_up(&mut self) {
         self.given_up = true;
     }
 
-    /// Answers a fault at `gpa`; never [`Outcome::Copied`].
+    /// Answers a nested fault at `gpa`, never by [`Outcome::Copied`].
     pub fn fault(
         &self,
         pages: &mut impl TablePages,
@@ -123,7 +126,8 @@ impl<F: Format<Address = GuestPhys>> DirtyLog<F> {
         }
     }
 
-    /// Moves what was written from `from` on to `to`: how many pages, and where to go on, if not all is done.
+    /// Moves noted pages from `from` on to `to`. Returns the number of pages, and the address to go on at, if
+    /// some are left.
     pub fn collect(
         &self,
         pages: &mut impl TablePages,
@@ -143,7 +147,7 @@ impl<F: Format<Address = GuestPhys>> DirtyLog<F> {
                 number = (number / WORDS + 1) * WORDS;
                 continue;
             };
-            // Most are 0, and need not become this CPU's.
+            // Most are 0, and their cache lines need not move to this CPU.
             let mut bits =
                 if word.load(Ordering::Relaxed) == 0 { 0 } else { word.swap(0, Ordering::Relaxed) };
             taken.fetch_or(bits, Ordering::Relaxed);
@@ -159,7 +163,7 @@ impl<F: Format<Address = GuestPhys>> DirtyLog<F> {
     }
 }
 
-/// The first page of a word.
+/// Returns the first page of a word.
 fn address_of(number: usize) -> GuestPhys {
     GuestPhys::new((number * WORD_BITS) as u64 * PAGE_SIZE)
 }

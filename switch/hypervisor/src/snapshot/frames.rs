@@ -3,7 +3,7 @@
 use crate::address::{Address, GuestPhys, HostPhys, PageSize, TABLE_ENTRIES};
 use crate::paging::table::{Depth, Exhausted, TablePages};
 
-/// The numbers; 0 where none was set.
+/// Numbers of frames; 0 where none was set.
 #[derive(Clone, Copy, Debug)]
 pub struct FrameMap {
     root: HostPhys,
@@ -11,7 +11,7 @@ pub struct FrameMap {
 }
 
 impl FrameMap {
-    /// None set. Covers what nested tables of `depth` do.
+    /// Returns a map without numbers. It covers the addresses of nested tables of `depth`.
     ///
     /// # Errors
     /// [`Exhausted`] if there is no page for the root.
@@ -19,7 +19,7 @@ impl FrameMap {
         Ok(Self { root: empty_table(pages)?, top: depth.root_entry() })
     }
 
-    /// The number of a frame.
+    /// Returns the number of a frame.
     pub fn get(&self, pages: &mut impl TablePages, frame: GuestPhys) -> u64 {
         let (mut table, mut size) = (self.root, self.top);
         loop {

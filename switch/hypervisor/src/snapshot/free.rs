@@ -1,5 +1,5 @@
-//! What of memory was free at the instant. Nobody asks what such a page held: it is taken as zeros, and whoever writes
-//! to it needs no copy.
+//! Pages that were free at the instant. Their content does not matter: the reader gets zeros, and a write
+//! needs no copy.
 
 use crate::address::{GuestPhys, PAGE_SIZE, PageSize};
 use mercury_abi::snapshot::MAP_BITS;
@@ -9,12 +9,12 @@ const WORDS: usize = MAP_BITS / 64;
 /// A piece of the map: a bit for each page of a stretch of addresses.
 pub type Piece = [u64; WORDS];
 
-/// The pages that were free: by address, in pieces, of which those may be missing that have no bit set.
+/// A bit for each page that was free, by address, in pieces. A piece without any bit may be missing.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct FreeMap<'a>(pub &'a [Option<&'a Piece>]);
 
 impl FreeMap<'_> {
-    /// The words of the map that are a block's; a page's are less than one.
+    /// Returns the words of the map that belong to a block. A page has a part of one.
     fn words(&self, block: GuestPhys, count: usize) -> Option<&[u64]> {
         let number = usize::try_from(block.as_u64() / PAGE_SIZE).ok()?;
         let piece = (*self.0.get(number / MAP_BITS)?)?;
@@ -22,7 +22,8 @@ impl FreeMap<'_> {
         piece.get(first..first + count)
     }
 
-    /// Whether all of a block was free. Not of one larger than 2 MiB: that is for its parts to say.
+    /// Returns true if all of a block was free. Returns false for one larger than 2 MiB, whose parts are
+    /// asked instead.
     #[must_use]
     pub fn has(&self, block: GuestPhys, size: PageSize) -> bool {
         match size {

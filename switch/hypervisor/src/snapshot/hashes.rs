@@ -20,7 +20,7 @@ const PAGE_WORDS: usize = PAGE_SIZE as usize / size_of::<u64>();
 pub(super) struct Hashes(&'static [AtomicU64]);
 
 impl Hashes {
-    /// Returns no hashes.
+    /// Returns a set without hashes.
     pub(super) const fn new() -> Self {
         Self(&[])
     }

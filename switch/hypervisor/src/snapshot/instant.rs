@@ -29,7 +29,7 @@ static RENDEZVOUS: Rendezvous = Rendezvous::new();
 /// TSC ticks that the last CPU to come spent in [`enter`].
 static ENTER_TICKS: AtomicU64 = AtomicU64::new(0);
 
-/// What the driver has set up for the instant, and what the copies took.
+/// The driver's setup of the instant, and the costs of its copies.
 #[derive(Debug)]
 pub(super) struct Instant {
     /// Number of CPUs that take part.
@@ -167,7 +167,7 @@ fn at_the_instant<V: Vendor>(hardware: &mut impl Hardware) {
     nested.live.instant.persistent_ticks = hardware.tsc().wrapping_sub(begun);
 }
 
-/// What a CPU needs to take part.
+/// Data that a CPU needs to take part.
 struct Wanted {
     /// Host-physical root of the snapshot's tables.
     root: HostPhys,

@@ -51,10 +51,10 @@ pub(crate) struct Live<F> {
     /// Reason that the snapshot is invalid; `Ok` while it holds the instant.
     invalid: Code,
     pub(super) instant: Instant,
-    /// What the machine can be put back to. Without it the snapshot is read by the driver.
+    /// Target of a rollback. A snapshot without one is read by the driver.
     pub(super) target: Option<Target>,
     pub(super) recording: Option<Recording<F>>,
-    /// The last rollback.
+    /// Report of the last rollback.
     pub(super) report: RollbackReport,
     #[cfg(feature = "fault-injection")]
     pub(super) hashes: Hashes,
@@ -348,7 +348,7 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
     }
 }
 
-/// Rollback.
+/// Rollbacks to the snapshot.
 impl<F: Format<Address = GuestPhys>> Live<F> {
     /// Returns what a rollback needs, if the snapshot is one to go back to, and is exact.
     pub(super) fn target(&self) -> Result<Target, Code> {

@@ -1,16 +1,17 @@
-//! A snapshot of memory: what every page held at one instant, while the machine writes on.
+//! A snapshot of memory: the content of every page at one instant, while the machine writes on.
 //!
-//! From the instant on the machine runs on a [`view::View`] in which nothing can be written that must be kept. A
-//! page is copied into the pool before the first write to it; who streams the snapshot out ([`Snapshot::take`])
-//! gets the copy where there is one and the page itself where there is none. What has been taken needs no copy any
-//! more. Where the pool is too small the snapshot is given up, and the machine runs on: never the other way round.
+//! From the instant on the machine runs on a [`view::View`], in which no page can be written whose content
+//! must be kept. A page is copied into the pool before the first write to it. The reader, who streams the
+//! snapshot out ([`Snapshot::take`]), gets the copy where there is one, and the page itself where there is
+//! none. A frame that has been read needs no copy any more. If the pool is too small, the snapshot is given
+//! up and the machine runs on: never the other way round.
 //!
-//! Instead of being taken it may be kept: then it is what the machine can be put back to ([`Snapshot::put_back`]).
+//! Instead of being read, a snapshot may be the target of a rollback ([`Snapshot::put_back`]).
 //!
-//! With a log, the frames that were written since the instant are known ([`Snapshot::next_written`]): what the next
-//! snapshot must hold that this one does not.
+//! With a dirty log, the frames that were written since the instant are known ([`Snapshot::next_written`]).
+//! The next snapshot must hold those.
 //!
-//! Everything here is under one lock, which the caller holds; nothing of it waits.
+//! The caller holds one lock around everything here, and no function waits.
 
 pub mod dirty_log;
 pub mod dispatch;
@@ -42,12 +43,12 @@ use mercury_abi::code::Code;
 use mercury_abi::gate::OwnedRange;
 use view::{Access, Found, Keep, View};
 
-/// The pool, and the memory that is kept in it.
+/// The pool of pages, and access to the memory that the snapshot keeps.
 pub trait Pool: TablePages {
     /// Gives a page back that came from [`TablePages::allocate`].
     fn release(&mut self, page: HostPhys);
 
-    /// Copies a page.
+    /// Copies a page from one address to another.
     fn copy(&mut self, from: HostPhys, to: HostPhys);
 
     /// Makes a page all zeros.
@@ -64,7 +65,7 @@ pub struct Memory<'a> {
 }
 
 impl Memory<'static> {
-    /// No memory.
+    /// No memory, as long as there is no snapshot.
     pub(crate) const NONE: Self = Self { ranges: &[], free: FreeMap(&[]) };
 
     /// Checks the arrays that the driver passes: ranges, and pieces of the map of free pages.
@@ -83,65 +84,67 @@ impl Memory<'static> {
     }
 }
 
-/// What became of a fault.
+/// Outcome of a nested fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// The page was copied, and can be written.
     Copied,
-    /// The page can be used.
+    /// The access can be made without a copy.
     Open,
-    /// It stands in for the hypervisor's memory: see [`crate::paging::identity::IdentityMap::sink`], and then
-    /// [`Snapshot::adopt`].
+    /// The page stands in for the hypervisor's memory: see [`crate::paging::identity::IdentityMap::sink`],
+    /// and then [`Snapshot::adopt`].
     Hidden,
-    /// Nothing is mapped: see [`crate::paging::identity::IdentityMap::fill`], and then [`Snapshot::adopt`].
+    /// No page is mapped: see [`crate::paging::identity::IdentityMap::fill`], and then [`Snapshot::adopt`].
     Absent,
-    /// The pool is empty. Nothing has changed: donate and try again, or [`Snapshot::give_up`].
+    /// The pool is empty, and nothing has changed. The caller donates pages and tries again, or calls
+    /// [`Snapshot::give_up`].
     Exhausted,
 }
 
-/// What is known of a frame; nothing is 0.
+/// State of a frame, as a number in the [`FrameMap`]. An untouched frame has 0.
 mod mark {
-    /// It was written since the instant.
+    /// The frame was written since the instant.
     pub const WRITTEN: u64 = 1 << 0;
-    /// It has been taken.
+    /// The frame has been read.
     pub const TAKEN: u64 = 1 << 1;
-    /// Host-physical address of its copy.
+    /// Host-physical address of the copy.
     pub const COPY: u64 = 0x000f_ffff_ffff_f000;
 }
 
-/// How it is kept.
+/// Restriction of pages at the instant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Log {
-    /// Only what must be copied is restricted.
+    /// Only pages are restricted whose content must be copied.
     None,
-    /// Everything is, until it is written for the first time.
+    /// All pages are restricted, until the first write to each, which the dirty log notes.
     Kept,
 }
 
-/// How many blocks may be passed over at once: nobody is interrupted meanwhile.
+/// Most blocks that one call passes over. Interrupts are off meanwhile.
 const STEPS: usize = 1 << 14;
 
-/// What it costs.
+/// Costs of the snapshot so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Copies that are in the pool now.
     pub copies: u64,
-    /// Copies ever made.
+    /// Copies made in all.
     pub copied: u64,
-    /// Frames taken.
+    /// Number of frames that were read.
     pub taken: u64,
 }
 
-/// A snapshot.
+/// A snapshot over the tables of an identity map.
 #[derive(Clone, Debug)]
 pub struct Snapshot<F> {
     view: View<F>,
     frames: FrameMap,
     log: Log,
     given_up: bool,
-    /// What was taken in ascending order, wherever that began: all frames of it have been taken, or were free.
+    /// Frames that were read in ascending order, from any start. All frames of it have been read, or were
+    /// free.
     stretch: Range<GuestPhys>,
-    /// Once it was given up: there are no copies of what lies before this.
+    /// End of the frames without copies, once the snapshot was given up.
     dropped: GuestPhys,
     counts: Counts,
 }
@@ -166,31 +169,31 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
         Ok(Self { view, frames, log, given_up: false, stretch, dropped, counts: Counts::default() })
     }
 
-    /// What nCR3 or the EPT pointer takes.
+    /// Returns the root of the view: the address in nCR3 or in the EPT pointer.
     #[must_use]
     pub const fn root(&self) -> HostPhys {
         self.view.root()
     }
 
-    /// The view.
+    /// Returns the view that CPUs run on.
     #[must_use]
     pub const fn view(&self) -> &View<F> {
         &self.view
     }
 
-    /// What it costs so far.
+    /// Returns the costs so far.
     #[must_use]
     pub const fn counts(&self) -> Counts {
         self.counts
     }
 
-    /// Whether it holds what memory held at the instant.
+    /// Returns true if the snapshot holds all that memory held at the instant.
     #[must_use]
     pub const fn is_exact(&self) -> bool {
         !self.given_up
     }
 
-    /// Answers a fault at `gpa`.
+    /// Answers a nested fault at `gpa`.
     pub fn fault(
         &mut self,
         pool: &mut impl Pool,
@@ -224,7 +227,7 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
         }
     }
 
-    /// Copies a frame if it is still wanted, and notes that it is written.
+    /// Copies a frame if the snapshot still needs its content, and notes that the frame is written.
     fn keep(
         &mut self,
         pool: &mut impl Pool,
@@ -250,8 +253,9 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
         Ok(Outcome::Copied)
     }
 
-    /// Where the content of a frame at the instant is; `None` if it has been taken, or was free and passed over by whoever
-    /// takes in order, or the snapshot was given up.
+    /// Returns the page that holds the content of a frame at the instant. `None` in three cases: the frame
+    /// has been read; it was free and the reader, in ascending order, has passed it; the snapshot was given
+    /// up.
     pub fn content(&self, pool: &mut impl Pool, frame: GuestPhys) -> Option<HostPhys> {
         let known = self.frames.get(pool, frame);
         if self.given_up || known & mark::TAKEN != 0 || self.stretch.contains(&frame) {
@@ -261,18 +265,19 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
         Some(if known & mark::COPY != 0 { copy } else { frame.identity() })
     }
 
-    /// Whether the frame is of `memory`, and what it held at the instant matters and has not been taken yet.
+    /// Returns true if the frame belongs to `memory`, its content at the instant matters, and it has not been
+    /// read yet.
     pub fn is_wanted(&self, pool: &mut impl Pool, memory: Memory<'_>, frame: GuestPhys) -> bool {
         next_of_memory(memory.ranges, frame) == Some(frame)
             && !memory.free.has(frame, PageSize::Size4K)
             && self.content(pool, frame).is_some()
     }
 
-    /// Copies what a frame of `memory` held at the instant (zeros if it was free) to `to`, and lets it go: from here on it
-    /// can be written without a copy. `false` if there is nothing to be had ([`Snapshot::content`]).
+    /// Copies the content of a frame at the instant to `to`, zeros if the frame was free. From here on the
+    /// frame can be written without a copy. Returns `false` if there is no content ([`Snapshot::content`]).
     ///
-    /// In ascending order, wherever that begins, it costs no page. Otherwise that it was taken is noted; where the pool has
-    /// no page for the note, the frame can be taken once more.
+    /// In ascending order, from any start, reading costs no page. In another order the snapshot notes the
+    /// frame. Where the pool has no page for the note, the frame can be read once more.
     pub fn take(&mut self, pool: &mut impl Pool, memory: Memory<'_>, frame: GuestPhys, to: HostPhys) -> bool {
         self.reach(pool, memory, frame);
         let Some(source) = self.content(pool, frame) else { return false };
@@ -282,7 +287,7 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
             self.stretch.end = frame.block_end(PageSize::Size4K);
         }
         if known != 0 || !in_order {
-            // What has a number already has room for another.
+            // A frame that has a number has room for another one.
             let _ = self.frames.set(pool, frame, known & mark::WRITTEN | mark::TAKEN);
         }
         match memory.free.has(frame, PageSize::Size4K) {
@@ -296,7 +301,8 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
         true
     }
 
-    /// Has the stretch end at `frame` if all that lies between has been taken or was free; or as far as there is time.
+    /// Moves the end of the stretch to `frame` if all frames between were read or free; or as far as
+    /// [`STEPS`] go.
     fn reach(&mut self, pool: &mut impl Pool, memory: Memory<'_>, frame: GuestPhys) {
         if self.stretch.is_empty() {
             self.stretch = frame..frame;
@@ -323,13 +329,15 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
         }
     }
 
+    /// Gives a copy back to the pool.
     fn drop_copy(&mut self, pool: &mut impl Pool, copy: HostPhys) {
         pool.release(copy);
         self.counts.copies -= 1;
     }
 
-    /// Puts memory back to what it was: every page that was written to has its copy. Nobody may write meanwhile. How
-    /// many there were; `None`, and nothing has changed, if it does not hold everything any more.
+    /// Puts memory back to the instant: every page that was written has a copy. The caller keeps all CPUs and
+    /// devices from writing meanwhile. Returns the number of pages; `None`, without any change, if the
+    /// snapshot is not complete.
     pub fn put_back(&self, pool: &mut impl Pool) -> Option<u64> {
         if self.given_up || self.counts.taken != 0 {
             return None;
@@ -343,12 +351,13 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
         Some(pages)
     }
 
-    /// The first frame at or after `from` of which there is a copy: those go first when the pool runs low.
+    /// Returns the first frame at or after `from` that has a copy. The reader takes those first when the pool
+    /// runs low.
     pub fn next_copy(&self, pool: &mut impl Pool, from: GuestPhys) -> Option<GuestPhys> {
         self.next_with(pool, from, mark::COPY).map(|(frame, _)| frame)
     }
 
-    /// The first frame at or after `from` that was written since the instant, with a log.
+    /// Returns the first frame at or after `from` that was written since the instant, with a dirty log.
     pub fn next_written(&self, pool: &mut impl Pool, from: GuestPhys) -> Option<GuestPhys> {
         self.next_with(pool, from, mark::WRITTEN).map(|(frame, _)| frame)
     }
@@ -364,31 +373,31 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
         }
     }
 
-    /// It holds nothing any more, and nothing is in the way of a write: the machine runs on. The copies go back to
-    /// the pool by [`Snapshot::drop_copies`], or with everything else when the pool is taken away.
+    /// Gives the snapshot up: no write is held up any more, and the machine runs on. The copies go back to
+    /// the pool by [`Snapshot::drop_copies`], or with all of the pool at the end.
     pub fn give_up(&mut self) {
         self.given_up = true;
     }
 
-    /// Lets so many copies go, if it was given up.
+    /// Gives back at most so many copies of a snapshot that was given up.
     pub fn drop_copies(&mut self, pool: &mut impl Pool, most: u64) {
         for _ in 0..most {
             let next = self.next_with(pool, self.dropped, mark::COPY);
             let Some((frame, known)) = next.filter(|_| self.given_up) else { return };
-            // What has a number needs no page for another.
+            // A frame that has a number needs no page for another one.
             let _ = self.frames.set(pool, frame, known & !mark::COPY);
             self.drop_copy(pool, HostPhys::new(known & mark::COPY));
             self.dropped = frame.block_end(PageSize::Size4K);
         }
     }
 
-    /// After the identity map has changed at `gpa`.
+    /// Takes over a change of the identity map at `gpa`.
     pub fn adopt(&self, pool: &mut impl Pool, gpa: GuestPhys) {
         self.view.adopt(pool, gpa);
     }
 }
 
-/// How much of a block is in the ranges.
+/// Returns the part of a block that lies in the ranges.
 fn of_memory(memory: &[OwnedRange], block: GuestPhys, size: PageSize) -> Keep {
     let (start, end) = (block.as_u64(), block.block_end(size).as_u64());
     let next = memory.partition_point(|range| end_of(range) <= start);
@@ -399,7 +408,7 @@ fn of_memory(memory: &[OwnedRange], block: GuestPhys, size: PageSize) -> Keep {
     }
 }
 
-/// How much of a block.
+/// Part of a block that has been read.
 enum Part {
     None,
     Some,
@@ -415,7 +424,7 @@ fn part_of(stretch: &Range<GuestPhys>, block: GuestPhys, size: PageSize) -> Part
     }
 }
 
-/// The first page of the ranges at or after `from`.
+/// Returns the first page of the ranges at or after `from`.
 fn next_of_memory(memory: &[OwnedRange], from: GuestPhys) -> Option<GuestPhys> {
     let next = memory.get(memory.partition_point(|range| end_of(range) <= from.as_u64()))?;
     Some(from.max(GuestPhys::new(next.start_phys)))

@@ -1,15 +1,15 @@
-//! The pages that the driver gave for a snapshot: a list through the pages themselves, so that it takes no memory of
-//! its own and any number can come and go.
+//! Free pages of the pool: a list through the pages themselves. It takes no memory of its own, and any
+//! number of pages can come and go.
 
 use crate::address::HostPhys;
 
-/// How the content of a page is reached.
+/// Access to the content of a free page.
 pub trait Words {
-    /// The first word of a page.
+    /// Returns the first word of a page.
     fn first_word(&mut self, page: HostPhys) -> &mut u64;
 }
 
-/// Pages that nobody uses.
+/// Pages of the pool that are free.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FreeList {
     first: u64,
@@ -17,13 +17,13 @@ pub struct FreeList {
 }
 
 impl FreeList {
-    /// None.
+    /// Returns a list without pages.
     #[must_use]
     pub const fn new() -> Self {
         Self { first: 0, count: 0 }
     }
 
-    /// How many there are.
+    /// Returns the number of pages.
     #[must_use]
     pub const fn count(&self) -> u64 {
         self.count
@@ -36,7 +36,7 @@ impl FreeList {
         self.count += 1;
     }
 
-    /// Takes the page that was added last.
+    /// Removes the page that was added last.
     pub fn pop(&mut self, words: &mut impl Words) -> Option<HostPhys> {
         if self.count == 0 {
             return None;
@@ -48,21 +48,21 @@ impl FreeList {
     }
 }
 
-/// Longest that a writer waits, in ticks of the TSC: less than a millisecond, for interrupts wait with it.
+/// Longest wait of a writer in TSC ticks: less than a millisecond, for interrupts wait with the writer.
 const WAIT_MAX: u64 = 1 << 21;
 
-/// How long there may be no page for those who write, in ticks of the TSC, before the snapshot is given up: a fifth of a
-/// second or so, whether one CPU waits or all do.
+/// TSC ticks for which writers may find no page before the snapshot is given up: about a fifth of a second,
+/// for one waiting CPU or for all.
 pub const PATIENCE: u64 = 1 << 29;
 
-/// Whether whoever takes the snapshot should hurry.
+/// Returns true if the reader should hurry.
 #[must_use]
 pub const fn is_low(free: u64, all: u64) -> bool {
     free < all / 4
 }
 
-/// How long a writer waits after its page was copied, in ticks of the TSC: not at all while there is enough, and longer
-/// the less is left, so that whoever takes the snapshot keeps up.
+/// Returns the TSC ticks that a writer waits after its page was copied. The wait is 0 while there are
+/// enough pages, and grows as they become few, so that the reader keeps up.
 #[must_use]
 pub const fn wait(free: u64, all: u64) -> u64 {
     let little = all / 8;
@@ -100,7 +100,7 @@ mod tests {
         let page = |number: u64| HostPhys::new(0).saturating_add(number * PAGE_SIZE);
         (1..=3).for_each(|number| list.push(&mut memory, page(number)));
         assert_eq!(list.count(), 3);
-        // What a page held while it was in use is no matter.
+        // The content of a page while it was in use does not matter.
         let taken = [list.pop(&mut memory), list.pop(&mut memory)];
         assert_eq!(taken, [Some(page(3)), Some(page(2))]);
         list.push(&mut memory, page(3));

@@ -1,46 +1,47 @@
-//! All CPUs meet in the hypervisor. The last to come does what must be done while nobody is in the system, and lets
-//! the others go on. Nobody waits for ever: who has waited long enough ends the meeting, for all.
+//! A rendezvous of all CPUs in the hypervisor. The last CPU to come does the work for which no CPU may be
+//! in the system, and lets the others go on. The wait is bounded: a CPU that has waited long enough ends
+//! the rendezvous for all.
 
 use core::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use crate::x86::Hardware;
 
-/// Set in the number of those who came: one is missing, and nobody waits any more.
+/// Flag in the number of CPUs that came: one is missing, and none waits any more.
 const MISSED: u32 = 1 << 31;
 
-/// Who has come.
+/// CPUs that have come, and the end of the work.
 #[derive(Debug)]
 pub struct Rendezvous {
     arrived: AtomicU32,
-    /// The last one has done its work.
+    /// True once the last CPU has done its work.
     open: AtomicBool,
 }
 
-/// What is to be done by who comes.
+/// Duty of a CPU that comes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arrival {
-    /// The work, and then [`Rendezvous::open`].
+    /// Do the work, and then call [`Rendezvous::open`].
     Last,
-    /// To wait: [`Rendezvous::wait`].
+    /// Wait: call [`Rendezvous::wait`].
     Early,
-    /// Nothing: the meeting has ended.
+    /// Nothing: the rendezvous has ended.
     Late,
 }
 
 impl Rendezvous {
-    /// Nobody has come.
+    /// Returns a rendezvous to which no CPU has come.
     #[must_use]
     pub const fn new() -> Self {
         Self { arrived: AtomicU32::new(0), open: AtomicBool::new(false) }
     }
 
-    /// The same again, while nobody is there.
+    /// Begins again, while no CPU is there.
     pub fn begin(&self) {
         self.arrived.store(0, Ordering::Relaxed);
         self.open.store(false, Ordering::Relaxed);
     }
 
-    /// One of `cpus` comes.
+    /// Counts one of `cpus` that comes.
     pub fn arrive(&self, cpus: u32) -> Arrival {
         let arrived = self.arrived.fetch_add(1, Ordering::AcqRel) + 1;
         match arrived {
@@ -50,12 +51,13 @@ impl Rendezvous {
         }
     }
 
-    /// The work is done.
+    /// Lets the others go on: the work is done.
     pub fn open(&self) {
         self.open.store(true, Ordering::Release);
     }
 
-    /// Waits for that, and for the others no longer than so many ticks; `false` if one did not come.
+    /// Waits for the work to be done. Waits for missing CPUs no longer than `patience`, in TSC ticks. Returns
+    /// `false` if one did not come.
     pub fn wait(&self, hardware: &mut impl Hardware, cpus: u32, patience: u64) -> bool {
         let start = hardware.tsc();
         while !self.open.load(Ordering::Acquire) {
@@ -64,7 +66,7 @@ impl Rendezvous {
                 return false;
             }
             if arrived < cpus && hardware.tsc().wrapping_sub(start) > patience {
-                // Only while one is missing: nobody goes on then, who waits or comes later.
+                // Only while one is missing: then no CPU goes on, whether it waits or comes later.
                 let missed = arrived | MISSED;
                 let _ = self.arrived.compare_exchange(arrived, missed, Ordering::AcqRel, Ordering::Acquire);
             }
@@ -89,7 +91,7 @@ mod tests {
 
     const CPUS: u32 = 4;
 
-    /// Each of `comers` comes, and says whether it may go on; the last one counts.
+    /// Sends `comers` CPUs, and returns for each if it may go on. The last one counts its work.
     fn meet(rendezvous: &Rendezvous, comers: u32, patience: u64, work: &AtomicU32) -> Vec<bool> {
         thread::scope(|scope| {
             let come = || match rendezvous.arrive(CPUS) {
@@ -121,7 +123,7 @@ mod tests {
         }
     }
 
-    /// Those who came go on without it, and who comes later does not begin again.
+    /// The CPUs that came go on without the missing one, which cannot begin the work again later.
     #[test]
     fn nobody_waits_for_ever() {
         let (rendezvous, work) = (Rendezvous::new(), AtomicU32::new(0));

@@ -1,9 +1,9 @@
-//! The whole machine goes back to the snapshot that is kept: because somebody wants it, because the kernel panicked,
-//! because a CPU shut down.
+//! Rollback: the whole machine goes back to its snapshot, by order of the operator, because the kernel
+//! panicked, or because a CPU shut down.
 //!
-//! Whoever asks for it fetches the other CPUs by NMI, which reaches them with interrupts off, and halted, too. When all
-//! have met, devices are silenced, every page that was written to gets its old content, and each CPU goes on at the
-//! instant. Where one does not come, or the snapshot is not exact, nothing has happened.
+//! The CPU that asks fetches the others by NMI, which reaches a CPU with interrupts off, and a halted one.
+//! When all have met, devices are silenced, every page that was written gets its old content, and each CPU
+//! goes on at the instant. If one does not come, or the snapshot is not exact, nothing has happened.
 
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
@@ -20,30 +20,31 @@ use crate::vendor::Vendor;
 use crate::x86::Hardware;
 use crate::{pci, publish};
 
-/// Ticks of the TSC that a CPU waits for the others: some ten seconds. A kernel that dies waits a second itself for
-/// those that it stops.
+/// TSC ticks that a CPU waits for the others: some ten seconds. A kernel that panics waits a second itself
+/// for the CPUs that it stops.
 const PATIENCE: u64 = 1 << 35;
 
 static RENDEZVOUS: Rendezvous = Rendezvous::new();
-/// Somebody has asked for it since the snapshot began.
+/// True once a CPU has asked for a rollback since the snapshot began.
 static ASKED: AtomicBool = AtomicBool::new(false);
+/// [`RollbackReason`] of the CPU that asked.
 static REASON: AtomicU32 = AtomicU32::new(0);
 static ASKER: AtomicU32 = AtomicU32::new(0);
 static ASKER_RIP: AtomicU64 = AtomicU64::new(0);
 static ASKED_TSC: AtomicU64 = AtomicU64::new(0);
-/// The [`Code`] that it ended with.
+/// [`Code`] with which the rollback ended.
 static RESULT: AtomicU32 = AtomicU32::new(0);
 
-/// Whether NMIs and shutdowns of a CPU exit.
+/// Handling of NMIs and shutdowns of a CPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Watch {
-    /// They do.
+    /// They exit, so that they can start a rollback.
     On,
     /// They are the system's alone.
     Off,
 }
 
-/// What a rollback needs besides the snapshot.
+/// Data that a rollback needs besides the snapshot.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Target {
     /// CPUs, and where each has left its state of the instant.
@@ -61,18 +62,18 @@ pub(super) fn watch<V: Vendor>(area: &mut Area<V>, watch: Watch) {
     }
 }
 
-/// A snapshot begins.
+/// Begins with a new snapshot.
 pub(super) fn begin() {
     RENDEZVOUS.begin();
     ASKED.store(false, Ordering::Relaxed);
 }
 
-/// Whether this CPU is one that a rollback may be waiting for.
+/// Returns true if a rollback may be waiting for this CPU.
 pub fn wants<V: Vendor>(area: &Area<V>) -> bool {
     area.cpu.on_snapshot != 0 && ASKED.load(Ordering::Acquire)
 }
 
-/// Asks for it, and takes part.
+/// Asks for a rollback, and takes part.
 ///
 /// # Errors
 /// There is no snapshot to go back to, or a CPU is missing: nothing has happened.
@@ -106,7 +107,7 @@ fn fetch<V: Vendor>(
     take_part(area, hardware, target)
 }
 
-/// Takes part in what another CPU has asked for.
+/// Takes part in the rollback that another CPU has asked for.
 ///
 /// # Errors
 /// As for [`ask`].
@@ -117,11 +118,11 @@ pub fn join<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Resu
     with_memory(area, hardware, |area, hardware| take_part(area, hardware, target))
 }
 
-/// The kernel stops this CPU because it panics: until it goes back it stays in reach. Where no NMI would reach it, it
-/// waits here, and has been put back when this returns `true`.
+/// Keeps this CPU in reach, which the kernel stops because it panics. In a handler of NMIs, where no NMI
+/// would reach it, the CPU waits here. It has been put back when this returns `true`.
 ///
 /// # Errors
-/// There is no snapshot to go back to, or nobody asked for it in time.
+/// There is no snapshot to go back to, or no CPU asked for a rollback in time.
 pub fn hold<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Result<bool, Code> {
     let target = target(area)?;
     if !V::ROLLS_BACK {
@@ -135,7 +136,7 @@ pub fn hold<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Resu
     Ok(false)
 }
 
-/// What this CPU would go back to.
+/// Returns what this CPU would go back to.
 fn target<V: Vendor>(area: &Area<V>) -> Result<Target, Code> {
     if area.cpu.on_snapshot == 0 {
         return Err(Code::NoSnapshot);
@@ -144,6 +145,7 @@ fn target<V: Vendor>(area: &Area<V>) -> Result<Target, Code> {
     guard.as_ref().ok_or(Code::NotLoaded)?.live.target()
 }
 
+/// Meets the other CPUs, and goes back with them.
 fn take_part<V: Vendor>(
     area: &mut Area<V>,
     hardware: &mut impl Hardware,
@@ -177,7 +179,7 @@ fn take_part<V: Vendor>(
     Ok(())
 }
 
-/// Whoever has not come may be writing.
+/// Makes the snapshot invalid: a CPU that has not come may be writing.
 fn missed<V: Vendor>() -> Code {
     if let Some(mut guard) = V::tables().lock()
         && let Some(nested) = guard.as_mut()
@@ -187,7 +189,7 @@ fn missed<V: Vendor>() -> Code {
     Code::RollbackMissed
 }
 
-/// What is done while all CPUs are here, by one of them.
+/// Does the work of one CPU while all are here.
 fn work<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, target: Target) -> Result<(), Code> {
     let met = hardware.tsc();
     let asked = ASKED_TSC.load(Ordering::Relaxed);

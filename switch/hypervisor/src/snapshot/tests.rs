@@ -121,7 +121,7 @@ impl<F: Format<Address = GuestPhys>> Machine<F> {
         self.live.begin_log(self.base, &setup)
     }
 
-    /// Which pages the log has had since the last time.
+    /// Returns the pages that the dirty log has had since the last call.
     pub fn collect(&mut self) -> Result<Vec<usize>, Code> {
         // One call looks at many more pages than there are.
         let mut collect = LogCollect { next_phys: phys(&self.memory[0]), ..LogCollect::default() };
@@ -142,7 +142,7 @@ impl<F: Format<Address = GuestPhys>> Machine<F> {
         self.memory[page].0.fill(value);
     }
 
-    /// What a page held at the instant.
+    /// Returns the content of a page at the instant.
     pub fn taken(&mut self, page: usize) -> Option<Page> {
         self.take(page).expect("a snapshot").map(|_| self.buffer[0].clone())
     }
@@ -179,14 +179,14 @@ fn what_is_taken_is_what_was() {
     what_was::<IntelExtended>();
 }
 
-/// The machine runs on without its snapshot, and whoever asks is told why.
+/// The machine runs on without its snapshot, and the reader gets the reason.
 #[test]
 fn a_pool_that_is_too_small_invalidates_the_snapshot() {
     let mut machine = Machine::<AmdNested>::new(1);
     assert_eq!(machine.begin(), Err(Code::SnapshotPool));
     let mut machine = Machine::<AmdNested>::new(2);
     assert_eq!(machine.begin(), Ok(()));
-    // It is not given up at once: somebody may be about to make it larger.
+    // The snapshot is not given up at once: the driver may be about to donate pages.
     for _ in 0..256 {
         machine.write(5, 6);
         assert_eq!(machine.live.status().exact, 1);
@@ -203,7 +203,8 @@ fn a_pool_that_is_too_small_invalidates_the_snapshot() {
     machine.write(6, 1);
 }
 
-/// Memory that has been taken can be used for the pool; what is still wanted, or kept to go back to, cannot.
+/// Memory that has been read can be donated. Memory cannot that is still to be read, or belongs to a target
+/// of a rollback.
 #[test]
 fn a_pool_grows_by_what_was_taken() {
     let mut machine = Machine::<AmdNested>::new(64);
@@ -240,7 +241,7 @@ fn a_pool_gives_half_of_what_is_free() {
     assert_eq!(list.count, 1);
 }
 
-/// What it has copied is of no use to anybody; what is written then needs no page.
+/// Its copies are of no use any more, and a write needs no page.
 #[test]
 fn a_snapshot_that_was_given_up_gives_all_of_its_pool() {
     let mut machine = Machine::<AmdNested>::new(64);
@@ -263,7 +264,7 @@ fn a_snapshot_that_was_given_up_gives_all_of_its_pool() {
     (0..8).for_each(|page| machine.write(page, 0xFF));
 }
 
-/// Writers wait then, and whoever takes the snapshot knows.
+/// Writers wait, and the reader is told to hurry.
 #[test]
 fn a_pool_that_runs_low_is_told_of() {
     let mut machine = Machine::<AmdNested>::new(64);
@@ -288,7 +289,7 @@ fn a_pool_that_runs_low_is_told_of() {
     assert_eq!(machine.live.status().waits, 1);
 }
 
-/// What was written is what it was again; then the snapshot is used up.
+/// Pages that were written get their old content. Then the snapshot is used up.
 fn put_back<F: Format<Address = GuestPhys>>() {
     let mut machine = Machine::<F>::new(64);
     assert_eq!(machine.live.put_back(), Err(Code::NoSnapshot));
@@ -324,7 +325,7 @@ fn what_is_not_exact_is_not_put_back() {
     assert_eq!(machine.memory[2].0[0], 0xEE);
 }
 
-/// What devices have for good is copied before anybody writes.
+/// Persistent DMA memory is copied before any CPU writes.
 #[test]
 fn what_lasts_is_copied_at_the_instant() {
     let mut machine = Machine::<AmdNested>::new(64);

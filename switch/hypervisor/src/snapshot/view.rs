@@ -14,36 +14,36 @@ use crate::address::{Address, GuestPhys, HostPhys, PageSize, TABLE_ENTRIES};
 use crate::paging::format::{Format, Permission};
 use crate::paging::table::{Exhausted, Mapping, PageTable, Slot, TablePages};
 
-/// What the guest wants.
+/// Access of the guest that faulted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// To write.
+    /// A write to memory.
     Write,
-    /// To execute.
+    /// An instruction fetch.
     Execute,
 }
 
-/// How much of a block must be kept.
+/// Part of a block whose content must be kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Keep {
-    /// Nothing: it is not restricted.
+    /// No page of it: the block is not restricted.
     Nothing,
-    /// Some of it.
+    /// Some pages of it, and not others.
     Something,
-    /// All of it.
+    /// Every page of the block.
     Everything,
 }
 
-/// What is where a restriction was met.
+/// Outcome of [`View::open`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Found {
     /// A page that must be kept before it is written: see [`View::permit`].
     Kept(Slot),
-    /// Nothing is in the way, or not any more.
+    /// The access is not restricted, or not any more.
     Open,
     /// The identity map does not have the page: it stands in for the hypervisor's memory.
     Hidden,
-    /// Nothing is mapped there.
+    /// No page is mapped there.
     Absent,
 }
 
@@ -56,7 +56,7 @@ pub struct View<F> {
 }
 
 impl<F: Format<Address = GuestPhys>> View<F> {
-    /// A view over `base`. What must be kept is for `keeps` to say.
+    /// Returns a view over `base`. `keeps` says which part of a block must be kept.
     ///
     /// # Errors
     /// [`Exhausted`] if there is no page for the root.
@@ -72,13 +72,13 @@ impl<F: Format<Address = GuestPhys>> View<F> {
         Ok(Self { base, own, format: PhantomData })
     }
 
-    /// What nCR3 or the EPT pointer takes.
+    /// Returns the root: the address in nCR3 or in the EPT pointer.
     #[must_use]
     pub const fn root(&self) -> HostPhys {
         self.own.root()
     }
 
-    /// What `gpa` translates to, and whether the path to it lets writes through.
+    /// Returns the translation of `gpa`. It counts as writable if the path to it lets writes through.
     pub fn lookup(&self, pages: &mut impl TablePages, gpa: GuestPhys) -> Option<Mapping> {
         let mapping = self.own.lookup(pages, gpa)?;
         let mut writable = mapping.writable;
@@ -91,8 +91,8 @@ impl<F: Format<Address = GuestPhys>> View<F> {
         Some(Mapping { writable, ..mapping })
     }
 
-    /// Takes what is in the way of an access out of the way, as far as nothing must be kept: restricted tables and
-    /// large pages get tables of the view's own.
+    /// Removes restrictions that are in the way of an access, as far as no content must be kept. Restricted
+    /// tables and large pages get tables of the view's own.
     ///
     /// # Errors
     /// [`Exhausted`] if there is no page for one. What was made stays.
@@ -130,12 +130,13 @@ impl<F: Format<Address = GuestPhys>> View<F> {
         }
     }
 
-    /// Lets a page be written: what [`View::open`] found, once it has been kept.
+    /// Lets a page be written that [`View::open`] found, after its content has been kept.
     pub fn permit(&self, pages: &mut impl TablePages, kept: Slot) {
         PageTable::<F>::store(pages, kept, F::loosened(kept.entry));
     }
 
-    /// Takes back what [`View::permit`] gave. A processor that has the translation writes on until it is flushed.
+    /// Takes back the permission that [`View::permit`] gave. A processor that has the translation writes on
+    /// until it is flushed.
     pub fn restrict(&self, pages: &mut impl TablePages, gpa: GuestPhys) {
         let own = self.own.walk(pages, gpa, PageSize::Size4K);
         if own.size != PageSize::Size4K || !F::is_present(own.entry) || !is_identity::<F>(own, gpa) {
@@ -147,8 +148,8 @@ impl<F: Format<Address = GuestPhys>> View<F> {
         }
     }
 
-    /// After the identity map has changed at `gpa` (something was mapped, or a hidden page got a sink): takes that
-    /// over where the view has a table of its own. What is new there is not restricted.
+    /// Takes over a change of the identity map at `gpa`, where the view has a table of its own. Something was
+    /// mapped, or a hidden page got a sink. The new entry is not restricted.
     pub fn adopt(&self, pages: &mut impl TablePages, gpa: GuestPhys) {
         let own = self.own.walk(pages, gpa, PageSize::Size4K);
         let base = self.base.walk(pages, gpa, own.size);
@@ -201,12 +202,12 @@ impl<F: Format<Address = GuestPhys>> View<F> {
     }
 }
 
-/// What one table covers.
+/// Addresses that one table covers.
 struct Block {
     start: GuestPhys,
-    /// What an entry of the table spans.
+    /// Span of an entry of the table.
     entry: PageSize,
-    /// How much of it all must be kept.
+    /// Part of the block that must be kept.
     keep: Keep,
 }
 
