@@ -30,7 +30,7 @@ pub mod feature {
     pub const SUPERVISOR_SHADOW_STACK: u32 = 1 << 2;
 }
 
-/// The [`feature`] bits of a CPU.
+/// Returns the [`feature`] bits of a CPU.
 #[must_use]
 pub fn features(facts: &CpuFacts) -> u32 {
     let edx = facts.cpuid_8000_000a.edx;
@@ -61,9 +61,10 @@ pub fn fill(area: &mut Area, hardware: &mut impl Hardware, root: Roots) -> Resul
     }
 }
 
-/// What no emulator looks at and the processor does: everything flushed (APM vol. 2, 15.16.1), nothing taken
-/// for unchanged (15.15), an identifier that is not the hypervisor's (15.5.1), nothing of the unnamed
-/// features on, and a control block that is not where a large page begins (HARDWARE ).
+/// Returns true if the block is as an attach must leave it. No emulator checks these fields, and the
+/// processor does: everything flushed (APM vol. 2, 15.16.1), nothing taken for unchanged (15.15), an
+/// identifier that is not the hypervisor's (15.5.1). No feature without a name here is on, and the block
+/// does not lie at the start of a large page (HARDWARE ).
 #[must_use]
 pub fn is_fresh(area: &Area) -> bool {
     let control = &area.control;
@@ -76,7 +77,7 @@ pub fn is_fresh(area: &Area) -> bool {
         && !area.cpu.control_phys.is_multiple_of(2 << 20)
 }
 
-/// Fills the control block, and looks for what VMRUN would refuse.
+/// Fills the control block, and checks it for everything that VMRUN would refuse.
 ///
 /// # Errors
 /// Those of [`fill`]; [`Code::InvalidGuestState`] with the failing check in the detail.
@@ -93,12 +94,12 @@ pub fn attach(area: &mut Area, hardware: &mut impl Hardware) -> Result<(), Code>
     Ok(())
 }
 
-/// Where what all CPUs share is.
+/// Addresses of the structures that all CPUs share.
 #[derive(Clone, Copy, Debug)]
 pub struct Roots {
-    /// Root of the nested tables.
+    /// Root of the nested tables, host-physical.
     pub nested: HostPhys,
-    /// MSR permission map.
+    /// MSR permission map, host-physical.
     pub msrpm: HostPhys,
 }
 
@@ -159,10 +160,10 @@ fn fill_msrs(area: &mut Area, hardware: &mut impl Hardware) -> Result<(), Code> 
     Ok(())
 }
 
-/// Where SPEC_CTRL is virtualized, VMRUN loads the guest's value from the block and the guest runs with
-/// the OR of that and the host's (APM vol. 2, 15.7, "virtualized SPEC_CTRL"; HARDWARE A-16): so the
-/// block gets the live value and the host's becomes 0, here with GIF = 0. Elsewhere the live register
-/// simply stays. No emulator has it.
+/// Lends SPEC_CTRL to the guest, where the processor virtualizes it. VMRUN loads the guest's value from the
+/// block, and the guest runs with the OR of that and the host's (APM vol. 2, 15.7, "virtualized SPEC_CTRL";
+/// HARDWARE A-16). So the block gets the live value, and the host's becomes 0, here with GIF = 0. Elsewhere
+/// the live register stays as it is. No emulator has the feature.
 fn lend_spec_ctrl(area: &mut Area, hardware: &mut impl Hardware) -> Result<(), Code> {
     area.control.spec_ctrl = hardware.read_msr(msr::SPEC_CTRL).ok_or(Code::FactUnreadable)?;
     if !hardware.write_msr(msr::SPEC_CTRL, 0) {
@@ -202,16 +203,18 @@ const fn put_table(to: &mut DescriptorTable, from: &Segment) {
     to.base_virt = from.base;
 }
 
-/// Prepares the way out of a guest: the gate's outward block from the control block, MSRs back into the
-/// processor. CR0, DR6 and DR7 may be corrupt: what would fault in the gate is dropped. CR4 is what the
-/// processor reported at this exit, and may hold bits that only a later kernel knows.
+/// Prepares the way out of a guest: fills the gate's outward block from the control block, and puts MSRs
+/// back into the processor. CR0, DR6 and DR7 may be corrupt: values that would fault in the gate are
+/// dropped. CR4 is the value that the processor reported at this exit, and may hold bits that only a later
+/// kernel knows.
 pub fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
     put_registers_back(area);
     guests::leave(area, hardware);
     return_msrs(area, hardware);
 }
 
-/// The same where nobody has SVM, without vector registers: they are the system's still (see [`super::quick`]).
+/// Prepares the same way out where the system does not use SVM. No vector register is used, for they are
+/// still the system's (see [`super::quick`]).
 #[inline]
 pub fn put_back_without_svm(area: &mut Area, hardware: &mut impl Hardware) {
     put_registers_back(area);
@@ -241,8 +244,8 @@ fn put_registers_back(area: &mut Area) {
     outward.registers[4] = control.rsp;
 }
 
-/// MSRs that the guest had in its control block. Each was read from this processor or written by the
-/// system after a check, so none of the writes can fault.
+/// Puts back MSRs that the guest had in its control block. Each was read from this processor, or written by
+/// the system after a check, so that no write can fault.
 #[inline]
 fn return_msrs(area: &mut Area, hardware: &mut impl Hardware) {
     if area.own.guest_efer | msr::EFER_SVME != area.own.attach_efer {
@@ -259,8 +262,8 @@ fn return_msrs(area: &mut Area, hardware: &mut impl Hardware) {
     return_spec_ctrl(area, hardware);
 }
 
-/// User mode that leaves has its shadow stack pointer in the block; the gate's IRET loads it from PL3_SSP
-/// (APM vol. 2, 18.8 and 8.9.3). In the kernel PL3_SSP holds it already.
+/// Puts back the shadow-stack pointer of user mode. For user mode that leaves it is in the block, and the
+/// gate's IRET loads it from PL3_SSP (APM vol. 2, 18.8 and 8.9.3). In the kernel PL3_SSP holds it already.
 fn return_user_shadow_stack(area: &Area, hardware: &mut impl Hardware) {
     const SHSTK_EN: u64 = 1;
     let shadowed = area.control.cpl == 3
@@ -271,8 +274,8 @@ fn return_user_shadow_stack(area: &Area, hardware: &mut impl Hardware) {
     }
 }
 
-/// Prepares the way out of a native operation that did not enter the guest: everything as it came in,
-/// `result` in RAX.
+/// Prepares the way out of a native operation that did not enter the guest. All registers are as they came
+/// in, with `result` in RAX.
 pub fn put_back_native(area: &mut Area, hardware: &mut impl Hardware, result: Code) {
     let inward = area.cpu.gate.inward;
     if area.control.nested_control != 0 {
@@ -296,8 +299,8 @@ pub fn put_back_native(area: &mut Area, hardware: &mut impl Hardware, result: Co
     outward.svm = guests::keep(inward.efer, false);
 }
 
-/// Takes back what [`fill`] changed in the processor, and empties the block: what made the processor
-/// refuse it must not survive.
+/// Takes back the changes that [`fill`] made in the processor, and empties the block: values that made the
+/// processor refuse it must not survive.
 fn undo_fill(area: &mut Area, hardware: &mut impl Hardware) {
     let _ = hardware.write_msr(msr::VM_HSAVE_PA, area.cpu.gate.inward.vm_hsave_pa);
     return_spec_ctrl(area, hardware);
@@ -306,7 +309,7 @@ fn undo_fill(area: &mut Area, hardware: &mut impl Hardware) {
     extended.put(&mut area.control);
 }
 
-/// What VMSAVE wrote and VMLOAD will need.
+/// State that VMSAVE wrote and VMLOAD will need.
 struct Extended {
     segments: [Segment; 4],
     syscall: [u64; 8],
@@ -330,7 +333,7 @@ impl Vmcb {
         unsafe { core::ptr::from_mut(self).write_bytes(0, 1) };
     }
 
-    /// A zeroed block.
+    /// Returns a block of zeros.
     #[cfg(test)]
     #[must_use]
     pub fn zeroed() -> Box<Self> {

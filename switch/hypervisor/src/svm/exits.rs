@@ -1,4 +1,5 @@
-//! What the processor reported, in the words of [`crate::exit`], and the answer in the processor's.
+//! Exits of AMD's processors: translates the processor's report into the words of [`crate::exit`], and the
+//! answer back.
 
 use mercury_abi::code::Code;
 use mercury_abi::gate::{FaultPoint, HYPERCALL_MAGIC};
@@ -33,11 +34,11 @@ const RDX: usize = 2;
 const RSI: usize = 6;
 const RDI: usize = 7;
 
-/// Exits that are no case for [`super::quick`] arrive here from the world switch, with all of the system's
-/// registers saved and the hypervisor's extended state loaded.
+/// Answers the exits that [`super::quick`] does not. The world switch has saved all of the system's
+/// registers and loaded the hypervisor's extended state.
 ///
 /// # Safety
-/// `area` is this CPU's own, and GIF is 0: nobody else uses it until this returns.
+/// `area` is this CPU's own, and GIF is 0: no other code uses the area until this returns.
 pub unsafe extern "C" fn svm_exit(area: *mut Area) -> Next {
     // SAFETY: the world switch passes this CPU's area; nothing else uses it while GIF = 0.
     let area = unsafe { &mut *area };
@@ -64,7 +65,7 @@ pub unsafe extern "C" fn svm_exit(area: *mut Area) -> Next {
     machine_check::finish(area, hardware, next)
 }
 
-/// Answers one exit.
+/// Answers one exit of the system.
 pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     machine_check::exit_begins(area, hardware);
     if area.cpu.leave_pending != 0 {
@@ -130,8 +131,8 @@ fn msr_access(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     msr::write(area, hardware, index, value)
 }
 
-/// Whether the tables explain a nested fault: nothing is mapped there yet, or a page that cannot be written
-/// was written to. Any other would come again and again.
+/// Returns true if the tables explain a nested fault: no page is mapped there yet, or a page was written
+/// that cannot be. Any other fault would come again and again.
 const fn is_explained(info: u64) -> bool {
     info & NESTED_FAULT_RESERVED == 0 && (info & NESTED_FAULT_PRESENT == 0 || info & NESTED_FAULT_WRITE != 0)
 }
@@ -144,8 +145,8 @@ fn nested_fault(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     exit::nested_fault(area, hardware, answer, [address, rip])
 }
 
-/// Carries an answer out. `length` is that of the intercepted instruction, for processors that do not
-/// save the next RIP.
+/// Carries an answer out. `length` is that of the intercepted instruction, for processors that do not save
+/// the next RIP.
 fn apply(area: &mut Area, hardware: &mut impl Hardware, answer: Answer, length: u64) -> Next {
     match answer {
         Answer::Retry => {}
@@ -177,7 +178,7 @@ fn apply(area: &mut Area, hardware: &mut impl Hardware, answer: Answer, length: 
     enter_again(area, hardware)
 }
 
-/// The guest goes on, if its control block is one that VMRUN will take.
+/// Enters the guest, if VMRUN will take its control block.
 fn enter_again(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     if !refusal::none(&area.control) {
         if refusal::is_foreign(&area.control) {
@@ -206,7 +207,7 @@ pub fn skip(area: &mut Area, length: u64) {
     }
 }
 
-/// A fault has RF in the RFLAGS that it pushes (APM vol. 2, "Resume flag").
+/// Injects a fault. It has RF in the RFLAGS that it pushes (APM vol. 2, "Resume flag").
 fn inject(area: &mut Area, fault: Fault) {
     area.control.rflags |= RFLAGS_RF;
     area.control.inject_event = match fault {
@@ -215,9 +216,9 @@ fn inject(area: &mut Area, fault: Fault) {
     };
 }
 
-/// An event that was being delivered when the exit struck is delivered again (APM vol. 2, 15.7.2).
-/// Software interrupts and the exceptions of INT3 and INTO are not: their instruction runs again.
-/// QEMU reports external interrupts and NMIs as exceptions; no exception has a vector above 31.
+/// Delivers an event again that was being delivered when the exit struck (APM vol. 2, 15.7.2). Software
+/// interrupts and the exceptions of INT3 and INTO are not delivered again: their instruction runs again.
+/// QEMU reports external interrupts and NMIs as exceptions. No exception has a vector above 31.
 fn hand_over_event(area: &mut Area, hardware: &mut impl Hardware) {
     let event = area.control.exit_event;
     if event & event::VALID == 0 {
@@ -231,7 +232,8 @@ fn hand_over_event(area: &mut Area, hardware: &mut impl Hardware) {
     publish::log(area, LogKind::Reinjected, tsc, [event, exit_code, 0, 0, 0]);
 }
 
-/// What to inject for an interrupted delivery; `None` if the instruction raises it again by itself.
+/// Returns the event to inject for an interrupted delivery; `None` if the instruction raises it again by
+/// itself.
 pub(super) fn event_again(event: u64) -> Option<u64> {
     let vector = event & 0xFF;
     match (event & event::TYPE, vector) {
@@ -252,8 +254,8 @@ fn detach(area: &mut Area, hardware: &mut impl Hardware, length: u64) -> Next {
     Next::Leave
 }
 
-/// This CPU leaves by itself and executes the exit's instruction natively. An event to deliver has no
-/// native counterpart: the guest is entered once more with it and leaves at its next exit.
+/// Has this CPU leave by itself: it executes the exit's instruction natively. An event to deliver has no
+/// native counterpart. With one the guest is entered once more, and leaves at its next exit.
 pub fn depart(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> Next {
     let interrupted = area.cpu.interrupted;
     area.control.rip = interrupted.rip;
@@ -267,15 +269,17 @@ pub fn depart(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> N
     finish(area, hardware, because)
 }
 
-/// The guest is entered with an event, and leaves at its next exit: as soon as it takes interrupts again.
+/// Enters the guest with an event. The CPU leaves at the guest's next exit: as soon as it takes interrupts
+/// again.
 fn leave_later(area: &mut Area, because: Code) -> Next {
     area.cpu.leave_pending = because as u32;
     area.control.await_window(true);
     Next::Run
 }
 
-/// The exit after an event was handed over by a CPU that wants to leave. If it is the delivery that made the
-/// exit, and the tables have the cure, it is delivered once more: natively nothing would.
+/// Answers the exit after an event was handed over by a CPU that wants to leave. If the delivery itself
+/// made the exit, and the tables have the cure, the event is delivered once more: natively nothing would
+/// deliver it.
 fn leave_now(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     let event = area.control.exit_event;
     if let Some(again) = event_again(event).filter(|_| event & event::VALID != 0) {
@@ -292,7 +296,7 @@ fn leave_now(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     finish(area, hardware, because)
 }
 
-/// The answer to a nested fault that lets the guest go on.
+/// Returns the answer to a nested fault that lets the guest go on.
 fn cure(area: &mut Area, hardware: &mut impl Hardware) -> Option<Answer> {
     if area.control.exit_code != exit_code::NPF || !is_explained(area.control.exit_info1) {
         return None;
@@ -312,16 +316,16 @@ fn finish(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> Next 
     Next::Leave
 }
 
-/// An exit that nobody knows: a record, and the machine runs on natively.
+/// Records an exit that the hypervisor has no answer for. The CPU runs on natively.
 fn unknown(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     publish::count(area, ExitReason::Unknown);
     emergency::record_unknown_exit(area);
     depart(area, hardware, Code::UnknownExit)
 }
 
-/// VMRUN refused the block, or will. The first time after an attach nothing of the guest has run: the
-/// driver gets the failing check. Later the block was corrupted: the CPU leaves with what is still good,
-/// behind the instruction that it has been answered for; of CR4, with what is known.
+/// Answers a control block that VMRUN refused, or will. Right after an attach no instruction of the guest
+/// has run: the driver gets the failing check. Later the block was corrupted: the CPU leaves with all state
+/// that is still good, after the instruction that was answered. Of CR4 it keeps the known bits.
 fn invalid(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     let check = refusal::first(&area.control);
     let detail = [check as u64, refusal::value(&area.control, check)];
@@ -344,9 +348,9 @@ fn invalid(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     finish(area, hardware, Code::InvalidGuestState)
 }
 
-/// The system has set a bit of CR4 that Mercury does not know: the processor took it, so this is no
-/// corruption, but what it means for an attached CPU nobody knows. It leaves, behind the instruction that
-/// it has been answered for.
+/// Has the CPU leave, after the instruction that was answered, because the system has set a bit of CR4 that
+/// Mercury does not know. The processor took the bit, so this is no corruption. But its meaning for an
+/// attached CPU is unknown.
 fn leave_with_foreign_state(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     // It may have wanted to leave before.
     let because = Code::from_number(area.cpu.leave_pending).filter(|code| *code != Code::Ok);

@@ -1,33 +1,35 @@
-//! The system above uses SVM itself: KVM, with virtual machines.
+//! KVM on AMD: the system above uses SVM itself.
 //!
-//! The nested tables are the identity map, so every physical address in a control block of KVM's is a host-physical
-//! one, and its block runs *in place*: VMRUN of the system exits, the same address is given to VMRUN here, and the
-//! guest's exit is KVM's alone: nothing of it is looked at, copied or merged. VMLOAD, VMSAVE, CLGI and INVLPGA are not
-//! intercepted. What is left to do:
+//! The nested tables are the identity map, so every physical address in KVM's control block is a
+//! host-physical one. The block runs *in place*: VMRUN of the system exits, and VMRUN here gets the same
+//! address. The guest's exit belongs to KVM alone: nothing in it is read, copied or merged. VMLOAD, VMSAVE,
+//! CLGI and INVLPGA are not intercepted. Three things are left to do:
 //!
-//! * **EFER.SVME and VM_HSAVE_PA** are numbers that the system reads back ([`super::msr`]); the processor has the
-//!   hypervisor's.
-//! * **GIF** is 0 after a guest's exit until the system's STGI, but entering the system sets it (APM vol. 2, 15.17). So
-//!   the system is entered with V_INTR_MASKING, under which the hypervisor's RFLAGS.IF, 0, holds physical interrupts
-//!   back; NMIs exit, are taken from the processor and injected at STGI, which exits until then. SMIs and INIT are not
-//!   held back.
-//! * **The address-space identifier** of the system above must not be the guest's: it is the highest that there is, or
-//!   the one below when KVM has come to that. The block is read through a window: a page whose page-table entry
-//!   is all that the hypervisor ever changes in its own tables.
+//! * **EFER.SVME and VM_HSAVE_PA** are numbers that the system reads back ([`super::msr`]). The processor
+//!   has the hypervisor's values.
+//! * **GIF** is 0 after a guest's exit until the system's STGI, but entering the system sets it (APM vol.
+//!   2, 15.17). So the system is entered with V_INTR_MASKING, under which the hypervisor's RFLAGS.IF, which
+//!   is 0, holds physical interrupts back. NMIs exit: each is taken from the processor, and injected at
+//!   STGI, which exits until then. SMIs and INIT are not held back.
+//! * **The address-space identifier** of the system above must not be the guest's. It is the highest one,
+//!   or the one below when KVM has come to that. KVM's block is read through a window: a page whose
+//!   page-table entry is the only one that the hypervisor ever changes in its own tables.
 //!
-//! CLGI runs unseen, so an exit between KVM's CLGI and its VMRUN would open GIF, with the guest's FS, GS and TR in the
-//! processor already. There is none: KVM executes nothing there that exits.
+//! CLGI runs unseen. So an exit between KVM's CLGI and its VMRUN would open GIF, with the guest's FS, GS
+//! and TR in the processor already. There is none: KVM executes no instruction there that exits.
 //!
-//! While a snapshot or a log of writes is live, any write exits that meets a page for the first time, there as well. So
-//! CLGI exits, and GIF is 0 from then on as it is after a guest's exit. It cannot begin or end while GIF is 0: the driver
-//! has each CPU come by an interrupt, which waits for STGI, and the others wait for it.
+//! While a snapshot or a dirty log is live, the first write to a page exits, between CLGI and VMRUN too. So
+//! CLGI exits, and GIF is 0 from then on, as it is after a guest's exit. A snapshot cannot begin or end
+//! while GIF is 0: the driver has each CPU come by an interrupt, which waits for STGI, and the other CPUs
+//! wait for this one.
 //!
-//! Guests run on shadows of KVM's nested tables then ([`super::shadow`]): every exit of theirs comes
-//! here first. Their blocks are KVM's own as well, but for the root. VMSAVE, which writes by physical address, exits.
+//! Guests then run on shadows of KVM's nested tables ([`super::shadow`]), and each of their exits comes
+//! here first. Their blocks are KVM's own as well, but for the root. VMSAVE, which writes by physical
+//! address, exits.
 //!
-//! A guest whose memory or registers are encrypted needs the host's own save area in the processor, and cannot run so;
-//! of interrupts that reach a guest without an exit (AVIC) no emulator shows anything. There the CPU leaves
-//! ([`Code::GuestUnsupported`]) and executes VMRUN natively.
+//! A guest whose memory or registers are encrypted needs the host's own save area in the processor, and
+//! cannot run so. Interrupts that reach a guest without an exit (AVIC) exist on no emulator. In both cases
+//! the CPU leaves ([`Code::GuestUnsupported`]) and executes VMRUN natively.
 
 use mercury_abi::code::Code;
 use mercury_abi::facts::CpuFacts;
@@ -53,7 +55,7 @@ use crate::vendor::Vendor;
 use crate::x86::{DR7_CLEAR, Hardware, RFLAGS_IF, RFLAGS_TF, msr};
 use crate::{exit, nested, publish};
 
-/// [`super::Own::block_phys`]: the window shows nothing. No block begins there.
+/// [`super::Own::block_phys`]: the window shows no page. No block begins at this address.
 pub const NO_BLOCK: u64 = u64::MAX;
 /// An NMI, as [`Vmcb::inject_event`] has it.
 pub const NMI: u64 = event::VALID | event::NMI | 2;
@@ -63,25 +65,26 @@ pub const LENT: u32 = 1 << 0;
 /// [`super::Own::around_guest`]: the guest runs on a shadow.
 pub const SHADOWED: u32 = 1 << 1;
 
-/// Which address-space identifiers the system above gets (CPUID 8000_000Ah EBX; APM vol. 2, 15.5.1).
+/// Chooses the address-space identifiers of the system above: the two highest (CPUID 8000_000Ah EBX; APM
+/// vol. 2, 15.5.1).
 pub fn learn(area: &mut Area, facts: &CpuFacts) {
     let count = facts.cpuid_8000_000a.ebx;
     area.own.asids = [count.saturating_sub(1), count.saturating_sub(2)];
 }
 
-/// Whether KVM may use SVM: the driver says so.
+/// Returns true if KVM may use SVM, as the driver says.
 pub fn may(area: &mut Area) -> bool {
     // SAFETY: a field behind a reference; the driver may write it at any time.
     unsafe { (&raw const area.shared().kvm_may).read_volatile() != 0 }
 }
 
-/// Whether the system above has SVM on for itself.
+/// Returns true if the system above has set EFER.SVME.
 #[must_use]
 pub const fn has_svm(area: &Area) -> bool {
     area.own.guest_efer & msr::EFER_SVME != 0
 }
 
-/// A CPU is being attached.
+/// Prepares an attach: no guest is known.
 pub fn attach(area: &mut Area) {
     let own = &mut area.own;
     (own.enter_guest, own.gif_is_clear, own.nmi_held, own.quick_guests) = (0, 0, 0, 0);
@@ -89,7 +92,7 @@ pub fn attach(area: &mut Area) {
     arrange(area);
 }
 
-/// Nothing is known of a guest: blocks and tables are others now.
+/// Forgets what is known of a guest: blocks and tables have changed.
 pub const fn forget(own: &mut Own) {
     own.guest_exited = 0;
     own.around_guest &= !SHADOWED;
@@ -97,7 +100,7 @@ pub const fn forget(own: &mut Own) {
     own.block_phys = NO_BLOCK;
 }
 
-/// Intercepts of SVM's instructions, by whether the system above has SVM on.
+/// Sets the intercepts of SVM's instructions, by the system's own EFER.SVME.
 pub fn arrange(area: &mut Area) {
     let shared = has_svm(area);
     let control = &mut area.control;
@@ -116,7 +119,7 @@ pub fn arrange(area: &mut Area) {
     }
 }
 
-/// An exit has been answered: whether the world switch may answer the next ones by itself.
+/// Decides after an exit if the world switch may answer the next ones by itself.
 pub fn settle(area: &mut Area, next: Next) {
     let plain = area.cpu.on_snapshot | area.cpu.leave_pending == 0 && next == Next::Run;
     area.own.quick_guests = u32::from(plain && has_svm(area));
@@ -135,8 +138,9 @@ pub fn settle(area: &mut Area, next: Next) {
     }
 }
 
-/// VMRUN of the system above: its guest is entered next, on its own block. What KVM left in the processor for it is
-/// there still: FS, GS, TR and the syscall MSRs, which an exit saves with the system's control block.
+/// Answers VMRUN of the system above: its guest is entered next, on its own block. FS, GS, TR and the
+/// syscall MSRs, which KVM left in the processor for the guest, are still in force. An exit saves them with
+/// the system's control block.
 pub fn run(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     publish::count(area, ExitReason::GuestRun);
     let block = area.control.rax;
@@ -182,12 +186,18 @@ pub fn run(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     Answer::Skip
 }
 
-/// What the processor takes from its own registers at VMRUN, and not from the block: the nested tables' depth and whether
-/// they have NX bits (CR4.LA57 and EFER.NXE; APM vol. 2, 15.25.3), the types of memory that they select (PAT; 15.25.8), and
-/// what is in force of SPEC_CTRL besides the guest's (15.35). Those are the hypervisor's here, and must be as KVM has them: the
-/// driver says how deep the system's tables are, and refuses where the PAT is unusual; the system cannot clear NXE or set another
-/// first type in the PAT and stay attached ([`super::msr`]); of SPEC_CTRL the processor has nothing, and gets the system's
-/// for that time. No emulator looks at the last two.
+/// Returns true if VMRUN finds in the processor's own registers what it would find without Mercury. It
+/// takes these from there and not from the block:
+///
+/// * the depth of the nested tables, and whether they have NX bits (CR4.LA57 and EFER.NXE; APM vol. 2,
+///   15.25.3),
+/// * the memory types that they select (PAT; 15.25.8),
+/// * the part of SPEC_CTRL that is in force besides the guest's (15.35).
+///
+/// Those registers are the hypervisor's, and must be as KVM has them. The driver gives the depth of the
+/// system's tables, and refuses an unusual PAT. The system cannot stay attached if it clears NXE or sets
+/// another first type in the PAT ([`super::msr`]). In the processor SPEC_CTRL is 0, and becomes the
+/// system's value for the run. No emulator heeds the last two.
 #[must_use]
 pub fn is_as_natively(area: &Area, hardware: &mut impl Hardware) -> bool {
     let five_level = area.control.cr4 & cr4::LA57 != 0;
@@ -198,10 +208,11 @@ pub fn is_as_natively(area: &Area, hardware: &mut impl Hardware) -> bool {
         && (!is_lent || hardware.read_msr(msr::SPEC_CTRL) == Some(0))
 }
 
-/// VMRUN sets GIF, and what has been waiting ends the guest before its first instruction, with the event that it was to
-/// get (APM vol. 2, 15.17 and 15.20). The block can be written. What KVM wants forgotten is, for it asks once.
+/// Ends the guest before its first instruction: VMRUN sets GIF, and a pending event exits at once, with the
+/// event that was to be injected (APM vol. 2, 15.17 and 15.20). The block can be written. Translations that
+/// KVM wants flushed are flushed, for it asks once.
 fn end_at_once(area: &mut Area, code: u64) -> Answer {
-    // SAFETY: a control block of KVM's in the window; nobody else uses it before KVM goes on.
+    // SAFETY: a control block of KVM's in the window; no other code uses it before KVM goes on.
     let block = unsafe { &mut *block(area) };
     if block.tlb_control != TLB_KEEP {
         area.control.tlb_control = TLB_FLUSH_ALL;
@@ -213,12 +224,12 @@ fn end_at_once(area: &mut Area, code: u64) -> Answer {
     Answer::Skip
 }
 
-/// An exit of the system's guest, which runs on a shadow: either that is what it needs, or it is KVM's, as the world
-/// switch would have left it (APM vol. 2, 15.6).
+/// Answers an exit of the system's guest that runs on a shadow. Either the shadow needed it, or KVM gets
+/// it, as the world switch would have left it (APM vol. 2, 15.6).
 pub fn exited(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     area.own.guest_exited = 0;
     let block = block(area);
-    // SAFETY: a control block of KVM's in the window; nobody else uses it before KVM goes on.
+    // SAFETY: a control block of KVM's in the window; no other code uses it before KVM goes on.
     let (code, qualification, address) =
         unsafe { ((*block).exit_code, (*block).exit_info1, (*block).exit_info2) };
     if code == exit_code::NPF {
@@ -249,20 +260,20 @@ pub fn exited(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     Next::Run
 }
 
-/// The system goes on behind its VMRUN (APM vol. 2, 15.6): see the world switch, which does the same.
+/// Lets the system go on after its VMRUN (APM vol. 2, 15.6). The world switch does the same.
 fn back_from_guest(area: &mut Area) {
     area.control.dr7 = DR7_CLEAR;
     area.control.rflags &= !RFLAGS_IF;
     close(area);
 }
 
-/// The guest goes on, with the event that its fault has interrupted (APM vol. 2, 15.7.2).
+/// Enters the guest again, with the event that its fault has interrupted (APM vol. 2, 15.7.2).
 fn enter_again(area: &mut Area, qualification: u64) -> Next {
-    // SAFETY: a control block of KVM's in the window; nobody else uses it before the guest runs.
+    // SAFETY: a control block of KVM's in the window; no other code uses it before the guest runs.
     let block = unsafe { &mut *block(area) };
     let event = block.exit_event;
     block.inject_event = if event & event::VALID != 0 { exits::event_again(event).unwrap_or(0) } else { 0 };
-    // What was absent is cached nowhere.
+    // An absent entry is cached nowhere.
     let cached = qualification & shadow::info::PRESENT != 0;
     block.tlb_control = if cached { TLB_FLUSH_ALL } else { TLB_KEEP };
     block.clean = 0;
@@ -270,7 +281,7 @@ fn enter_again(area: &mut Area, qualification: u64) -> Next {
     Next::Run
 }
 
-/// KVM's block is KVM's again.
+/// Gives KVM's block its own nested root back.
 fn take_shadow_off(area: &mut Area) {
     if area.own.around_guest & SHADOWED == 0 {
         return;
@@ -280,15 +291,15 @@ fn take_shadow_off(area: &mut Area) {
     unsafe { (*block(area)).nested_cr3 = area.own.guest_nested_cr3 };
 }
 
-/// The processor reads all of the block again: it may have been entered with something else in it meanwhile
-/// (APM vol. 2, 15.15.3).
+/// Has the processor read all of the block again: another block may have run meanwhile (APM vol. 2,
+/// 15.15.3).
 fn forget_block(area: &mut Area) {
     // SAFETY: as for every other use of the window; the guest does not run.
     unsafe { (*block(area)).clean = 0 };
 }
 
-/// VMSAVE of the system above beneath a snapshot or a log: to a page that has been copied, or that it has. What it saves was
-/// saved by the world switch (APM vol. 2, 15.5.2 and VMSAVE).
+/// Emulates VMSAVE of the system above beneath a snapshot or a dirty log, so that the page is copied or
+/// noted first. The world switch has saved the state (APM vol. 2, 15.5.2 and VMSAVE).
 pub fn save_state(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     publish::count(area, ExitReason::Other);
     with_memory(area, hardware, |area, _| save_to_memory(area))
@@ -315,25 +326,26 @@ fn save_to_memory(area: &Area) -> Answer {
     Answer::Skip
 }
 
-/// A page is about to be written round the tables: keeps what it held, if a snapshot needs it, or has it in the log.
+/// Prepares a write that passes round the tables: the snapshot keeps the page's content, or the dirty log
+/// notes the page.
 fn permit_write(area: &mut Area, hardware: &mut impl Hardware, address: u64) -> Option<WritePermit> {
     with_memory(area, hardware, |area, _| permit_write_mapped(area, address))
 }
 
-/// As [`permit_write`], with the system's memory mapped.
+/// Does the same with the system's memory mapped.
 fn permit_write_mapped(area: &Area, address: u64) -> Option<WritePermit> {
     let mut guard = Svm::tables().lock()?;
     guard.as_mut().map(|nested| nested.live.permit_write(GuestPhys::new(address), area.cpu.on_snapshot))
 }
 
-/// CLGI of the system above, beneath a snapshot or a log.
+/// Emulates CLGI of the system above, beneath a snapshot or a dirty log.
 pub fn clear_gif(area: &mut Area) -> Answer {
     publish::count(area, ExitReason::Other);
     close(area);
     Answer::Skip
 }
 
-/// GIF is 0 for the system above.
+/// Clears GIF for the system above.
 fn close(area: &mut Area) {
     area.own.gif_is_clear = 1;
     let control = &mut area.control;
@@ -342,7 +354,8 @@ fn close(area: &mut Area) {
     control.intercept_misc2 |= INTERCEPT_STGI;
 }
 
-/// STGI of the system above. Where GIF is 1 already, as far as is known here, the instruction is done.
+/// Emulates STGI of the system above. If GIF is 1 already, as far as is known here, the instruction is
+/// done.
 pub fn set_gif(area: &mut Area) -> Answer {
     publish::count(area, ExitReason::GuestEnd);
     open(area);
@@ -353,7 +366,7 @@ pub fn set_gif(area: &mut Area) -> Answer {
     Answer::Skip
 }
 
-/// GIF is 1 again.
+/// Sets GIF for the system above.
 fn open(area: &mut Area) {
     area.own.gif_is_clear = 0;
     let control = &mut area.control;
@@ -365,8 +378,9 @@ fn open(area: &mut Area) {
     }
 }
 
-/// An NMI while GIF is 0 for the system above. The processor would make the same exit again and again, so it is taken:
-/// others are blocked from here to the end of the system's handler, which STGI starts.
+/// Holds an NMI while GIF is 0 for the system above. The processor would make the same exit again and
+/// again, so the NMI is taken from it. Others are blocked from here to the end of the system's handler,
+/// which STGI starts.
 pub fn hold_nmi(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     publish::count(area, ExitReason::HeldNmi);
     hardware.take_nmi();
@@ -374,7 +388,7 @@ pub fn hold_nmi(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     Answer::Retry
 }
 
-/// What the gate leaves of SVM to a system with this EFER.
+/// Returns the state of SVM that the gate leaves to a system with this EFER.
 #[must_use]
 pub const fn keep(efer: u64, gif_is_clear: bool) -> u64 {
     match (efer & msr::EFER_SVME != 0, gif_is_clear) {
@@ -384,8 +398,8 @@ pub const fn keep(efer: u64, gif_is_clear: bool) -> u64 {
     }
 }
 
-/// The CPU becomes native, and KVM goes on with what it has. GIF is as KVM knows it: 0 at VMRUN too, for which
-/// it may have executed CLGI unseen. An NMI that was taken meanwhile is lost: nothing but a failure makes a CPU leave there.
+/// Makes the CPU native while KVM uses SVM, and lets KVM go on. GIF is as KVM knows it: 0 at VMRUN too, for
+/// which KVM may have executed CLGI unseen. A held NMI is lost: only a failure makes a CPU leave there.
 pub fn leave(area: &mut Area, hardware: &mut impl Hardware) {
     if !has_svm(area) {
         return leave_without(area);
@@ -401,7 +415,8 @@ pub fn leave(area: &mut Area, hardware: &mut impl Hardware) {
     }
 }
 
-/// The CPU becomes native, and nobody has SVM on it: the way of a detach that saves no vector registers.
+/// Makes the CPU native where the system does not use SVM. A detach comes here without saving vector
+/// registers.
 #[inline]
 pub fn leave_without(area: &mut Area) {
     debug_assert!(!has_svm(area));
@@ -409,9 +424,10 @@ pub fn leave_without(area: &mut Area) {
     area.cpu.gate.outward.svm = 0;
 }
 
-/// KVM may give the identifier that the system had here to a guest, and flushes only when it has used up all
-/// (APM vol. 2, 15.16.1; HARDWARE A-3). A flush takes an entry: this one has nested tables without a single entry, so
-/// that it ends with the first fetch, whatever is pending or masked. No emulator keeps translations that long.
+/// Flushes all translations. KVM may give the system's identifier to a guest, and flushes only when it has
+/// used up all identifiers (APM vol. 2, 15.16.1; HARDWARE A-3). A flush takes an entry. This entry has
+/// nested tables that map nothing, so that it ends with the first fetch, whatever is pending or masked. No
+/// emulator keeps translations that long.
 fn forget_translations(area: &mut Area, hardware: &mut impl Hardware) {
     let control = &mut area.control;
     let before = (
@@ -435,8 +451,8 @@ fn forget_translations(area: &mut Area, hardware: &mut impl Hardware) {
     ) = before;
 }
 
-/// Has the window show the page at `phys`; not if it is beyond memory, or hidden: the processor would write its guest's
-/// state there, round the nested tables.
+/// Has the window show the page at `phys`. Returns `false` if the page is beyond memory or hidden: the
+/// processor would write its guest's state there, round the nested tables.
 fn show(area: &mut Area, hardware: &mut impl Hardware, phys: u64) -> bool {
     /// Present, writable, accessed and dirty (APM vol. 2, 5.4).
     const WRITABLE: u64 = 1 << 0 | 1 << 1 | 1 << 5 | 1 << 6;
@@ -448,7 +464,7 @@ fn show(area: &mut Area, hardware: &mut impl Hardware, phys: u64) -> bool {
     }
     let gate = &area.cpu.gate;
     let entry = core::ptr::with_exposed_provenance_mut::<u64>(gate.window_entry_virt as usize);
-    // SAFETY: the driver has mapped the table with this entry, which nobody else writes; the page that it maps is used
+    // SAFETY: the driver has mapped the table with this entry, which no other code writes; the page that it maps is used
     // through `block` and by the world switch only.
     unsafe { entry.write_volatile(phys | WRITABLE) };
     hardware.forget_page(gate.window_virt);
@@ -456,7 +472,7 @@ fn show(area: &mut Area, hardware: &mut impl Hardware, phys: u64) -> bool {
     true
 }
 
-/// The page of KVM's that the window shows.
+/// Fields of the block that the window shows.
 struct Shown {
     intercepts: u32,
     asid: u32,
@@ -516,7 +532,7 @@ mod tests {
             host
         }
 
-        /// KVM has SVM on.
+        /// Returns a system that has set EFER.SVME.
         fn with_svm() -> Self {
             let mut host = Self::new();
             assert_eq!(host.write(msr::EFER, LINUX_EFER | msr::EFER_SVME), Next::Run);
@@ -554,7 +570,7 @@ mod tests {
             self.exit(exit_code::VMRUN)
         }
 
-        /// What the world switch does when a guest has exited.
+        /// Does the work of the world switch after a guest's exit.
         fn guest_exits(&mut self) {
             let Area { own, control, .. } = &mut *self.cpu.area;
             (own.enter_guest, own.gif_is_clear) = (0, 1);
@@ -790,7 +806,7 @@ mod tests {
     }
 
     impl Host {
-        /// What KVM or the rest of the system does next, if it can do it now.
+        /// Does the next step of KVM or of the rest of the system, if that can be done now.
         fn step(&mut self, manual: &mut Manual, step: u8) {
             match step {
                 0 if !manual.gif_is_clear => {
@@ -839,7 +855,7 @@ mod tests {
                     manual.is_seen = exits || manual.gif_is_clear && manual.is_seen;
                     manual.gif_is_clear = true;
                 }
-                // A write to what nobody has written to yet: without a snapshot KVM makes none where CLGI is not seen.
+                // The first write to a page: without a snapshot KVM makes none where CLGI is not seen.
                 6 if manual.snapshot || !manual.gif_is_clear => {
                     (self.cpu.area.control.exit_info1, self.cpu.area.control.exit_info2) =
                         (NPF_WRITE, nested::tests::UNTOUCHED);
@@ -891,8 +907,8 @@ mod tests {
     const NPF_WRITE: u64 = 1 << 1;
     const INTERCEPT_VMLOAD: u32 = 1 << 2;
 
-    /// KVM loads its guest's FS, GS and TR between CLGI and VMRUN, and meets pages there that nobody has written since
-    /// the instant. Nothing may strike then.
+    /// KVM loads its guest's FS, GS and TR between CLGI and VMRUN, and meets pages there that were not
+    /// written since the instant. No event may strike then.
     #[test]
     fn beneath_a_snapshot_gif_stays_0_from_clgi_to_vmrun() {
         let mut host = Host::with_svm();

@@ -48,7 +48,7 @@ pub struct Svm;
 /// A CPU's area on AMD. The second block is for VMLOAD only.
 pub type Area = crate::cpu::Area<Svm>;
 
-/// What AMD keeps of a CPU besides the control block.
+/// Data that AMD's folder keeps of a CPU, besides the control block.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Own {
@@ -63,7 +63,7 @@ pub struct Own {
     pub entry_state: GuestState,
     /// 1 while `entry_state` is that of the last entry.
     pub entry_state_valid: u32,
-    /// What is to be done around a run of the system's guest: [`guests::LENT`], [`guests::SHADOWED`].
+    /// Work around a run of the system's guest: [`guests::LENT`], [`guests::SHADOWED`].
     pub around_guest: u32,
     /// 1 if the world switch may answer VMRUN and STGI of the system above by itself.
     pub quick_guests: u32,
@@ -71,7 +71,7 @@ pub struct Own {
     pub enter_guest: u32,
     /// 1 while GIF is 0 as far as the system above knows.
     pub gif_is_clear: u32,
-    /// 1: an NMI was taken from the processor meanwhile.
+    /// 1 while an NMI waits that was taken from the processor.
     pub nmi_held: u32,
     /// 1: this exit is that of the system's guest, which runs on a shadow.
     pub guest_exited: u32,
@@ -84,11 +84,11 @@ pub struct Own {
     pub extended: ExtendedState,
     /// KVM's nested root, while the block has the shadow's.
     pub guest_nested_cr3: u64,
-    /// What the system's guest runs on beneath a snapshot.
+    /// Tables that the system's guest runs on beneath a snapshot.
     pub shadow: shadow::Shadow,
 }
 
-/// What VMSAVE saves, but for FS and GS (APM vol. 2, 15.5.2).
+/// State that VMSAVE saves, but for FS and GS (APM vol. 2, 15.5.2).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ExtendedState {
@@ -100,19 +100,19 @@ pub struct ExtendedState {
 }
 
 impl ExtendedState {
-    /// Keeps what is in a block, if nothing is kept.
+    /// Keeps the state in a block, if none is kept.
     pub const fn keep(&mut self, block: &Vmcb) {
         if self.is_kept == 0 {
             *self = Self { tr: block.tr, ldtr: block.ldtr, syscall: block.syscall, is_kept: 1 };
         }
     }
 
-    /// Forgets it.
+    /// Forgets the state of the instant.
     pub const fn forget(&mut self) {
         self.is_kept = 0;
     }
 
-    /// Puts it into a block, if there is any.
+    /// Writes the state into a block, if one is kept.
     pub const fn put(&self, block: &mut Vmcb) {
         if self.is_kept != 0 {
             (block.tr, block.ldtr, block.syscall) = (self.tr, self.ldtr, self.syscall);

@@ -20,7 +20,7 @@ use crate::x86::{Hardware, msr};
 #[derive(Debug)]
 pub struct PermissionMap([u8; 8192]);
 
-/// The map of all CPUs.
+/// Permission map, which all CPUs share.
 pub static PERMISSION_MAP: PermissionMap = PermissionMap::new()
     .intercept(msr::EFER, READ | WRITE)
     .intercept(msr::PAT, WRITE)
@@ -48,7 +48,7 @@ impl PermissionMap {
     }
 }
 
-/// The guest reads an MSR.
+/// Answers a read of an MSR by the guest.
 pub fn read(area: &mut Area, hardware: &mut impl Hardware, index: u32) -> Answer {
     if index == msr::VM_HSAVE_PA {
         publish::count(area, ExitReason::MsrHsave);
@@ -62,7 +62,7 @@ pub fn read(area: &mut Area, hardware: &mut impl Hardware, index: u32) -> Answer
     read_through(area, hardware, index)
 }
 
-/// The guest writes an MSR.
+/// Answers a write of an MSR by the guest.
 pub fn write(area: &mut Area, hardware: &mut impl Hardware, index: u32, value: u64) -> Answer {
     let (reason, answer) = match index {
         msr::EFER => (ExitReason::MsrEfer, write_efer(area, hardware, value)),
@@ -80,18 +80,22 @@ pub fn write(area: &mut Area, hardware: &mut impl Hardware, index: u32, value: u
     answer
 }
 
-/// EFER as the system reads it: while KVM may use SVM it shows what that has set itself; otherwise, that SVM is in use.
+/// Returns EFER as the system reads it. If KVM may use SVM, SVME is the bit that KVM has set. Otherwise
+/// SVME is set, to show that SVM is in use.
 #[inline]
 pub fn shown_efer(area: &mut Area) -> u64 {
     let ours = if guests::may(area) { 0 } else { msr::EFER_SVME };
     area.own.guest_efer | ours
 }
 
-/// Clearing SVME is how a kernel takes the processor out of SVM (6.1's crash path): it is a
-/// detach, and the write is then executed natively (HARDWARE L-4), unless it is KVM that does it. So are writes that set bits which Mercury
-/// does not carry, or clear bits which the hypervisor itself needs: a detach writes the guest's EFER while the
-/// hypervisor's tables are in use. Others are checked as the processor would: LMA is read-only, LME cannot change while paging,
-/// reserved bits are #GP, and which of the rest there are the processor itself says.
+/// Answers a write of EFER.
+///
+/// * Clearing SVME is how a kernel takes the processor out of SVM (6.1's crash path). It is a detach, and
+///   the write is then executed natively (HARDWARE L-4), unless KVM clears it.
+/// * So are writes that set bits which Mercury does not carry, or clear bits which the hypervisor itself
+///   needs. A detach writes the guest's EFER while the hypervisor's tables are in use.
+/// * Others are checked as the processor would: LMA is read-only, LME cannot change while paging, reserved
+///   bits are #GP. The processor itself says which of the rest exist.
 fn write_efer(area: &mut Area, hardware: &mut impl Hardware, value: u64) -> Answer {
     let current = area.own.guest_efer;
     let shared = guests::may(area);
@@ -117,8 +121,8 @@ fn write_efer(area: &mut Area, hardware: &mut impl Hardware, value: u64) -> Answ
     Answer::Skip
 }
 
-/// What this processor makes of a guest's EFER; `None` if it refuses. Tried on the processor itself: what is
-/// set now stays set meanwhile, for the hypervisor needs it.
+/// Returns the value that this processor makes of a guest's EFER; `None` if it refuses. The processor
+/// itself is tried. Bits that are set now stay set meanwhile, for the hypervisor needs them.
 fn try_efer(area: &Area, hardware: &mut impl Hardware, value: u64) -> Option<u64> {
     let own = area.own.attach_efer | msr::EFER_SVME;
     if !hardware.write_msr(msr::EFER, value | own) {
@@ -129,8 +133,8 @@ fn try_efer(area: &Area, hardware: &mut impl Hardware, value: u64) -> Option<u64
     Some(value & kept?)
 }
 
-/// Zero releases SVM (SNP initialization demands it, HARDWARE A-47), unless it is KVM that does it; another value is
-/// remembered.
+/// Answers a write of VM_HSAVE_PA. Zero releases SVM (SNP initialization demands it, HARDWARE A-47), unless
+/// KVM writes it. Another value is remembered.
 fn write_hsave(area: &mut Area, value: u64) -> Answer {
     if value == 0 && !guests::may(area) {
         return Answer::Depart(Code::SvmReleased);
@@ -142,9 +146,9 @@ fn write_hsave(area: &mut Area, value: u64) -> Answer {
     Answer::Skip
 }
 
-/// The guest's PAT goes to the control block, which the processor uses, and to the MSR, which the next
-/// detach leaves behind and which QEMU 7.2 uses instead (HARDWARE A-10). A PAT whose first entry is not
-/// write-back would change the type of the nested tables themselves: the CPU leaves.
+/// Answers a write of PAT. The value goes to the control block, which the processor uses, and to the MSR,
+/// which the next detach leaves behind and QEMU 7.2 uses instead (HARDWARE A-10). A PAT whose first entry
+/// is not write-back would change the type of the nested tables themselves: the CPU leaves.
 fn write_pat(area: &mut Area, hardware: &mut impl Hardware, value: u64) -> Answer {
     if crate::msr::illegal_pat(value) != 0 {
         return Answer::Inject(Fault::GeneralProtection);

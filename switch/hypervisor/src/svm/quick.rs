@@ -20,10 +20,10 @@ const RCX: usize = 1;
 const RDX: usize = 2;
 const RSI: usize = 6;
 
-/// Answers a hypercall of the driver, if it is one.
+/// Answers a hypercall of the driver, or its question for the mode; no other exit.
 ///
 /// # Safety
-/// `area` is this CPU's own, and GIF is 0: nobody else uses it until this returns.
+/// `area` is this CPU's own, and GIF is 0: no other code uses the area until this returns.
 pub unsafe extern "C" fn quick_exit(area: *mut Area) -> Quick {
     // SAFETY: the world switch passes this CPU's area; nothing else uses it while GIF = 0.
     let area = unsafe { &mut *area };
@@ -69,7 +69,8 @@ fn is_hypercall(area: &Area) -> bool {
     area.control.exit_code == exit_code::VMMCALL && area.cpu.gate.outward.registers[RCX] == HYPERCALL_MAGIC
 }
 
-/// Whether the driver asks for the mode of this CPU: it reads EFER, with its mark in RSI.
+/// Returns true if the driver asks for the mode of this CPU: it reads EFER, with the hypercall's magic
+/// number in RSI.
 #[inline]
 pub(super) fn is_question(area: &Area) -> bool {
     let registers = &area.cpu.gate.outward.registers;
@@ -79,7 +80,7 @@ pub(super) fn is_question(area: &Area) -> bool {
         && registers[RSI] == HYPERCALL_MAGIC
 }
 
-/// EFER as it is shown, and that the CPU is attached.
+/// Returns EFER as it is shown, with the bit that says that the CPU is attached.
 #[inline]
 pub(super) fn told_efer(area: &mut Area) -> u64 {
     msr::shown_efer(area) | EFER_ATTACHED
@@ -95,7 +96,7 @@ fn tell_mode(area: &mut Area) -> Quick {
     Quick::Run
 }
 
-/// Whether this exit is the kernel's own and nothing is to be done besides.
+/// Returns true if this exit is the kernel's own, and no other work is pending.
 #[inline]
 fn is_plain(area: &Area) -> bool {
     let control = &area.control;
@@ -107,7 +108,7 @@ fn is_plain(area: &Area) -> bool {
         && !fault::is_armed_beyond_quick(area)
 }
 
-/// Counts the hypercall and moves past it, with this in RAX.
+/// Counts the hypercall and moves past it, with this value in RAX.
 #[inline]
 fn finish(area: &mut Area, length: u64, rax: u64) {
     area.cpu.entered = 1;

@@ -1,5 +1,5 @@
-//! Which of VMRUN's checks a control block fails (APM vol. 2, 15.5.1, "Canonicalization and
-//! consistency checks"). The processor only says that it refuses; this names the reason.
+//! Names the check of VMRUN that a control block fails (APM vol. 2, 15.5.1, "Canonicalization and
+//! consistency checks"). The processor reports only that it refuses.
 
 use mercury_preflight::bits::{cr4, efer};
 
@@ -14,7 +14,7 @@ use crate::x86::msr::{EFER_LME, EFER_SVME};
 pub enum Check {
     /// None that is known here fails.
     Unknown = 0,
-    /// EFER.SVME is clear.
+    /// EFER.SVME is clear in the block.
     SvmeClear = 1,
     /// CR0.CD is clear and CR0.NW is set.
     Cr0NwWithoutCd = 2,
@@ -57,7 +57,7 @@ const CR3_RESERVED: u64 = 0x9FF0_0000_0000_0000;
 const HIGH: u64 = 0xFFFF_FFFF_0000_0000;
 const ATTRIBUTE_L_AND_D: u16 = 0x600;
 
-/// Whether VMRUN will take `control`: all the checks at once, for every entry that is made.
+/// Returns true if VMRUN will take `control`. It makes all checks at once, for every entry.
 #[inline]
 #[must_use]
 pub fn none(control: &Vmcb) -> bool {
@@ -76,7 +76,7 @@ pub fn none(control: &Vmcb) -> bool {
         && !illegal_event(control.inject_event)
 }
 
-/// Whether bits of CR4 that are not known here are all that is wrong.
+/// Returns true if the only fault is a bit of CR4 that is not known here.
 #[must_use]
 pub fn is_foreign(control: &Vmcb) -> bool {
     control.cr4 & !cr4::KNOWN != 0 && checks(control).iter().filter(|(fails, _)| *fails).count() == 1
@@ -92,13 +92,13 @@ const fn long_mode_is_legal(control: &Vmcb) -> bool {
         && control.cs.attributes & ATTRIBUTE_L_AND_D != ATTRIBUTE_L_AND_D
 }
 
-/// The first check, in the manual's order, that `control` fails.
+/// Returns the first check, in the manual's order, that `control` fails.
 #[must_use]
 pub fn first(control: &Vmcb) -> Check {
     checks(control).iter().find(|(fails, _)| *fails).map_or(Check::Unknown, |(_, check)| *check)
 }
 
-/// Every check in the manual's order, and whether it fails.
+/// Returns every check in the manual's order, with true if it fails.
 fn checks(control: &Vmcb) -> [(bool, Check); 15] {
     let long_mode = is_long_mode(control);
     [
@@ -131,7 +131,7 @@ fn illegal_event(event: u64) -> bool {
         && (matches!(kind >> 8, 1 | 5..=7) || kind == EXCEPTION && (vector == 2 || vector > 31))
 }
 
-/// The value that `check` looks at: the second detail.
+/// Returns the value that `check` is about: the second detail.
 #[must_use]
 pub fn value(control: &Vmcb, check: Check) -> u64 {
     match check {

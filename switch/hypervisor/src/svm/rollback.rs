@@ -1,8 +1,9 @@
-//! A CPU is fetched for a rollback, and put back.
+//! Fetches a CPU for a rollback, and puts it back.
 //!
-//! While a snapshot is kept NMIs exit. One that is the system's own is let through: intercepted no more, it is the first
-//! thing that the processor delivers, and it blocks others as ever. The IRET at its handler's end exits, so that the next
-//! NMI does again (APM vol. 2, 15.13.2 and 15.21.9).
+//! While a snapshot is the target of a rollback, NMIs exit. One that is the system's own is let through:
+//! the intercept is taken off, so that the NMI is the first event that the processor delivers, and it
+//! blocks others as ever. The IRET at its handler's end exits, so that the next NMI exits again (APM vol.
+//! 2, 15.13.2 and 15.21.9).
 
 use mercury_abi::restart::SavedCpu;
 use mercury_abi::shared::ExitReason;
@@ -40,12 +41,12 @@ pub(super) fn watch(area: &mut Area, watch: Watch) {
     }
 }
 
-/// One was let through, and its handler has not returned.
+/// Returns true if an NMI was let through, and its handler has not returned.
 pub(super) fn is_in_nmi(area: &Area) -> bool {
     area.control.intercept_misc1 & INTERCEPT_IRET != 0
 }
 
-/// An NMI: to fetch this CPU, or the system's, which waits while GIF is 0.
+/// Answers an NMI. It fetches this CPU for a rollback, or is the system's, and then waits while GIF is 0.
 pub fn nmi(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     if rollback::wants(area) && rollback::join(area, hardware).is_ok() {
         publish::count(area, ExitReason::Other);
@@ -60,7 +61,7 @@ pub fn nmi(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     Answer::Retry
 }
 
-/// The handler of an NMI returns. Whoever was to be fetched meanwhile comes now.
+/// Answers the IRET of a handler of NMIs. A rollback that has asked for this CPU meanwhile gets it now.
 pub fn nmi_ends(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     publish::count(area, ExitReason::Other);
     if rollback::wants(area) && rollback::join(area, hardware).is_ok() {
@@ -70,8 +71,8 @@ pub fn nmi_ends(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     Answer::Retry
 }
 
-/// The system cannot go on. If there is nothing to go back to, the machine ends as it would have natively: what the
-/// control block says of the CPU is not defined any more (APM vol. 2, 15.14.3).
+/// Answers a shutdown: the system cannot go on. If there is no snapshot to go back to, the machine ends as
+/// it would natively. The control block's state of the CPU is not defined any more (APM vol. 2, 15.14.3).
 pub fn shutdown(area: &mut Area, hardware: &mut impl Hardware) -> Result<Answer, Next> {
     publish::count(area, ExitReason::Other);
     match rollback::ask(area, hardware, RollbackReason::TripleFault) {
@@ -80,7 +81,8 @@ pub fn shutdown(area: &mut Area, hardware: &mut impl Hardware) -> Result<Answer,
     }
 }
 
-/// What the kernel has in its registers at the instant of a snapshot; MSRs that only it writes it restores itself.
+/// Puts the registers back that the kernel had at the instant of the snapshot. The kernel itself restores
+/// MSRs that only it writes.
 pub(super) fn put_back(area: &mut Area, saved: &SavedCpu) {
     let Area { cpu, own, control, .. } = area;
     control.cs = segment(&cpu.gate.inward.cs);

@@ -1,17 +1,17 @@
 //! The world switch (APM vol. 2, 15.5 and 15.6).
 //!
-//! On #VMEXIT the processor has loaded the hypervisor's RSP, RAX and segments and cleared GIF; every
-//! other general register still is the guest's. The top of the stack holds the address of the area.
+//! On #VMEXIT the processor has loaded the hypervisor's RSP, RAX and segments, and has cleared GIF. Every
+//! other general register is still the guest's. The top of the stack holds the address of the area.
 //!
-//! The driver's own hypercalls are answered by [`super::quick`], which touches no vector register, so that
-//! those are saved only for the other exits, and by an exception that strikes there and is the end.
+//! [`super::quick`] answers the driver's own hypercalls and touches no vector register. So vector registers
+//! are saved only for other exits, and by an exception that strikes there and ends the attachment.
 //!
-//! A user can force exits with VMMCALL. Those never reach compiled code: they are answered below in
-//! straight-line code that has no return and no indirect branch, and that touches nothing but this
-//! CPU's own pages (HARDWARE A-18). Beneath a snapshot or a dirty log a user can also force nested faults, which compiled
-//! code answers: predictions are forgotten before its first call ([`crate::speculation`]).
+//! A user can force exits with VMMCALL. Those never reach compiled code. They are answered below in
+//! straight-line code that has no return and no indirect branch, and that touches only this CPU's own pages
+//! (HARDWARE A-18). Beneath a snapshot or a dirty log a user can also force nested faults, which compiled
+//! code answers. Predictions are forgotten before its first call ([`crate::speculation`]).
 //!
-//! VMRUN and STGI of a system that uses SVM itself are answered there as well, if nothing besides is to be done:
+//! VMRUN and STGI of a system that uses SVM itself are answered here as well, if no other work is pending:
 //! [`super::guests`] says how.
 
 use core::arch::asm;
@@ -54,10 +54,10 @@ mod switch {
 
     entry::native_entry_point!(mercury_entry_svm, crate::svm::Svm, svm_native, run);
 
-    /// The driver's operations: see [`crate::native::enter`].
+    /// Carries out the driver's operations: see [`crate::native::enter`].
     ///
     /// # Safety
-    /// `area` is this CPU's own, and GIF is 0: nobody else uses it until this returns.
+    /// `area` is this CPU's own, and GIF is 0: no other code uses the area until this returns.
     unsafe extern "C" fn svm_native(area: *mut Area) -> entry::Next {
         // SAFETY: the gate passes this CPU's area; the driver does not touch it while the CPU is in here.
         crate::native::enter(unsafe { &mut *area })

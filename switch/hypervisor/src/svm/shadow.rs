@@ -1,16 +1,20 @@
-//! Guests of the system above while a snapshot or a log of writes is live.
+//! Guests of the system above while a snapshot or a dirty log is live.
 //!
-//! A guest reaches memory through KVM's own nested table, round the tables that protect the snapshot. So for as
-//! long as there is one, it runs on a *shadow* of that table: empty at first, filled fault by fault with what KVM's table
-//! says, 4 KiB at a time, and writable only where the page's content at the instant is safe, or where the log has the
-//! page. A log takes its permissions back when it is collected: the shadow expires when its CPU forgets translations for it,
-//! and frames are read after that ([`crate::snapshot::dirty_log`]). All of it follows
-//! the rules that a processor's translations follow (APM vol. 2, 15.25): it may be forgotten at any time, it sets
-//! accessed and dirty bits in KVM's entries before it uses them, and KVM flushes it where it would flush those: by
-//! TLB_CONTROL, by another identifier, or by another root. A fault that KVM's table explains is KVM's, and is shown to
-//! it as the processor would have shown it.
+//! A guest reaches memory through KVM's own nested table, round the tables that protect the snapshot. So as
+//! long as there is a snapshot, the guest runs on a *shadow* of that table. The shadow is empty at first,
+//! and filled fault by fault from KVM's table, 4 KiB at a time. A page is writable there only if its
+//! content at the instant is safe, or if the dirty log has the page.
 //!
-//! The guest's control block is written by the processor, and KVM's table here: both are copied, or noted, first.
+//! A collection of the dirty log takes permissions back. The shadow expires when its CPU forgets
+//! translations for the collection, and frames are read after that ([`crate::snapshot::dirty_log`]).
+//!
+//! A shadow follows the rules of a processor's translations (APM vol. 2, 15.25). It may be forgotten at any
+//! time. It sets accessed and dirty bits in KVM's entries before it uses them. KVM flushes it as it would
+//! flush translations: by TLB_CONTROL, by another identifier, or by another root. A fault that KVM's table
+//! explains is KVM's, and KVM sees it as the processor would have shown it.
+//!
+//! The processor writes the guest's control block, and this code writes KVM's table: the pages of both are
+//! copied, or noted, first.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
@@ -52,40 +56,40 @@ mod bit {
 pub mod info {
     /// KVM's table has the page.
     pub const PRESENT: u64 = 1 << 0;
-    /// A write.
+    /// The access was a write.
     pub const WRITE: u64 = 1 << 1;
     /// Reserved bits are set in an entry.
     pub const RESERVED: u64 = 1 << 3;
-    /// An instruction was fetched.
+    /// The access was an instruction fetch.
     pub const FETCH: u64 = 1 << 4;
 }
 
-/// One CPU's shadow, and of which guest it is.
+/// One CPU's shadow, and the guest that it belongs to.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Shadow {
-    /// Host-physical; 0: there is none.
+    /// Root of the shadow, host-physical; 0: there is none.
     root: u64,
-    /// The control block.
+    /// Control block of the guest, host-physical.
     block: u64,
-    /// KVM's root.
+    /// Root of KVM's table, host-physical.
     nested_cr3: u64,
-    /// The address-space identifier.
+    /// Address-space identifier of the guest.
     asid: u64,
 }
 
 impl Shadow {
-    /// Forgets it: its pages are the snapshot's, and go with that.
+    /// Forgets the shadow. Its pages belong to the snapshot's pool, and go with that.
     pub const fn forget(&mut self) {
         self.root = 0;
     }
 
-    /// What is in it must not be used any more: the next guest gets another one, and flushes.
+    /// Marks the content as not to be used any more: the next guest gets another shadow, and flushes.
     pub const fn expire(&mut self) {
         self.block = guests::NO_BLOCK;
     }
 
-    /// Whether there is one.
+    /// Returns true if there is a shadow.
     #[must_use]
     pub const fn is_there(&self) -> bool {
         self.root != 0
@@ -110,22 +114,22 @@ fn release(pool: &mut impl Pool, table: HostPhys, size: PageSize) {
     pool.release(table);
 }
 
-/// How a guest is to be entered.
+/// Way of entering a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Prepared {
-    /// On KVM's own table: nothing must be kept any more.
+    /// On KVM's own table: no page must be kept any more.
     InPlace,
-    /// On the shadow, which is in its block now.
+    /// On the shadow, whose root is in the block now.
     Shadowed,
-    /// Not now: there is no page, nor for a copy of the block. The system executes VMRUN again.
+    /// Not now: no page is free for a copy of the block. The system executes VMRUN again.
     Wait,
-    /// Not now: there is no page. The system is to do something else for a while.
+    /// Not now: no page is free for the shadow. The system does other work first.
     WaitOutside,
-    /// It would write what must be kept.
+    /// Never: the guest would write pages that must be kept.
     Impossible,
 }
 
-/// Before a guest is entered whose block the window shows.
+/// Prepares the entry of the guest whose block the window shows.
 pub fn prepare(area: &mut Area) -> Prepared {
     let phys = area.own.block_phys;
     let block = guests::block(area);
@@ -138,7 +142,7 @@ pub fn prepare(area: &mut Area) -> Prepared {
         WritePermit::Wait => return Prepared::Wait,
         WritePermit::Foreign => return Prepared::Impossible,
     }
-    // SAFETY: the window's page is a control block of KVM's, which nobody uses while this CPU is between VMRUN and the
+    // SAFETY: the window's page is a control block of KVM's, which no other code uses while this CPU is between VMRUN and the
     // guest; all of its fields are integers.
     let block = unsafe { &mut *block };
     let shadow = &mut area.own.shadow;
@@ -156,7 +160,7 @@ pub fn prepare(area: &mut Area) -> Prepared {
         Shadow { root: shadow.root, block: phys, nested_cr3: block.nested_cr3, asid: block.asid.into() };
     if *shadow != wanted || block.tlb_control != TLB_KEEP {
         shadow.drop_all(live.pool(), depth);
-        // Tables that were there are used for something else now.
+        // The pages of the old tables have another use now.
         block.tlb_control = TLB_FLUSH_ALL;
     }
     if !shadow.is_there() {
@@ -171,21 +175,21 @@ pub fn prepare(area: &mut Area) -> Prepared {
     Prepared::Shadowed
 }
 
-/// What a nested fault of a guest was.
+/// Answer to a nested fault of a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// The shadow's: the guest goes on, after so many ticks of the TSC.
+    /// The fault was the shadow's: the guest goes on.
     Filled {
-        /// The pool runs low.
+        /// TSC ticks to wait before, because the pool runs low.
         wait: u64,
     },
-    /// KVM's, with this qualification.
+    /// The fault is KVM's, with this qualification.
     Guests(u64),
-    /// There is no page: the system is to do something else for a while.
+    /// No page is free: the system does other work first.
     Wait,
 }
 
-/// A nested fault of the guest that runs on the shadow.
+/// Answers a nested fault of the guest that runs on the shadow.
 pub fn fault(area: &mut Area, address: u64, qualification: u64, physical_bits: u32) -> Fault {
     let Some(mut guard) = Svm::tables().lock() else { return Fault::Wait };
     let Some(nested) = guard.as_mut() else { return Fault::Wait };
@@ -196,27 +200,27 @@ pub fn fault(area: &mut Area, address: u64, qualification: u64, physical_bits: u
     fill(&mut nested.live, shadow, guest, GuestPhys::new(address), qualification)
 }
 
-/// Whose memory it is.
+/// The guest's own tables, and the tables that its CPU runs on.
 #[derive(Clone, Copy, Debug)]
 struct Guest {
-    /// Of KVM's table, host-physical.
+    /// Root of KVM's table, host-physical.
     root: u64,
     depth: Depth,
     physical_bits: u32,
-    /// On which tables its CPU is: [`crate::cpu::Cpu::on_snapshot`].
+    /// Tables that the CPU runs on: [`crate::cpu::Cpu::on_snapshot`].
     beneath: u32,
 }
 
-/// An entry of KVM's: where it is, and what it was.
+/// An entry of KVM's table: its host-physical address and its value.
 type Step = (u64, u64);
 
-/// What a walk of KVM's table came to.
+/// Result of a walk through KVM's table.
 enum Walk {
-    /// A page, with the entries that led there, the last of them its own.
+    /// A page, with the entries that led there. The last one is its own.
     Page { steps: [Step; LEVELS], count: usize, size: PageSize },
-    /// None, with the bits of the qualification that say why.
+    /// No page, with the bits of the qualification that say why.
     None(u64),
-    /// A table lies where the snapshot's memory is not: in what was the pool's.
+    /// A table outside of the snapshot's memory: in pages that were the pool's.
     Unknown,
 }
 
@@ -248,7 +252,7 @@ fn walk(live: &Live<AmdNested>, guest: Guest, address: GuestPhys) -> Walk {
     }
 }
 
-/// A word of memory that others write as well.
+/// Returns a word of memory that other CPUs write as well.
 fn word(phys: u64) -> &'static AtomicU64 {
     let page = page::<AtomicU64>(HostPhys::new(phys & !0xFFF));
     // SAFETY: in memory that the driver has mapped for the snapshot, all of which stays; aligned, and only ever
@@ -301,7 +305,7 @@ fn fill(
             WritePermit::Granted => {}
             WritePermit::Wait | WritePermit::Foreign => return Fault::Wait,
         }
-        // Whoever has changed it is asked again.
+        // Another CPU has changed the entry: the guest faults again.
         if word(at).compare_exchange(entry, entry | used, Ordering::AcqRel, Ordering::Relaxed).is_err() {
             return Fault::Filled { wait: 0 };
         }
@@ -330,7 +334,7 @@ mod tests {
     use crate::snapshot::tests::{Machine, Page, phys};
     use crate::snapshot::view::Access;
 
-    /// What the guest has at this address and behind it is in KVM's last table.
+    /// First address of the guest whose entries are in KVM's last table.
     const GUEST: u64 = 0x4060_0000;
     /// Pages of the machine's memory: KVM's tables from the root down, and the guest's.
     const LAST: usize = 3;
@@ -381,7 +385,7 @@ mod tests {
             set(&mut self.machine.memory[LAST], index, if flags == 0 { 0 } else { at | flags });
         }
 
-        /// As everybody does above the tables of the snapshot, or of the log.
+        /// Writes to a page as any task does above the tables of the snapshot, or of the dirty log.
         fn system_writes(&mut self, page: GuestPhys) {
             let live = &mut self.machine.live;
             let answered = match self.guest.beneath {
@@ -391,7 +395,7 @@ mod tests {
             assert!(answered);
         }
 
-        /// The CPU has forgotten what it knew.
+        /// Forgets the CPU's translations.
         fn flush(&mut self) {
             let mut shadow = Shadow { root: self.shadow.root().as_u64(), ..Shadow::default() };
             shadow.drop_all(self.machine.live.pool(), Depth::Four);
@@ -403,7 +407,7 @@ mod tests {
             fill(&mut self.machine.live, self.shadow, self.guest, address, qualification)
         }
 
-        /// Where the shadow leads, and whether it can be written.
+        /// Returns the page that the shadow leads to, and true if it can be written.
         fn translated(&mut self, index: usize) -> Option<(u64, bool)> {
             let address = GuestPhys::new(GUEST + index as u64 * 4096);
             let mapping = self.shadow.lookup(self.machine.live.pool(), address)?;
