@@ -31,7 +31,7 @@ pub enum Error {
     #[error("{0}")]
     Host(String),
     /// The machine's description contradicts itself.
-    #[error("no such machine: {0}")]
+    #[error("the machine's description contradicts itself: {0}")]
     Spec(String),
     /// The chosen emulator cannot run this test. A test that ends with this error counts as
     /// skipped.
@@ -43,7 +43,7 @@ pub enum Error {
     #[error("QEMU refuses {command}: {answer}")]
     Monitor { command: String, answer: String },
     /// An event did not happen in time.
-    #[error("{what}: not within {} s", limit.as_secs_f32())]
+    #[error("{what}: no result within {} s", limit.as_secs_f32())]
     Timeout {
         /// The event.
         what: String,
@@ -74,7 +74,7 @@ pub enum Error {
         output: String,
     },
     /// A check of the machine's health failed.
-    #[error("the machine is not well: {0}")]
+    #[error("a check of the machine failed: {0}")]
     Unhealthy(String),
     /// An error with the machine on which it happened.
     #[error("{source}\n{scene}")]

@@ -106,7 +106,7 @@ impl FromStr for Kernel {
     fn from_str(name: &str) -> Result<Self, String> {
         let all = || Self::ALL.map(Self::name).join(", ");
         let found = Self::ALL.into_iter().find(|kernel| kernel.name() == name);
-        found.ok_or_else(|| format!("no such kernel; there are {}", all()))
+        found.ok_or_else(|| format!("unknown kernel; the kernels are {}", all()))
     }
 }
 

@@ -87,7 +87,7 @@ fn counts(machine: &Machine, client: usize, told: u64) -> Result<[u64; 3]> {
     );
     let answer = ask(machine, &query)?;
     let numbers = answer.split('|').map(number).collect::<Result<Vec<_>>>()?;
-    numbers.try_into().map_err(|_| Error::Host(format!("`{query}` gave {answer}")))
+    numbers.try_into().map_err(|_| Error::Host(format!("`{query}` returned {answer}")))
 }
 
 fn ask(machine: &Machine, query: &str) -> Result<String> {

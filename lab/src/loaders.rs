@@ -70,7 +70,11 @@ impl Loader {
         let arguments = machine.arguments();
         let at = arguments.iter().position(|word| word == "-initrd");
         let initramfs = at.and_then(|at| arguments.get(at + 1)).map(PathBuf::from);
-        let initramfs = initramfs.ok_or_else(|| Error::Host("it has not been started by the lab".into()))?;
+        let initramfs = initramfs.ok_or_else(|| {
+            Error::Host(
+                "the lab has not started this machine, which so has no initial RAM disk to copy".into(),
+            )
+        })?;
         let bytes = fs::read(&initramfs).context(|| format!("read {}", initramfs.display()))?;
         machine.put(&format!("/boot/initrd.img-{}", machine.kernel()), &bytes, 0o600)?;
         machine.put(INSTALLER, INSTALL, 0o755)?;

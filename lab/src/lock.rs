@@ -91,7 +91,9 @@ impl Reservation {
                 }
             }
             if time_is_up() {
-                return Err(Error::Unsupported { reason: "no time was left for it" });
+                return Err(Error::Unsupported {
+                    reason: "the time for all tests was up before this test began",
+                });
             }
             if taken.len() >= count.min(all) {
                 return Ok(Self { _slots: taken, since: Instant::now() });

@@ -298,7 +298,8 @@ impl Machine {
     pub fn worked(&self) -> Result<Duration> {
         let path = format!("/proc/{}/stat", self.pid());
         let stat = fs::read_to_string(&path).context(|| format!("read {path}"))?;
-        let ticks = ticks_of(&stat).ok_or_else(|| Error::Host(format!("{path} says `{stat}`")))?;
+        let ticks =
+            ticks_of(&stat).ok_or_else(|| Error::Host(format!("{path} has an unknown format: `{stat}`")))?;
         let seconds = ticks as f64 / rustix::param::clock_ticks_per_second() as f64;
         Ok(Duration::from_secs_f64(seconds / f64::from(self.spec.cpus)))
     }

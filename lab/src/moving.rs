@@ -258,7 +258,9 @@ pub fn receive_with(destination: &Machine, address: &str, options: &str) -> Resu
     thread::sleep(Duration::from_millis(200));
     let said = receive.output_so_far()?;
     let words = said.split_once("mercury migrate ").and_then(|(_, words)| words.lines().next());
-    let words = words.ok_or_else(|| Error::Host(format!("mercury receive says {said}")))?.to_owned();
+    let words = words
+        .ok_or_else(|| Error::Host(format!("`mercury receive` printed no pairing token: {said}")))?
+        .to_owned();
     wait_more(destination, WAITS, before)?;
     Ok(words)
 }

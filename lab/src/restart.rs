@@ -86,7 +86,7 @@ pub fn prepare(machine: &Machine, disk: &str, options: &str) -> Result<(Boot, Fo
 pub fn prepared(machine: &Machine, command: &str) -> Result<(Boot, Folder, Value)> {
     let line = format!("mercury {command} --json --prepare /run/restore");
     let said: Value = serde_json::from_str(&machine.sh(&line)?)
-        .map_err(|error| Error::Host(format!("`{line}` gave no JSON: {error}")))?;
+        .map_err(|error| Error::Host(format!("`{line}` printed no JSON: {error}")))?;
     let folder = Folder(std::env::temp_dir().join(format!("mercury-restore-{}", machine.pid())));
     fs::create_dir_all(&folder.0).context(|| format!("make {}", folder.0.display()))?;
     let fetch = |name: &str| -> Result<PathBuf> {
@@ -123,7 +123,7 @@ pub fn start(machine: &Machine, name: &str, script: &str, arguments: &str) -> Re
 /// If the work has not reported any.
 pub fn count(machine: &Machine, name: &str) -> Result<u64> {
     let said = machine.sh(&format!("cat /run/{name}"))?;
-    said.trim().parse().map_err(|_| Error::Host(format!("{name} has come to `{said}`")))
+    said.trim().parse().map_err(|_| Error::Host(format!("{name} reported `{said}` instead of a count")))
 }
 
 /// Waits until work has progressed further than `before`.

@@ -54,7 +54,7 @@ impl Scene {
         let unborn = all.join(format!(".{}", dir.file_name().unwrap_or_default().display()));
         fs::create_dir_all(&unborn).context(|| format!("make {}", unborn.display()))?;
         let owner = Lock::take(&unborn.join(OWNER))?
-            .ok_or_else(|| Error::Host(format!("{} is somebody else's", dir.display())))?;
+            .ok_or_else(|| Error::Host(format!("another process holds {}", dir.display())))?;
         fs::rename(&unborn, &dir).context(|| format!("make {}", dir.display()))?;
         Ok(Self { dir, summary: spec.summary(), keep: AtomicBool::new(false), _owner: owner })
     }

@@ -526,7 +526,7 @@ impl Spec {
         let wanted = [
             (
                 !self.disks.is_empty() || self.root_bus != Bus::Nvme,
-                "Bochs has IDE disks only, and none to spare",
+                "Bochs has IDE disks only, and no further ones",
             ),
             (self.nic.is_some(), "Bochs has no network card that the lab uses"),
             (self.iommu.is_some(), "Bochs has no IOMMU"),

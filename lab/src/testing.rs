@@ -124,7 +124,7 @@ pub fn run(filter: Option<&str>) -> Result<Tally> {
             tally.add(run_lab_tests(&in_the_lab, deadline)?);
             print_times(&fs::read_to_string(Reservation::times()?).unwrap_or_default());
             let (count, machines) = hung::all()?;
-            println!("{count} machines hung on their first way up, and were started again\n{machines}");
+            println!("{count} machines hung on their first boot, and were started again\n{machines}");
         }
     }
     tally.unsupported.iter().for_each(|one| println!("SKIPPED {one}"));
@@ -234,7 +234,7 @@ pub(crate) const DEADLINE: &str = "MERCURY_LAB_DEADLINE";
 
 fn deadline() -> Result<Option<u64>> {
     let Some(minutes) = env::var(MINUTES).ok().filter(|minutes| !minutes.is_empty()) else { return Ok(None) };
-    let wrong = || Error::Host(format!("MINUTES is a number, and not {minutes:?}"));
+    let wrong = || Error::Host(format!("MINUTES must be a number above zero, and is {minutes:?}"));
     let minutes: u64 = minutes.parse().ok().filter(|minutes| *minutes > 0).ok_or_else(wrong)?;
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     Ok(Some(now.as_secs() + minutes * 60))

@@ -51,7 +51,7 @@ impl Memory {
     /// If the machine's answer is not as expected.
     pub fn of(machine: &Machine) -> Result<Self> {
         let status = machine.mercury("status")?;
-        let number = |value: &Value| value.as_u64().ok_or_else(|| strange("status", &status));
+        let number = |value: &Value| value.as_u64().ok_or_else(|| unexpected("status", &status));
         Ok(Self {
             fixed_bytes: number(&status["memory"]["fixed_bytes"])?,
             per_cpu_bytes: number(&status["memory"]["per_cpu_bytes"])?,
@@ -86,7 +86,7 @@ pub fn count(machine: &Machine, memory_mib: u32) -> Result<Counts> {
     machine.mercury("load")?;
     let memory = Memory::of(machine)?;
     let report = machine.mercury(&format!("bench switch --cycles {CYCLES}"))?;
-    let number = |value: &Value| value.as_f64().ok_or_else(|| strange("bench switch", &report));
+    let number = |value: &Value| value.as_f64().ok_or_else(|| unexpected("bench switch", &report));
     let ticks = |which: &str, of: &str| number(&report[which]["all_ticks"][of]).map(|ticks| ticks as u64);
     Ok(Counts {
         memory_mib,
@@ -100,6 +100,6 @@ pub fn count(machine: &Machine, memory_mib: u32) -> Result<Counts> {
 }
 
 /// Returns the error for JSON that differs from docs/command.md.
-pub(super) fn strange(command: &str, json: &Value) -> Error {
-    Error::Host(format!("`mercury {command}` says something strange: {json}"))
+pub(super) fn unexpected(command: &str, json: &Value) -> Error {
+    Error::Host(format!("`mercury {command}` printed an unexpected answer: {json}"))
 }

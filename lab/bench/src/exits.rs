@@ -6,7 +6,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::{
-    counts::{counting_machine, strange},
+    counts::{counting_machine, unexpected},
     kvm::touched,
 };
 use mercury_lab::{error::Result, machine::Machine, spec::Qemu};
@@ -46,7 +46,7 @@ pub fn under_postgres(machine: &Machine, time: Duration) -> Result<Exits> {
     let report = job.wait(time + SLACK)?.check()?.stdout;
     let after = machine.mercury("status")?;
     machine.mercury("detach")?;
-    let cpus = after["cpus"].as_array().ok_or_else(|| strange("status", &after))?.len() as u64;
+    let cpus = after["cpus"].as_array().ok_or_else(|| unexpected("status", &after))?.len() as u64;
     let total = all_exits(&after) - all_exits(&before);
     Ok(Exits {
         seconds: time.as_secs(),

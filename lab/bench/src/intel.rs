@@ -7,7 +7,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::{
-    counts::{self, strange},
+    counts::{self, unexpected},
     exits::{self, Exits},
 };
 use mercury_lab::{
@@ -124,7 +124,7 @@ pub fn processor(machine: &Machine) -> Result<Processor> {
 fn cpuid(machine: &Machine) -> Result<f64> {
     let said = machine.sh("mercury-workload cpuid")?;
     let said: Value = serde_json::from_str(&said).unwrap_or_default();
-    said["cpu0_ticks"].as_f64().ok_or_else(|| strange("mercury-workload cpuid", &said))
+    said["cpu0_ticks"].as_f64().ok_or_else(|| unexpected("mercury-workload cpuid", &said))
 }
 
 /// Returns the exits by reason so far.

@@ -357,7 +357,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Check => {
             let failed = check::run();
             if !failed.is_empty() {
-                return Err(Error::Host(format!("not as it should be: {}", failed.join(", "))));
+                return Err(Error::Host(format!("these checks failed: {}", failed.join(", "))));
             }
         }
         Command::Demo { subject } => demo::run(subject)?,
@@ -389,7 +389,7 @@ fn images(release: Option<Release>, refresh: bool) -> Result<()> {
 
 fn build_driver(kernel: Option<Kernel>) -> Result<()> {
     if !mercury_lab::driver::exists() {
-        return Err(Error::Host("there is no driver to build".into()));
+        return Err(Error::Host("the sources contain no driver to build".into()));
     }
     for kernel in kernel.map_or(Kernel::ALL.to_vec(), |kernel| vec![kernel]) {
         for (_, module) in artefacts::build_modules(kernel)? {

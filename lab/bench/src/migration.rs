@@ -208,9 +208,9 @@ struct Seen {
 impl Seen {
     fn by(peer: &Machine) -> Result<Self> {
         let text = peer.sh("cat /run/customer")?;
-        let strange = || Error::Host(format!("the client says `{text}`"));
+        let unexpected = || Error::Host(format!("the client printed `{text}` instead of its counts"));
         let numbers: Vec<u64> = text.split_whitespace().filter_map(|word| word.parse().ok()).collect();
-        let [done, lost, doubled, longest_ms] = numbers[..] else { return Err(strange()) };
+        let [done, lost, doubled, longest_ms] = numbers[..] else { return Err(unexpected()) };
         Ok(Self { done, lost, doubled, longest_ms })
     }
 
@@ -425,7 +425,9 @@ fn by_mercury(
     destination.wait_other(boots)?;
     let during = during.end(peer)?;
     let said = said(machine);
-    let done = report(way, &said).ok_or_else(|| Error::Host(format!("the machine's last words: {said}")))?;
+    let done = report(way, &said).ok_or_else(|| {
+        Error::Host(format!("the machine's last words have no figures of the move: {said}"))
+    })?;
     Ok((destination, done, during))
 }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use super::counts::strange;
+use super::counts::unexpected;
 use mercury_lab::{
     error::{Error, Result},
     machine::Machine,
@@ -130,7 +130,7 @@ pub fn measure(machine: &Machine, amount: &Amount) -> Result<Vec<(String, f64)>>
         let output = machine.command(&(application.command)(amount)).timeout(LIMIT).run()?.check()?;
         let cost = (application.cost_ns)(&output.stdout, amount);
         let cost = cost.ok_or_else(|| {
-            Error::Host(format!("{} says something strange: {}", application.name, output.stdout))
+            Error::Host(format!("{} printed an unexpected result: {}", application.name, output.stdout))
         })?;
         all.push((application.name.to_owned(), cost));
     }
@@ -146,11 +146,11 @@ pub fn operating_system(machine: &Machine, samples: u32) -> Result<Vec<(String, 
     let output = machine.command(&line).timeout(LIMIT).run()?.check()?;
     let report: Value = serde_json::from_str(&output.stdout)
         .map_err(|error| Error::Host(format!("`{line}` printed no JSON: {error}")))?;
-    let benchmarks = report["benchmarks"].as_array().ok_or_else(|| strange("bench os", &report))?;
+    let benchmarks = report["benchmarks"].as_array().ok_or_else(|| unexpected("bench os", &report))?;
     let one = |benchmark: &Value| {
         Some((benchmark["name"].as_str()?.to_owned(), 1e3 * benchmark["us"]["median"].as_f64()?))
     };
-    benchmarks.iter().map(|benchmark| one(benchmark).ok_or_else(|| strange("bench os", &report))).collect()
+    benchmarks.iter().map(|benchmark| one(benchmark).ok_or_else(|| unexpected("bench os", &report))).collect()
 }
 
 /// Returns the number after a label.

@@ -136,7 +136,7 @@ fn build(archive: &Path, new: &Path) -> Result<()> {
     host::run("building Bochs", "bochs-make", &mut make)?;
     let program = build.join("bochs");
     if !program.exists() {
-        return Err(Error::Host("Bochs has built, and no program has come of it".into()));
+        return Err(Error::Host("the build of Bochs left no program".into()));
     }
     fs::copy(program, new.join("bochs")).context(|| "install Bochs".into()).map(drop)
 }

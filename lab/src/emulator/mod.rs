@@ -88,6 +88,8 @@ pub(crate) fn prepare(spec: &Spec, files: Files<'_>, scene: &Scene) -> Result<St
 pub(crate) fn prepare_again(spec: &Spec, files: Files<'_>) -> Result<Start> {
     match spec.platform {
         Platform::Qemu => qemu::start(spec, files),
-        Platform::Bochs(_) => Err(Error::Unsupported { reason: "Bochs has no disks to spare" }),
+        Platform::Bochs(_) => {
+            Err(Error::Unsupported { reason: "Bochs starts on no disks of another machine" })
+        }
     }
 }

@@ -23,10 +23,10 @@ pub fn account(built: &Built) -> Result<Value> {
     let text = String::from_utf8_lossy(&output.stdout);
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr);
-        return Err(Error::Host(format!("not everything is accounted for: {said}{text}")));
+        return Err(Error::Host(format!("`afterburner verify` found errors: {said}{text}")));
     }
     serde_json::from_str(&text)
-        .map_err(|error| Error::Host(format!("`afterburner verify` says no JSON: {error}")))
+        .map_err(|error| Error::Host(format!("`afterburner verify` printed no JSON: {error}")))
 }
 
 /// Returns the Debian kernel whose place a small kernel takes.

@@ -223,7 +223,7 @@ pub fn with_memory(memory_mib: u32, rounds: usize) -> Result<Pause> {
         let trace = machine.sh(READ_TRACE)?;
         ask(&machine, "mercury --json snapshot --drop", LIMIT)?;
         let devices = Devices::read(&trace)
-            .ok_or_else(|| Error::Host(format!("the kernel's trace is strange: {trace}")))?;
+            .ok_or_else(|| Error::Host(format!("the kernel's trace lacks an event: {trace}")))?;
         measured_ns.push((number(&last, "pause_us")? * 1e3) as u64);
         all.push(Phases::read(&last["phases"], &devices)?);
     }

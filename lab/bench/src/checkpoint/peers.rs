@@ -273,7 +273,8 @@ fn criu(machine: &Machine) -> Result<Once> {
     let (_, total, said) = watched(machine, line)?;
     let bytes: f64 = said.trim().parse().map_err(|_| Error::Host(format!("CRIU: {said}")))?;
     let stats = machine.get("/root/criu/stats-dump")?;
-    let pause = stood_still_us(&stats).ok_or_else(|| Error::Host("CRIU's statistics are strange".into()))?;
+    let pause = stood_still_us(&stats)
+        .ok_or_else(|| Error::Host("CRIU's statistics have an unknown format".into()))?;
     Ok(Once { pause: Some(pause as f64 / 1e6), total, bytes })
 }
 

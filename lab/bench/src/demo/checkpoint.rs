@@ -101,9 +101,10 @@ fn watch(machine: Machine, seen: &mut Seen) -> Result<Machine> {
     seen.off_after = write_image(&machine)?;
     println!("    the machine is off after {:.0} s", seen.off_after.as_secs_f32());
 
-    say("A fresh machine, with the same disks and nothing in its memory, brings it back");
+    say("A fresh machine, with the same disks and empty memory, restores it");
     let begun = Instant::now();
-    let machine = progress::step("reading the image, and going on in it", || machine.start_other(&boot))?;
+    let machine =
+        progress::step("reading the image, and resuming the machine", || machine.start_other(&boot))?;
     seen.back_after = begun.elapsed();
     seen.mode = machine.mercury("status")?["state"].as_str().unwrap_or("?").to_owned();
     println!("    PostgreSQL and its clients go on after {:.0} s", seen.back_after.as_secs_f32());

@@ -75,13 +75,13 @@ fn watch(machine: &Machine, summary: String) -> Result<Seen> {
     say("PostgreSQL and a CPU-bound job, on a machine that has never seen Mercury");
     let never_loaded = measure(machine, PHASE)?;
 
-    say("mercury attach: the hypervisor goes beneath the running kernel");
+    say("mercury attach: the hypervisor is put under the running kernel");
     tell(&machine.sh("mercury attach")?);
     let exits = || Ok(foreign_exits(machine.vendor(), &machine.mercury("status")?));
     let before = exits()?;
     let attached = measure(machine, PHASE)?;
     let steady_exits = exits()?.saturating_sub(before);
-    say("mercury detach: it comes out again");
+    say("mercury detach: the hypervisor is taken out again");
     tell(&machine.sh("mercury detach")?);
 
     say(&format!("Now {CYCLES} attaches and {CYCLES} detaches on each CPU, under the same load"));

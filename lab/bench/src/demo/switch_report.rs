@@ -14,13 +14,13 @@ use mercury_lab::{error::Result, spec::Vendor};
 /// Prints all observations.
 pub fn print(seen: &Seen) {
     println!("\n{}", seen.machine);
-    println!("\nTime with interrupts off for one switch of one CPU, in the emulator's microseconds (where");
-    println!("it is milliseconds, the host has run something else in between):\n");
+    println!("\nTime with interrupts off for one switch of one CPU, in the emulator's microseconds (a");
+    println!("value in milliseconds shows that the host ran other work in between):\n");
     println!("{}", switches(&seen.switches));
     println!(
         "\nLongest pause that a spinning thread saw on its CPU, in milliseconds (the machine is under full load;"
     );
-    println!("\"asking\" is the same while the modes are only asked for):\n");
+    println!("\"asking\" is the same measurement while the modes are only read):\n");
     println!("{}", pauses(&seen.switches));
     println!(
         "\nPostgreSQL, pgbench's own mix, for some seconds each. The first row has cold caches, so that later rows"

@@ -124,7 +124,7 @@ pub fn measure(release: Release, rounds: Rounds) -> Result<Hosted> {
     programs.uml_seccomp = bench.had(Way::UmlSeccomp, peers.uml_seccomp);
     programs.gvisor = bench.had(Way::Gvisor, peers.gvisor);
     for round in 1..=rounds.small {
-        live::say(&format!("A native process, hosted, and its likes: round {round} of {}", rounds.small));
+        live::say(&format!("Native, hosted and the other ways: round {round} of {}", rounds.small));
         bench.round(&programs, Load::Small, &small, &Way::ALL, round == 1)?;
     }
     for round in 1..=rounds.work {
@@ -233,7 +233,7 @@ impl Bench {
         if self.objects.len() <= 1 {
             return Ok(());
         }
-        Err(Error::Unhealthy(format!("{} has built something else than natively", way.heading())))
+        Err(Error::Unhealthy(format!("{} has built other objects than the native build", way.heading())))
     }
 }
 
@@ -245,7 +245,7 @@ fn read(load: Load, output: &Output) -> Result<Done> {
     }
     let costs = costs(&text).ok_or_else(|| {
         let errors = String::from_utf8_lossy(&output.stderr);
-        Error::Host(format!("it has measured nothing ({}): {text}{errors}", output.status))
+        Error::Host(format!("the program has measured nothing ({}): {text}{errors}", output.status))
     })?;
     Ok(Done { costs, objects: None })
 }
@@ -402,7 +402,7 @@ pub mod tests {
         // The failed ways are not tried again.
         assert_eq!((round(Way::Gvisor, false), round(Way::UmlSeccomp, false)), (Ok(()), Ok(())));
         assert!(bench.left_out[&(Way::Gvisor, Load::Small)].starts_with("it has measured nothing"));
-        assert_eq!(bench.left_out[&(Way::UmlSeccomp, Load::Small)], "UML (seccomp) is not there");
+        assert_eq!(bench.left_out[&(Way::UmlSeccomp, Load::Small)], "UML (seccomp) is missing");
         fs::remove_dir_all(&dir).unwrap();
     }
 

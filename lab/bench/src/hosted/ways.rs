@@ -220,7 +220,7 @@ impl Programs {
 }
 
 fn had(program: &Option<PathBuf>, way: Way) -> Result<&Path> {
-    program.as_deref().ok_or_else(|| Error::Host(format!("{} is not there", way.heading())))
+    program.as_deref().ok_or_else(|| Error::Host(format!("{} is missing", way.heading())))
 }
 
 fn native(command: &mut Command, job: &Job) {

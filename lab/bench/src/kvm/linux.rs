@@ -136,12 +136,12 @@ fn compared(rounds: &[Round]) -> Compared {
 /// Returns QEMU's instructions for a guest's whole life.
 fn boot(machine: &Machine) -> Result<f64> {
     let output = machine.command("/root/boot 1 0 /root/worked").timeout(LIMIT).run()?.check()?;
-    let strange = || Error::Host(format!("a boot said {}{}", output.stdout, output.stderr));
+    let unexpected = || Error::Host(format!("a boot said {}{}", output.stdout, output.stderr));
     if !output.stdout.contains("cpus 1 processes ") || !output.stdout.contains(" wrong 0") {
-        return Err(strange());
+        return Err(unexpected());
     }
     let worked = output.stderr.rsplit("worked ").next().and_then(|count| count.trim().parse().ok());
-    worked.ok_or_else(strange)
+    worked.ok_or_else(unexpected)
 }
 
 /// Returns QEMU's instructions for a transaction.

@@ -83,11 +83,11 @@ pub fn measure(plan: Plan) -> Result<Kvm> {
     let Plan { cycles, rounds } = plan;
     live::say("Exits of KVM's guests in instructions, on one CPU");
     let exits = exits(EXITS, SAMPLES)?;
-    live::say(&format!("{cycles} times away and back beneath two virtual machines, on two CPUs"));
+    live::say(&format!("{cycles} attaches and detaches under two virtual machines, on two CPUs"));
     let (errors, exits_meanwhile) = under_guests(cycles)?;
     live::say("A Linux guest's boot and PostgreSQL in it, in instructions, on one CPU");
     let linux = linux::measure(rounds)?;
-    live::say("A guest's pages beneath a snapshot, in instructions, on one CPU");
+    live::say("A guest's pages under a snapshot, in instructions, on one CPU");
     let touches = pages::measure()?;
     Ok(Kvm {
         added_instructions_per_exit: exits.attached - exits.native,
@@ -286,7 +286,7 @@ pub fn promises(figures: &Kvm) -> [(bool, &'static str); 3] {
             figures.world_switches_per_exit <= SWITCHES_AT_MOST,
             "an exit of KVM's guest takes more than three world switches",
         ),
-        (figures.errors == 0, "something went wrong beneath virtual machines"),
+        (figures.errors == 0, "an error occurred under virtual machines"),
     ]
 }
 

@@ -94,7 +94,7 @@ pub fn run(cycles: u64) -> Result<Outcome> {
     if Platform::chosen()? != Platform::Qemu {
         return Err(Error::Unsupported { reason: "a Linux guest takes too long in Bochs" });
     }
-    live::say(&format!("{cycles} cycles beneath virtual machines that are reset and crash"));
+    live::say(&format!("{cycles} cycles under virtual machines that are reset and crash"));
     let spec = Spec::new(Kernel::BookwormCloud).qemu_version(Qemu::Newer).cpus(2).memory_mib(1536);
     let summary = spec.summary();
     let machine = Machine::boot(guests::arguments()?.iter().fold(spec, |spec, word| spec.qemu_arg(word)))?;

@@ -180,7 +180,7 @@ fn database(machine: &Machine, history_before: u64) -> Result<Database> {
 /// Returns the answer of a query.
 fn number(machine: &Machine, query: &str) -> Result<u64> {
     let answer = machine.program(&["psql", "-At", "-c", query, "bench"]).run()?.check()?.stdout;
-    answer.trim().parse().map_err(|_| Error::Host(format!("`{query}` gave {answer}")))
+    answer.trim().parse().map_err(|_| Error::Host(format!("`{query}` returned {answer}")))
 }
 
 /// Returns the sum of the numbers after a label.

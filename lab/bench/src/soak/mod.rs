@@ -142,7 +142,7 @@ pub fn command(cycles: u64) -> Result<()> {
 /// # Errors
 /// If the machine ends, or cannot go on.
 pub fn run(plan: Plan) -> Result<Outcome> {
-    live::say(&format!("A machine with {} CPUs, and {} cycles beneath it", plan.cpus, plan.cycles));
+    live::say(&format!("A machine with {} CPUs, and {} cycles under it", plan.cpus, plan.cycles));
     let spec = Spec::new(Kernel::BookwormCloud).platform(plan.platform).cpus(plan.cpus).memory_mib(1536);
     let spec = if plan.platform == Platform::Qemu { spec.nic(Nic::Virtio) } else { spec };
     let summary = spec.summary();

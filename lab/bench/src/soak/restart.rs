@@ -112,7 +112,7 @@ fn live(kernel: Kernel, cpus: u32, cycles: u64) -> Life {
         failure: None,
     };
     if cycles > 0 {
-        live::say(&format!("{cycles} times away and back: {}", life.machine));
+        live::say(&format!("{cycles} checkpoints and restores: {}", life.machine));
         life.failure = life.run(spec, cycles).err().map(|error| {
             println!("after {} cycles: {error}", life.cycles);
             format!("{}, after {} cycles: {error}", life.machine, life.cycles)

@@ -158,7 +158,7 @@ impl Scene {
             let (destination, words) =
                 progress::step("the destination boots and waits", || self.destination(plan, place))?;
             let mut done = self.moves(destination, &words)?;
-            progress::step("is all well? do the clients go on?", || {
+            progress::step("checking the machine and its clients", || {
                 is_well(&self.machine, &id)?;
                 goes_on(&self.machine, &self.switch.peer, self.pgbench.as_mut())
             })?;
@@ -200,8 +200,9 @@ impl Scene {
         let said = move_showing(&self.machine, &destination, words, OPTIONS, |text| line.show(text))?;
         drop(line);
         self.off = Some(mem::replace(&mut self.machine, destination));
-        let words =
-            last_words(&said).ok_or_else(|| Error::Host(format!("the machine's last words: {said}")))?;
+        let words = last_words(&said).ok_or_else(|| {
+            Error::Host(format!("the machine's last words have no figures of the move: {said}"))
+        })?;
         Ok(Move::of(&words))
     }
 
@@ -210,7 +211,9 @@ impl Scene {
     fn silence(&self) -> Result<u64> {
         let each = CLIENTS.iter().map(|client| {
             let text = self.switch.peer.sh(&format!("cat /run/{client}.longest"))?;
-            text.trim().parse().map_err(|_| Error::Host(format!("{client} was silent for `{text}` ms")))
+            text.trim()
+                .parse()
+                .map_err(|_| Error::Host(format!("{client} reported `{text}` instead of milliseconds")))
         });
         Ok(each.collect::<Result<Vec<u64>>>()?.into_iter().max().unwrap_or(0))
     }
@@ -250,7 +253,7 @@ impl Scene {
 fn goes_on(machine: &Machine, peer: &Machine, pgbench: Option<&mut Background>) -> Result<()> {
     let status = machine.sh("mercury status --json")?;
     if status.contains("\"attached\"") {
-        return Err(machine.blame(Error::Unhealthy(format!("it is not native: {status}"))));
+        return Err(machine.blame(Error::Unhealthy(format!("the machine is not native: {status}"))));
     }
     comes_further(machine, "talk", count(machine, "talk")? + 5)?;
     for client in CLIENTS {
@@ -260,7 +263,7 @@ fn goes_on(machine: &Machine, peer: &Machine, pgbench: Option<&mut Background>) 
     let Some(pgbench) = pgbench else { return Ok(()) };
     let said = pgbench.errors_so_far()?;
     if pgbench.has_ended()? || said.contains("aborted") {
-        return Err(Error::Unhealthy(format!("pgbench says {said}")));
+        return Err(Error::Unhealthy(format!("pgbench reported an error: {said}")));
     }
     Ok(())
 }
