@@ -137,7 +137,7 @@ impl<R: Read + Seek> Link<R> {
             }
         }
         let found = self.recent[0].as_ref().map(|(_, chunk)| chunk);
-        found.ok_or_else(|| Error::Damaged(self.place(record), "it is gone".into()))
+        found.ok_or_else(|| Error::Damaged(self.place(record), "the image is gone".into()))
     }
 }
 
@@ -151,7 +151,7 @@ fn fetch(
     from.seek(SeekFrom::Start(place.offset))?;
     let (header, payload) = read_record(from, place, Some(identity))?;
     if header.kind != kind {
-        return Err(Error::Damaged(place, "it has become another".into()));
+        return Err(Error::Damaged(place, "it belongs to another image now".into()));
     }
     Ok((header.raw_length, payload))
 }
@@ -217,7 +217,7 @@ impl<R: Read + Seek> Chain<R> {
             };
             let goes = before.map_or_else(|| "is missing".to_owned(), |before| format!("is not {before}"));
             let text = match machine.parents.is_empty() {
-                true => format!("{is}: it goes before those made on it"),
+                true => format!("{is}: name it before those made on it"),
                 false => format!("{is}, which {goes}: the image that has to come before it"),
             };
             return Err(Error::Unfit(text));
@@ -399,7 +399,7 @@ impl<R: Read + Seek> Merged<R> {
     pub fn find(&mut self, phys: u64, hash: Hash, to: &mut Vec<u8>) -> Result<()> {
         let spot = self.spots.get(phys).unwrap_or_default();
         let (image, record, page) = spot.parts();
-        let wrong = |place| Error::Damaged(place, format!("frame {phys:#x} is not what it was"));
+        let wrong = |place| Error::Damaged(place, format!("frame {phys:#x} has changed since"));
         if record == 0 {
             return Err(wrong(Place { record: 0, offset: 0 }));
         }

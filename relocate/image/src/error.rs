@@ -46,7 +46,7 @@ impl fmt::Display for Error {
                 let (oldest, newest) = (crate::VERSION_OLDEST, crate::VERSION);
                 write!(f, "it is of version {found} of the format; this command knows {oldest} to {newest}")
             }
-            Self::Torn(place) => write!(f, "it ends in the midst of {place}: it was never finished"),
+            Self::Torn(place) => write!(f, "it ends in the middle of {place}, so it was never finished"),
             Self::Damaged(place, what) => write!(f, "{place}: {what}"),
             Self::Unfit(why) => f.write_str(why),
         }

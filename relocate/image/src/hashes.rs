@@ -142,7 +142,7 @@ impl Hashes {
         let (count, rest) = rest.split_first_chunk().ok_or_else(|| damaged("it is too short"))?;
         let count = u64::from_le_bytes(*count);
         if count > HASHES_MAX as u64 || rest.len() < count as usize * RUN {
-            return Err(damaged("it has more entries than room for them"));
+            return Err(damaged("it has more entries than allowed"));
         }
         let (runs, hashes) = rest.split_at(count as usize * RUN);
         let runs: Vec<_> =
@@ -150,12 +150,12 @@ impl Hashes {
         let is_sound =
             |run: &Run| run.start_phys.is_multiple_of(PAGE as u64) && is_run(run.start_phys, run.pages);
         if !runs.iter().all(is_sound) {
-            return Err(damaged("an entry of it is none"));
+            return Err(damaged("one of its entries is invalid"));
         }
         let pages = runs.iter().map(|run| run.pages).fold(0, u64::saturating_add);
         let (hashes, more) = hashes.as_chunks();
         if pages != hashes.len() as u64 || !more.is_empty() || hashes.len() > HASHES_MAX {
-            return Err(damaged("its hashes are not those of its entries"));
+            return Err(damaged("its hashes do not match its entries"));
         }
         Ok(Self { key: Key(*key), runs, hashes: hashes.to_vec() })
     }

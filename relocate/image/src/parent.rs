@@ -34,7 +34,7 @@ impl<R: Read + Seek> Parent<R> {
         let place = Place { record: 0, offset: read_start(&mut from)? };
         let (header, payload) = read_record(&mut from, place, None)?;
         if header.kind != RecordKind::Machine {
-            return Err(Error::Damaged(place, "it is not the machine's".into()));
+            return Err(Error::Damaged(place, "it is not the description of the machine".into()));
         }
         let mut checksums = blake3::Hasher::new();
         checksums.update(&header.checksum);
@@ -44,7 +44,7 @@ impl<R: Read + Seek> Parent<R> {
         let mut parent = Self { from, identity, machine, key, places: Vec::new(), hashes: Vec::new() };
         parent.outline(header.next(place), checksums)?;
         let Some(first) = parent.places.last() else {
-            return Err(Error::Unfit("it has no hashes of its frames, so none can be made on it".into()));
+            return Err(Error::Unfit("it has no hashes of its frames, so no image can be made on it".into()));
         };
         parent.key = hashes_at(&mut parent.from, *first, identity)?.key;
         Ok(parent)
@@ -62,14 +62,14 @@ impl<R: Read + Seek> Parent<R> {
                 }
                 RecordKind::Commit => break parse(&read_payload(&mut self.from, &header, place)?, place)?,
                 RecordKind::Machine => {
-                    return Err(Error::Damaged(place, "it is the machine's again".into()));
+                    return Err(Error::Damaged(place, "it is a second description of the machine".into()));
                 }
             }
             checksums.update(&header.checksum);
             place = header.next(place);
         };
         if commit.records != place.record || commit.checksum != checksums.finalize().to_string() {
-            return Err(Error::Damaged(place, "the checksum over the whole image is another".into()));
+            return Err(Error::Damaged(place, "the checksum over the whole image is wrong".into()));
         }
         self.places.reverse();
         Ok(())

@@ -34,7 +34,7 @@ impl<R: Read> Reader<R> {
         reader.place.offset = read_start(&mut reader.from)?;
         let (header, payload, place) = reader.record()?;
         if header.kind != RecordKind::Machine {
-            return Err(Error::Damaged(place, "it is not the machine's".into()));
+            return Err(Error::Damaged(place, "it is not the description of the machine".into()));
         }
         reader.machine = parse(&payload, place)?;
         reader.count(&header, place);
@@ -95,15 +95,14 @@ impl<R: Read> Reader<R> {
         }
         let (header, payload, place) = self.record()?;
         match header.kind {
-            RecordKind::Machine => Err(Error::Damaged(place, "it is the machine's again".into())),
+            RecordKind::Machine => {
+                Err(Error::Damaged(place, "it is a second description of the machine".into()))
+            }
             RecordKind::Frames => {
                 let chunk = Chunk::expand(&payload, header.raw_length, place)?;
                 let unchanged = chunk.unchanged();
                 if unchanged > 0 && self.machine.parents.is_empty() {
-                    return Err(Error::Damaged(
-                        place,
-                        "it leaves frames to a parent that there is not".into(),
-                    ));
+                    return Err(Error::Damaged(place, "it leaves frames to a parent, and names none".into()));
                 }
                 self.seen.frames = self.seen.frames.saturating_add(chunk.pages());
                 self.seen.unchanged = self.seen.unchanged.saturating_add(unchanged);
@@ -126,10 +125,10 @@ impl<R: Read> Reader<R> {
         let damaged = |what: &str| Err(Error::Damaged(place, what.to_owned()));
         let counts = |commit: &Commit| (commit.records, commit.frames, commit.unchanged);
         if counts(&commit) != counts(&self.seen) {
-            return damaged("it counts other records than there are");
+            return damaged("its numbers of records are wrong");
         }
         if commit.checksum != self.checksums.finalize().to_string() {
-            return damaged("the checksum over the whole image is another");
+            return damaged("the checksum over the whole image is wrong");
         }
         self.commit = Some(commit);
         Ok(())
@@ -191,7 +190,7 @@ pub fn read_payload(from: &mut impl Read, header: &Header, place: Place) -> Resu
         return Err(Error::Torn(place));
     }
     if header.checksum_with(&payload) != header.checksum {
-        return Err(Error::Damaged(place, "its checksum is another".into()));
+        return Err(Error::Damaged(place, "its checksum is wrong".into()));
     }
     Ok(payload)
 }

@@ -152,7 +152,7 @@ impl Header {
         let mut number = [0; 4];
         number.copy_from_slice(&bytes[4..8]);
         let Some(kind) = RecordKind::of(u32::from_le_bytes(number)) else {
-            return damaged("it is of no known kind");
+            return damaged("it is of an unknown kind");
         };
         let (length, raw_length) = (word(bytes, 32), word(bytes, 40));
         let most = match kind {
@@ -161,7 +161,7 @@ impl Header {
         };
         // zstd adds little to a payload that it cannot compress.
         if raw_length > most || length > most + most / 128 + 1024 {
-            return damaged("it is longer than records are");
+            return damaged("it is longer than records can be");
         }
         let mut header = Self {
             kind,
@@ -174,7 +174,7 @@ impl Header {
         header.identity.0.copy_from_slice(&bytes[16..32]);
         header.checksum.copy_from_slice(&bytes[CHECKED..]);
         if header.number != place.record {
-            return damaged("it is not the record that belongs here");
+            return damaged("it does not belong at this place of the image");
         }
         Ok(header)
     }
@@ -251,7 +251,7 @@ pub fn decompress(payload: &[u8], raw_length: u64, place: Place) -> Result<Vec<u
     let raw = zstd::bulk::decompress(payload, raw_length as usize)
         .map_err(|error| damaged(format!("it cannot be decompressed ({error})")))?;
     if raw.len() as u64 != raw_length {
-        return Err(damaged("it has another length than it says".into()));
+        return Err(damaged("its length is not the one that it names".into()));
     }
     Ok(raw)
 }
@@ -363,15 +363,15 @@ impl Chunk {
         }
         let count = word(&raw, 0);
         if count > ENTRIES_MAX as u64 || raw.len() < 8 + count as usize * ENTRY {
-            return Err(damaged("it has more entries than room for them"));
+            return Err(damaged("it has more entries than allowed"));
         }
         let (entries, data) = raw[8..].split_at(count as usize * ENTRY);
         let frames: Option<Vec<_>> =
             entries.chunks(ENTRY).map(|entry| Frame::parse(word(entry, 0), word(entry, 8))).collect();
-        let frames = frames.ok_or_else(|| damaged("an entry of it is none"))?;
+        let frames = frames.ok_or_else(|| damaged("one of its entries is invalid"))?;
         let with_data = frames.iter().filter(|frame| frame.source == Source::Data).count();
         if data.len() != with_data * PAGE {
-            return Err(damaged("its data are not those of its entries"));
+            return Err(damaged("its data do not match its entries"));
         }
         Ok(Self { frames, data: data.to_vec() })
     }

@@ -284,17 +284,17 @@ fn lies_are_refused() {
     let wider = changed(&memory, &[(0x4000, 5)]);
     let four = [all[0], all[1], all[2], (0x4000, 5)];
     let lies = [
-        (next(&memory, &[(0x1000, Same(3))], &all, KEY), "is not what it was"),
+        (next(&memory, &[(0x1000, Same(3))], &all, KEY), "has changed since"),
         (next(&memory, &[(0x1000, Same(2))], &all, KEY), "all of the machine's memory"),
         (next(&memory, &[(0x1000, Same(2)), (0x3000, Data)], &all[..2], KEY), "all of the machine's memory"),
         (next(&memory, &[(0x1000, Same(3)), (0x3000, Data)], &all, KEY), "is there twice"),
-        (next(&memory, &[(0x1000, Same(2)), (0x3000, Zero)], &all, KEY), "is not what it was"),
+        (next(&memory, &[(0x1000, Same(2)), (0x3000, Zero)], &all, KEY), "has changed since"),
         (next(&memory, &[(0x1000, Twin(0x2000))], &all, KEY), "does not come before"),
         (next(&memory, &[(0x9000, Zero)], &all, KEY), "not part of the machine's memory"),
         (next(&wider, &[(0x1000, Same(4))], &four, KEY), "its parent does not have"),
         (next(&memory, &[(0x1000, Same(2)), (0x3000, Data)], &all, Key([6; 32])), "another key"),
         (next(&memory, &[(0x1000, Same(2)), (0x3000, Data)], &[all[1], all[0], all[2]], KEY), "in order"),
-        (next(&memory, &[(0x1000, Same((1 << 52) - 1))], &all, KEY), "an entry of it is none"),
+        (next(&memory, &[(0x1000, Same((1 << 52) - 1))], &all, KEY), "one of its entries is invalid"),
         (next(&memory, &[(0x1000, Same(1 << 40))], &all, KEY), "its parent does not have"),
     ];
     for (lie, reason) in lies {

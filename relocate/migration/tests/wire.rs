@@ -218,7 +218,7 @@ fn lengths_are_limited() {
         let mut packed = length.to_le_bytes().to_vec();
         packed.extend(zstd::bulk::compress(&vec![0; 64 << 20], 1).expect("packed"));
         let what = refusal(&forged(3, packed.len() as u32, &packed));
-        assert!(what.ends_with("longer than pages are"), "{what}");
+        assert!(what.ends_with("longer than pages can be"), "{what}");
     }
     // More bytes come out than the length says.
     let mut packed = 4096_u32.to_le_bytes().to_vec();
@@ -271,7 +271,7 @@ fn frames_are_of_one_place() {
         assert!(what.ends_with("checksum is wrong"), "{what}");
     }
     let what = refusal(&[&bytes[..], frame].concat());
-    assert_eq!(what, "stream 3, frame 1 at byte 97: it is not the frame that belongs here");
+    assert_eq!(what, "stream 3, frame 1 at byte 97: it does not belong at this place of the stream");
 }
 
 /// A proof is shown once, as the first frame, and never on stream 0.
@@ -293,7 +293,11 @@ fn proofs_have_their_place() {
     };
     assert_eq!(prove(1, true), Ok(Some(Frame::Proof([5; 32]))));
     for (stream, first) in [(0, true), (1, false)] {
-        assert!(prove(stream, first).expect_err("taken").ends_with("it is no proof's place"));
+        assert!(
+            prove(stream, first)
+                .expect_err("taken")
+                .ends_with("a proof does not belong at this place of the stream")
+        );
     }
 }
 
@@ -302,9 +306,7 @@ fn rounds_follow_each_other() {
     let mut writer = Writer::begin(Vec::new(), ATTEMPT, 3).expect("begun");
     writer.round(0).expect("written");
     writer.round(2).expect("written");
-    assert!(
-        refusal(&writer.into_inner()).ends_with("frame 1 at byte 72: it is not the round that comes next")
-    );
+    assert!(refusal(&writer.into_inner()).ends_with("frame 1 at byte 72: it is not the next round"));
 }
 
 #[test]

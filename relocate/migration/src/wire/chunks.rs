@@ -286,7 +286,7 @@ mod tests {
         }
         let mut long = record(0, &[(DATA, 512)], &sector);
         long[..4].copy_from_slice(&u32::MAX.to_le_bytes());
-        assert_eq!(Chunks::unpack(&long), Err("it is longer than chunks are"));
+        assert_eq!(Chunks::unpack(&long), Err("it is longer than chunks can be"));
         assert!(Chunks::unpack(&[0; 3]).is_err() && Chunks::unpack(&[0; 4]).is_err());
     }
 

@@ -317,7 +317,7 @@ impl<R: Read> Reader<R> {
             _ => return Err(self.damaged("it is of an unknown kind")),
         };
         if length < least || length > most {
-            return Err(self.damaged("its length is wrong for its kind"));
+            return Err(self.damaged("it is too long or too short for its kind"));
         }
         Ok((kind, length))
     }
