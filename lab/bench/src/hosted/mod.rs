@@ -395,13 +395,13 @@ pub mod tests {
             bench.round(&programs, Load::Small, &job, &[way], first).map_err(|error| error.to_string())
         };
         let (late, ours) = (round(Way::Gvisor, false), round(Way::Hosted, true));
-        assert!(late.unwrap_err().starts_with("gVisor (systrap): it has measured nothing"));
-        assert!(ours.unwrap_err().starts_with("hosted: it has measured nothing"));
+        assert!(late.unwrap_err().starts_with("gVisor (systrap): the program has measured nothing"));
+        assert!(ours.unwrap_err().starts_with("hosted: the program has measured nothing"));
         assert_eq!(round(Way::Gvisor, true), Ok(()));
         assert_eq!(round(Way::UmlSeccomp, true), Ok(()));
         // The failed ways are not tried again.
         assert_eq!((round(Way::Gvisor, false), round(Way::UmlSeccomp, false)), (Ok(()), Ok(())));
-        assert!(bench.left_out[&(Way::Gvisor, Load::Small)].starts_with("it has measured nothing"));
+        assert!(bench.left_out[&(Way::Gvisor, Load::Small)].starts_with("the program has measured nothing"));
         assert_eq!(bench.left_out[&(Way::UmlSeccomp, Load::Small)], "UML (seccomp) is missing");
         fs::remove_dir_all(&dir).unwrap();
     }
