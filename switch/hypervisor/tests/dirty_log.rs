@@ -1,5 +1,6 @@
-//! The log of writes against a model: a processor that writes, also by translations that it has not forgotten yet, while
-//! the log is collected piece by piece. What was not collected is what it was when it was read last.
+//! The dirty log against a model: a processor that writes, also by translations that it has not forgotten
+//! yet, while the log is collected piece by piece. A page that was not collected has not changed since it
+//! was read last.
 #![allow(missing_docs)]
 
 mod common;
@@ -33,7 +34,7 @@ fn frames() -> Vec<u64> {
     MEMORY.iter().flat_map(|range| (0..range.pages).map(|page| range.start_phys + 4096 * page)).collect()
 }
 
-/// An empty map; a test's: nobody frees it.
+/// Returns an empty map, which is never freed.
 fn map() -> WrittenMap<'static> {
     let piece: Box<Piece> = vec![0; size_of::<Piece>() / 8]
         .into_iter()

@@ -42,7 +42,7 @@ impl Machine {
         self.owned.iter().filter(|range| range.pages > 0).any(overlaps)
     }
 
-    /// Whether a block may be one page.
+    /// Returns true if a block may be one page.
     fn may_be_page(&self, gpa: u64, size: PageSize) -> bool {
         size <= self.layout.largest.size()
             && (gpa >= 2 * MIB || size == PageSize::Size4K)
@@ -227,7 +227,7 @@ proptest! {
         prop_assert_eq!(pool.tables, whole_pool.tables);
     }
 
-    /// What the build left out is filled on demand, before and after it is done.
+    /// Addresses that the build left out are filled on demand, before and after its end.
     #[test]
     fn the_rest_is_filled(
         machine in any_machine(),

@@ -1,6 +1,7 @@
-//! A snapshot against a model: a machine that writes wherever it likes, whoever takes the frames in whatever order,
-//! a pool of any size that is filled up or not. What was taken is what memory held at the instant, or the snapshot
-//! says that it is not exact. As long as nothing was taken, memory can be put back to it.
+//! A snapshot against a model: a machine that writes anywhere, a reader that reads frames in any order, a
+//! pool of any size that is filled up or not. The reader gets the content of memory at the instant, or the
+//! snapshot reports that it is not exact. As long as no frame was read, memory can be put back to the
+//! snapshot.
 #![allow(missing_docs)]
 
 mod common;
@@ -23,7 +24,7 @@ use proptest::prelude::*;
 
 const ZERO: HostPhys = HostPhys::new(0x1234_5000);
 const SINK: HostPhys = HostPhys::new(0x1234_6000);
-/// Where a taken frame goes.
+/// Page that a frame is read into.
 const BUFFER: HostPhys = HostPhys::new(0x1234_7000);
 const POOL: u64 = 0x7_0000_0000;
 
@@ -37,7 +38,7 @@ const MEMORY: [OwnedRange; 4] = [
 /// Inside the second range, a whole 2 MiB block of the third, and a ragged end.
 const HIDDEN: [OwnedRange; 2] =
     [OwnedRange { start_phys: 0x15_0000, pages: 3 }, OwnedRange { start_phys: GIB, pages: 0x210 }];
-/// The others.
+/// Parts of the memory that are not hidden.
 const VISIBLE: [OwnedRange; 6] = [
     MEMORY[0],
     OwnedRange { start_phys: 0x10_0000, pages: 0x50 },
@@ -110,7 +111,7 @@ fn frames() -> Vec<u64> {
 /// The map of pages that are free.
 fn free_map(free: &BTreeSet<u64>) -> FreeMap<'static> {
     const BITS: u64 = 1 << 20;
-    // A test's: nobody frees it.
+    // Never freed, as it belongs to a test.
     let piece = |first: u64| -> Option<&'static Piece> {
         let numbers = free.iter().map(|frame| frame / 4096).filter(|number| number / BITS == first);
         let mut piece = Box::new([0; BITS as usize / 64]);
@@ -244,7 +245,7 @@ impl<F: Format<Address = GuestPhys>> Machine<F> {
                 assert_eq!(content, self.instant[&frame], "{frame:#x}");
                 self.taken.insert(frame, content);
             }
-            // Whoever takes in order passes over what was free.
+            // A reader in ascending order passes over free frames.
             false if self.free.contains(&frame) => drop(self.taken.insert(frame, 0)),
             false => assert!(known || !exact, "{frame:#x} is not to be had"),
         }
@@ -374,7 +375,7 @@ enum Action {
     TakeCopy,
     Donate(usize),
     PutBack,
-    /// For the pool.
+    /// Donates a page of memory to the pool.
     Use(usize),
 }
 
@@ -457,8 +458,8 @@ fn devices_are_not_kept() {
     assert_eq!((machine.memory.available, machine.snapshot.counts().copied), (left, 0));
 }
 
-/// What has been streamed out in order is given back in large pages, without tables: wherever it begins, whatever was
-/// free in it or taken before.
+/// Frames that were read in ascending order are given back in large pages, without tables: from any start, and with
+/// any frames between that were free or read before.
 #[test]
 fn what_was_taken_in_order_costs_nothing() {
     for first in [0, 0x400] {
@@ -491,7 +492,7 @@ fn what_cannot_be_noted_is_taken() {
     machine.finish(Log::None);
 }
 
-/// What was free costs no copy, and where a whole block was, no table either.
+/// A free page costs no copy, and a block that is all free costs no table.
 #[test]
 fn what_was_free_costs_nothing() {
     // The third range begins with a block that is free.

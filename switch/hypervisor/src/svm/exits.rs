@@ -261,7 +261,7 @@ pub fn depart(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> N
     area.control.rip = interrupted.rip;
     area.control.rax = interrupted.rax;
     area.cpu.gate.outward.registers[RDX] = interrupted.rdx;
-    // A failure may have struck before it was looked at.
+    // A failure may have struck before the event was handed over.
     hand_over_event(area, hardware);
     if area.control.inject_event & event::VALID != 0 {
         return leave_later(area, because);

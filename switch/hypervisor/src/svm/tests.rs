@@ -274,7 +274,7 @@ fn the_drivers_calls_forget_predictions_before_memory_is_mapped() {
     assert_eq!((cpu.hardware.mappings, cpu.hardware.mapped), (vec![Some(speculation::IBPB)], false));
 }
 
-/// What cannot be delivered and nothing raises again is told; a machine check is the gate's to raise.
+/// An event that cannot be delivered, and that nothing raises again, is logged. The gate raises a machine check.
 #[test]
 fn an_event_that_cannot_be_delivered_does_not_keep_a_cpu() {
     crate::nested::tests::install::<super::Svm>();
@@ -525,7 +525,7 @@ fn a_machine_check_waits_for_an_event_and_no_longer() {
     }
 }
 
-/// On the way to VMRUN nobody looks any more: the handler hands it over itself.
+/// On the way to VMRUN no code reads the note any more: the handler hands the machine check over itself.
 #[test]
 fn a_machine_check_on_the_way_to_the_guest_is_injected_at_once() {
     let mut cpu = Attached::new();
@@ -577,7 +577,7 @@ fn a_machine_check_during_an_attach_is_delivered_to_the_guest() {
     assert_eq!(cpu.enter(), event::MACHINE_CHECK);
 }
 
-/// Which bits of EFER there are this processor says, not a list of all that there have ever been.
+/// This processor decides which bits of EFER exist, and no list of all bits that ever did.
 #[test]
 fn efer_writes_are_judged_by_this_processor() {
     let attached = LINUX_EFER | msr::EFER_SVME;
@@ -618,7 +618,7 @@ fn the_hypervisors_efer_keeps_what_it_needs() {
     assert_eq!(cpu.area.shared().crash.code, 0);
 }
 
-/// What Mercury does not carry is the native processor's to take or to refuse, and no crash.
+/// The native processor takes or refuses a bit that Mercury does not carry. The hypervisor does not fail on it.
 #[test]
 fn efer_bits_that_are_not_carried_let_go() {
     for bit in [13, 17, 20] {
@@ -661,7 +661,7 @@ fn foreign_bits_of_cr4_survive_a_detach() {
     assert_eq!(cpu.area.cpu.gate.outward.cr4, 0x6F0 | LASS);
 }
 
-/// Where VMRUN refused a block that nobody can vouch for, the gate gets no bit that may fault there.
+/// If VMRUN refused a block, none of its bits can be trusted: the gate gets no bit that may fault there.
 #[test]
 fn a_corrupt_cr4_is_not_carried_out() {
     let mut cpu = Attached::new();

@@ -14,7 +14,7 @@ pub struct Segment {
     pub selector: u16,
     /// Descriptor bits 55:52 in bits 11:8 and 47:40 in bits 7:0.
     pub attributes: u16,
-    /// Limit in bytes.
+    /// Segment limit in bytes.
     pub limit: u32,
     /// Base address, virtual.
     pub base: u64,
@@ -304,7 +304,7 @@ pub mod exit_code {
     pub const VINTR: u64 = 0x64;
     /// Guest executed INVLPGA.
     pub const INVLPGA: u64 = 0x7A;
-    /// Guest executed VMRUN.
+    /// Guest executed VMRUN itself.
     pub const VMRUN: u64 = 0x80;
     /// Guest executed VMMCALL.
     pub const VMMCALL: u64 = 0x81;
@@ -312,9 +312,9 @@ pub mod exit_code {
     pub const VMLOAD: u64 = 0x82;
     /// Guest executed VMSAVE.
     pub const VMSAVE: u64 = 0x83;
-    /// Guest executed STGI.
+    /// Guest executed STGI: sets GIF.
     pub const STGI: u64 = 0x84;
-    /// Guest executed CLGI.
+    /// Guest executed CLGI: clears GIF.
     pub const CLGI: u64 = 0x85;
     /// Guest executed SKINIT.
     pub const SKINIT: u64 = 0x86;

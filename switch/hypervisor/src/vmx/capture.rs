@@ -1,10 +1,12 @@
 //! Live state of a native CPU into the VMCS, and the guest's state back into the processor.
 //!
-//! What neither entry nor exit touches (CR2, DR0–3, DR6, KernelGSBase, the SYSCALL MSRs, XCR0, XSS, x87 and
-//! vector registers, TSC_AUX, SPEC_CTRL, user CET state; SDM volume 3, "Loading host state") stays live
-//! throughout. What an exit loads with the hypervisor's values, a departure must put back one by one: limits
-//! of GDTR and IDTR, LDTR, TR with its limit, FS and GS with their bases, SYSENTER, DEBUGCTL, DR7, and PAT,
-//! EFER and CET where they differ (HARDWARE I-10).
+//! State that neither entry nor exit touches stays live throughout: CR2, DR0–3, DR6, KernelGSBase, the
+//! SYSCALL MSRs, XCR0, XSS, x87 and vector registers, TSC_AUX, SPEC_CTRL and user CET state (SDM volume 3,
+//! "Loading host state").
+//!
+//! An exit loads other state with the hypervisor's values, and a departure must put that back one by one:
+//! limits of GDTR and IDTR, LDTR, TR with its limit, FS and GS with their bases, SYSENTER, DEBUGCTL, DR7,
+//! and PAT, EFER and CET where they differ (HARDWARE I-10).
 
 use core::sync::atomic::{Ordering, compiler_fence};
 
@@ -42,7 +44,7 @@ const CR4_FIXED: u64 = cr4::VMXE;
 /// Bits of CR4 whose meaning for an attached CPU is known.
 pub const CR4_CARRIED: u64 = cr4::KNOWN | CR4_FIXED;
 
-/// The [`feature`] bits of a CPU.
+/// Returns the [`feature`] bits of a CPU.
 #[must_use]
 pub fn features(facts: &CpuFacts) -> u32 {
     let bit = |is: bool, feature: u32| if is { feature } else { 0 };
@@ -54,7 +56,7 @@ pub fn features(facts: &CpuFacts) -> u32 {
         )
 }
 
-/// Takes over what an attach needs of the facts that have passed the preflight.
+/// Takes over the facts that an attach needs. They have passed the preflight.
 pub fn learn(area: &mut Area, facts: &CpuFacts) {
     area.own.controls = controls::choose(facts).unwrap_or_default();
     area.own.revision = (facts.vmx_basic & basic::REVISION) as u32;
@@ -88,7 +90,7 @@ pub fn attach(area: &mut Area, hardware: &mut impl Hardware) -> Result<(), Code>
     Ok(())
 }
 
-/// TR and LDTR as they came in, and descriptors of them.
+/// Notes TR and LDTR as they came in, and makes their descriptors.
 fn put_inward_segments(area: &mut Area) {
     let inward = area.cpu.gate.inward;
     let system = |from: &gate::Segment, base_virt| SystemSegment {
@@ -107,7 +109,7 @@ fn put_inward_segments(area: &mut Area) {
     }
 }
 
-/// VMXON, and a VMCS that is clear and current.
+/// Executes VMXON, and makes the VMCS clear and current.
 fn enter_vmx(area: &mut Area, hardware: &mut impl Hardware) -> Result<(), Code> {
     area.control.revision = area.own.revision;
     if !hardware.vmxon(area.processor_page_phys()) {
@@ -158,7 +160,7 @@ impl Live {
     }
 }
 
-/// For whoever has to undo it, from VMXON on.
+/// Keeps the MSRs for a departure, and for an undo from VMXON on.
 fn keep(area: &mut Area, live: &Live) {
     area.own.captured = [live.fs_base, live.gs_base, live.sysenter[0], live.sysenter[1], live.sysenter[2]];
     area.own.captured_debugctl = live.debugctl;
@@ -219,8 +221,8 @@ fn fill_controls(area: &Area, hardware: &mut impl Hardware) {
     hardware.vmwrite(vmcs::VMCS_LINK_POINTER, u64::MAX);
 }
 
-/// The tables are write-back memory (bits 2:0), of so many levels (bits 5:3, less 1), without accessed and dirty
-/// flags (bit 6): SDM, "Extended-page-table pointer".
+/// Returns the EPT pointer of a root: write-back memory (bits 2:0), the number of levels less 1 (bits 5:3),
+/// no accessed and dirty flags (bit 6). SDM, "Extended-page-table pointer".
 #[must_use]
 pub const fn ept_pointer(root: HostPhys, depth: Depth) -> u64 {
     const WRITE_BACK: u64 = 6;
@@ -231,7 +233,8 @@ pub const fn ept_pointer(root: HostPhys, depth: Depth) -> u64 {
     root.as_u64() | (levels - 1) << 3 | WRITE_BACK
 }
 
-/// What an exit loads. Its RSP leaves two words at the end of the stack: see [`super::run`].
+/// Fills the state that an exit loads. Its RSP leaves two words at the end of the stack: see
+/// [`super::run`].
 fn fill_host(area: &Area, hardware: &mut impl Hardware) {
     let area_virt = core::ptr::from_ref(area).expose_provenance() as u64;
     let tss = area_virt + core::mem::offset_of!(crate::cpu::Cpu, tss) as u64;
@@ -287,7 +290,7 @@ fn fill_segments(area: &Area, hardware: &mut impl Hardware, live: &Live) {
     hardware.vmwrite(vmcs::GUEST_IDTR_LIMIT, u64::from(inward.idtr.limit));
 }
 
-/// The `number`th segment, ES being 0.
+/// Fills the `number`th segment, ES being 0.
 fn put_segment(hardware: &mut impl Hardware, number: u32, segment: &gate::Segment, base: u64) {
     hardware.vmwrite(vmcs::GUEST_ES_SELECTOR + 2 * number, u64::from(segment.selector));
     hardware.vmwrite(vmcs::GUEST_ES_LIMIT + 2 * number, u64::from(segment.limit));
@@ -295,7 +298,8 @@ fn put_segment(hardware: &mut impl Hardware, number: u32, segment: &gate::Segmen
     hardware.vmwrite(vmcs::GUEST_ES_BASE + 2 * number, base);
 }
 
-/// LAR's layout is the VMCS's; a null selector is unusable (SDM, "Guest register state").
+/// Returns a segment's access rights. LAR's layout is the VMCS's, and a null selector is unusable (SDM,
+/// "Guest register state").
 const fn rights(segment: &gate::Segment) -> u64 {
     if segment.attributes == 0 { UNUSABLE } else { (segment.attributes & 0xF0FF) as u64 }
 }
@@ -327,16 +331,17 @@ fn fill_registers(area: &Area, hardware: &mut impl Hardware, live: &Live) {
     hardware.vmwrite(vmcs::GUEST_PENDING_DEBUG, 0);
 }
 
-/// The kernel has no shadow stack (preflight): SSP is without meaning.
+/// Fills the CET fields. The kernel has no shadow stack (preflight), so SSP has no meaning.
 fn fill_cet(hardware: &mut impl Hardware, live: &Live) {
     hardware.vmwrite(vmcs::GUEST_S_CET, live.cet[0]);
     hardware.vmwrite(vmcs::GUEST_SSP, 0);
     hardware.vmwrite(vmcs::GUEST_INTERRUPT_SSP_TABLE, live.cet[1]);
 }
 
-/// Prepares the way out of a guest: the gate's outward block from the VMCS, MSRs back into the processor, VMX
-/// off. CR0, DR6 and DR7 may be corrupt: what would fault in the gate is dropped. CR4 is what the processor
-/// reported at this exit, and may hold bits that only a later kernel knows.
+/// Prepares the way out of a guest: fills the gate's outward block from the VMCS, puts MSRs back into the
+/// processor, and leaves VMX operation. CR0, DR6 and DR7 may be corrupt: values that would fault in the
+/// gate are dropped. CR4 is the value that the processor reported at this exit, and may hold bits that only
+/// a later kernel knows.
 #[inline]
 pub fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
     let outward = &mut area.cpu.gate.outward;
@@ -372,7 +377,7 @@ pub fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
     leave_vmx(area, hardware);
 }
 
-/// A machine check that strikes from here on finds no guest to give it to.
+/// Leaves VMX operation. A machine check that strikes from here on finds no guest to be given to.
 #[inline]
 pub fn leave_vmx(area: &mut Area, hardware: &mut impl Hardware) {
     area.own.vmx_on = 0;
@@ -380,8 +385,8 @@ pub fn leave_vmx(area: &mut Area, hardware: &mut impl Hardware) {
     hardware.vmxoff(area.cpu.control_phys);
 }
 
-/// TR and LDTR for [`super::run::return_extended_state`]. Mostly TR is what it was at the attach, where its
-/// descriptor was made.
+/// Notes TR and LDTR for [`super::run::return_extended_state`]. TR is mostly what it was at the attach,
+/// where its descriptor was made.
 #[inline]
 fn note_system_segments(area: &mut Area, hardware: &mut impl Hardware) {
     let tr = &area.own.tr;
@@ -404,7 +409,7 @@ fn note_changed_segments(area: &mut Area, hardware: &mut impl Hardware) {
     area.host.put(&area.own.ldtr);
 }
 
-/// Field by field: vector registers are the system's still.
+/// Notes a segment field by field: vector registers are still the system's.
 fn note_segment(segment: &mut SystemSegment, hardware: &mut impl Hardware, number: u32) {
     segment.selector = hardware.vmread(vmcs::GUEST_ES_SELECTOR + 2 * number) as u16;
     segment.attributes = hardware.vmread(vmcs::GUEST_ES_RIGHTS + 2 * number) as u32;
@@ -412,8 +417,8 @@ fn note_segment(segment: &mut SystemSegment, hardware: &mut impl Hardware, numbe
     segment.base_virt = hardware.vmread(vmcs::GUEST_ES_BASE + 2 * number);
 }
 
-/// MSRs that an exit has loaded with the hypervisor's, or with the values of the attach: looked at here, written
-/// where they differ.
+/// Puts back MSRs that an exit has loaded, with the hypervisor's values or those of the attach. They are
+/// compared here, and written where they differ.
 #[inline]
 fn return_msrs(area: &mut Area, hardware: &mut impl Hardware) {
     area.cpu.gate.outward.efer = 0;
@@ -429,7 +434,7 @@ fn return_msrs(area: &mut Area, hardware: &mut impl Hardware) {
     }
 }
 
-/// Each with its guest field, and what is in the processor now.
+/// Returns each MSR that exits load, with its guest field and the value in the processor now.
 #[inline]
 fn loaded_msrs(area: &Area) -> [(u32, u32, u64); 6] {
     let own = &area.own;
@@ -443,7 +448,8 @@ fn loaded_msrs(area: &Area) -> [(u32, u32, u64); 6] {
     ]
 }
 
-/// The guest changed some while it was attached. A corrupt value faults, and is dropped.
+/// Writes the MSRs that the guest has changed while it was attached. A corrupt value faults, and is
+/// dropped.
 #[cold]
 #[inline(never)]
 fn write_changed_msrs(area: &mut Area, hardware: &mut impl Hardware) {
@@ -460,18 +466,20 @@ fn write_changed_msrs(area: &mut Area, hardware: &mut impl Hardware) {
     }
 }
 
-/// The hypervisor's own tables, which are in use still, have NX bits: the gate loads such an EFER when they are
-/// not. There is no recovery from a fault there, so a corrupt one is dropped.
+/// Returns an EFER for the gate to load, if it lacks NXE. The hypervisor's own tables, which are still in
+/// use, have NX bits, so the gate loads it when they are not. There is no recovery from a fault there: a
+/// corrupt value is dropped.
 const fn without_no_execute(value: u64) -> u64 {
     const LONG_MODE: u64 = efer::LME | efer::LMA;
     if value & LONG_MODE == LONG_MODE && value & !efer::KNOWN == 0 { value } else { 0 }
 }
 
-/// User mode that leaves has its shadow stack pointer in the VMCS; the gate's IRET loads it from PL3_SSP (SDM
-/// volume 1, "Shadow stack usage on privilege level changes"). In the kernel PL3_SSP holds it already.
+/// Puts back CET state. For user mode that leaves, the shadow-stack pointer is in the VMCS, and the gate's
+/// IRET loads it from PL3_SSP (SDM volume 1, "Shadow stack usage on privilege level changes"). In the
+/// kernel PL3_SSP holds it already.
 ///
-/// A kernel that leaves between an indirect branch and its target is not held to that: the next instruction
-/// is the gate's.
+/// A kernel may leave between an indirect branch and its target. The check of the target is dropped then:
+/// the next instruction is the gate's.
 fn return_cet(hardware: &mut impl Hardware) {
     const SHSTK_EN: u64 = 1;
     const WAIT_FOR_ENDBRANCH: u64 = 1 << 11;
@@ -488,15 +496,15 @@ fn return_cet(hardware: &mut impl Hardware) {
     }
 }
 
-/// The guest's CPL: the DPL of SS (SDM, "Guest register state").
+/// Returns the guest's CPL: the DPL of SS (SDM, "Guest register state").
 #[inline]
 pub fn privilege(hardware: &mut impl Hardware) -> u64 {
     hardware.vmread(vmcs::GUEST_SS_RIGHTS) >> 5 & 3
 }
 
-/// Prepares the way out of a native operation that did not enter the guest: everything as it came in,
-/// `result` in RAX. An entry that the processor refused has loaded the hypervisor's state all the same
-/// (SDM, "VM-entry failures during or after loading guest state").
+/// Prepares the way out of a native operation that did not enter the guest. All registers are as they came
+/// in, with `result` in RAX. An entry that the processor refused has loaded the hypervisor's state all the
+/// same (SDM, "VM-entry failures during or after loading guest state").
 pub fn put_back_native(area: &mut Area, hardware: &mut impl Hardware, result: Code) {
     let bases = if area.own.vmx_on == 0 {
         [msr::FS_BASE, msr::GS_BASE].map(|index| hardware.read_msr(index).unwrap_or(0))
@@ -525,7 +533,7 @@ pub fn put_back_native(area: &mut Area, hardware: &mut impl Hardware, result: Co
     put_inward_segments(area);
 }
 
-/// Leaves VMX operation with MSRs as [`attach`] found them; answers the bases of FS and GS.
+/// Leaves VMX operation with MSRs as [`attach`] found them. Returns the bases of FS and GS.
 fn undo_fill(area: &mut Area, hardware: &mut impl Hardware) -> [u64; 2] {
     let [fs_base, gs_base, ..] = area.own.captured;
     let _ = hardware.write_msr(msr::DEBUGCTL, area.own.captured_debugctl);

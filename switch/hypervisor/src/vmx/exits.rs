@@ -1,4 +1,5 @@
-//! What the processor reported, in the words of [`crate::exit`], and the answer in the processor's.
+//! Exits of Intel's processors: translates the processor's report into the words of [`crate::exit`], and
+//! the answer back.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
@@ -41,12 +42,12 @@ const CS_LONG: u64 = 1 << 13;
 /// IA32_DEBUGCTL.BTF: single steps are of branches.
 const DEBUGCTL_BTF: u64 = 1 << 1;
 
-/// Exits that are no case for [`super::run`] and [`super::quick`] arrive here from the world switch, with all of
-/// the system's registers saved.
+/// Answers the exits that [`super::run`] and [`super::quick`] do not. The world switch has saved all of the
+/// system's registers.
 ///
 /// # Safety
-/// `area` is this CPU's own, and interrupts are off: nobody else uses it until this returns, but for the
-/// handler of NMIs, which touches the gate's NMI block only.
+/// `area` is this CPU's own, and interrupts are off: no other code uses the area until this returns, but
+/// for the handler of NMIs, which touches the gate's NMI block only.
 pub unsafe extern "C" fn vmx_exit(area: *mut Area) -> Next {
     // SAFETY: the world switch passes this CPU's area; nothing else uses it in an exit.
     let area = unsafe { &mut *area };
@@ -62,7 +63,7 @@ pub unsafe extern "C" fn vmx_exit(area: *mut Area) -> Next {
     machine_check::finish(area, hardware, next)
 }
 
-/// Notes what an exit must not lose, and whether the guest has run at all.
+/// Notes the registers with which the system goes on if this exit fails, and that the guest has run.
 pub fn begin(area: &mut Area, hardware: &mut impl Hardware) {
     area.cpu.exit_tsc = hardware.tsc();
     note_exit(area, hardware);
@@ -74,14 +75,14 @@ pub fn begin(area: &mut Area, hardware: &mut impl Hardware) {
     }
 }
 
-/// Whether the processor refused to enter.
+/// Returns true if the processor refused to enter.
 #[must_use]
 pub const fn entry_failed(reason: u32) -> bool {
     reason & (reason::ENTRY_FAILED | reason::INSTRUCTION_FAILED) != 0
 }
 
-/// Copies what the processor says of the exit, and the system at it: for the handler, and for the record of a
-/// crash.
+/// Copies the processor's report of the exit, and the system's registers: for the handler, and for the
+/// record of a crash.
 pub fn note_exit(area: &mut Area, hardware: &mut impl Hardware) {
     let mut registers = area.cpu.gate.outward.registers;
     registers[RSP] = hardware.vmread(vmcs::GUEST_RSP);
@@ -110,7 +111,7 @@ pub fn note_exit(area: &mut Area, hardware: &mut impl Hardware) {
     };
 }
 
-/// Answers one exit.
+/// Answers one exit of the system.
 pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     let reason = area.own.exit.code as u32;
     machine_check::exit_begins(area, hardware);
@@ -166,14 +167,15 @@ fn other(area: &mut Area, answer: Answer) -> Answer {
     answer
 }
 
-/// An instruction that is #UD on a processor that is not in VMX operation.
+/// Answers an instruction that is #UD on a processor that is not in VMX operation.
 fn undefined(area: &mut Area) -> Answer {
     publish::count(area, ExitReason::VirtInstruction);
     Answer::Inject(Fault::InvalidOpcode)
 }
 
-/// The kernel sees CR4.VMXE set, so it may believe that VMX is its own: 6.1's crash path executes VMXOFF then,
-/// which is a detach (HARDWARE L-3); VMXON finds the hardware taken and faults, for which KVM has a fix-up (L-2).
+/// Answers VMXOFF and VMXON of the kernel. It sees CR4.VMXE set, so it may believe that VMX is its own.
+/// 6.1's crash path then executes VMXOFF, which is a detach (HARDWARE L-3). VMXON finds the hardware taken
+/// and faults, for which KVM has a fix-up (L-2).
 fn owner(area: &mut Area, reason: u32) -> Answer {
     publish::count(area, ExitReason::VirtInstruction);
     if reason == reason::VMXOFF {
@@ -194,7 +196,7 @@ fn vmcall(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     exit::hypercall(area, hardware, number, first, second)
 }
 
-/// As in [`super::run`], for the cases that are not answered there.
+/// Answers CPUID as [`super::run`] does, in the cases that are not answered there.
 fn cpuid(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     publish::count(area, ExitReason::Cpuid);
     let registers = &area.cpu.gate.outward.registers;
@@ -223,8 +225,8 @@ fn msr_access(area: &mut Area, hardware: &mut impl Hardware, reason: u32) -> Ans
     msr::write(area, hardware, index, value)
 }
 
-/// XSETBV always exits. It is executed for real, on values that the processor judges. Bochs exits before it
-/// looks at the CPL.
+/// Answers XSETBV, which always exits. It is executed for real, on values that the processor judges. Bochs
+/// exits before it checks the CPL.
 fn xsetbv(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     publish::count(area, ExitReason::Xsetbv);
     if area.own.exit.cr4 & cr4::OSXSAVE == 0 {
@@ -239,8 +241,8 @@ fn xsetbv(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     Answer::Skip
 }
 
-/// INVD always exits. Dropping caches would drop the hypervisor's own lines too, so they are written back
-/// first, which no software can tell from INVD on a machine with devices (HARDWARE I-15).
+/// Answers INVD, which always exits. Dropping caches would drop the hypervisor's own lines too, so caches
+/// are written back first. On a machine with devices no software can tell that from INVD (HARDWARE I-15).
 fn invd(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     if privilege(hardware) != 0 {
         return other(area, Answer::Inject(Fault::GeneralProtection));
@@ -249,9 +251,9 @@ fn invd(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     other(area, Answer::Skip)
 }
 
-/// Whether the tables explain an EPT violation: nothing is mapped there yet, or a page that cannot be written
-/// was written to. Any other would come again and again.
-/// Beneath a snapshot, one that cannot be executed was executed.
+/// Returns true if the tables explain an EPT violation: no page is mapped there yet, or a page was written
+/// that cannot be. Beneath a snapshot a page may also have been executed that cannot be. Any other
+/// violation would come again and again.
 const fn is_explained(qualification: u64, on_snapshot: bool) -> bool {
     qualification & VIOLATION_MAPPED == 0
         || qualification & VIOLATION_WRITE != 0
@@ -269,8 +271,8 @@ fn nested_fault(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     exit::nested_fault(area, hardware, answer, [address, rip])
 }
 
-/// A write to CR0 or CR4 that differs from the shadow in a bit of ours: NE or VMXE, or CD while MTRRs are
-/// disabled. All others are native.
+/// Answers a write to CR0 or CR4 that differs from the shadow in a bit of ours: NE or VMXE, or CD while
+/// MTRRs are disabled. All other writes are native.
 fn control_register(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     const MOVE_TO: u64 = 0;
     let qualification = area.own.exit.info1;
@@ -290,9 +292,9 @@ fn control_register(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     }
 }
 
-/// VMXE is the guest's to clear and to set, in the shadow (HARDWARE I-4). Who gives the hardware up executes
-/// VMXOFF before. Who only clears it is on the way to another kernel (6.12's `relocate_kernel`, on tables of its
-/// own): from then on the CPU does not leave by itself.
+/// Answers a write to CR4. The guest may clear and set VMXE, in the shadow (HARDWARE I-4). A kernel that
+/// gives the hardware up executes VMXOFF before. A kernel that only clears VMXE is on the way to another
+/// kernel (6.12's `relocate_kernel`, on tables of its own): from then on the CPU does not leave by itself.
 fn write_cr4(area: &mut Area, hardware: &mut impl Hardware, value: u64) -> Answer {
     let current = area.own.exit.cr4;
     let long_mode = hardware.vmread(vmcs::GUEST_EFER) & EFER_LMA != 0;
@@ -313,7 +315,7 @@ fn write_cr4(area: &mut Area, hardware: &mut impl Hardware, value: u64) -> Answe
     Answer::Skip
 }
 
-/// Forgets this CPU's translations of the guest.
+/// Flushes this CPU's translations of the guest.
 pub fn flush(area: &Area, hardware: &mut impl Hardware) {
     hardware.flush_guests(area.own.controls.secondary & secondary::VPID != 0);
 }
@@ -361,7 +363,7 @@ fn put_pair(area: &mut Area, rax: u64, rdx: u64) {
     area.cpu.gate.outward.registers[RDX] = rdx;
 }
 
-/// The guest goes on, if its CR4 is one that is known.
+/// Enters the guest, if its CR4 has only known bits.
 fn enter_again(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     let foreign = hardware.vmread(vmcs::GUEST_CR4) & !capture::CR4_CARRIED != 0;
     if foreign && can_leave(area, hardware) {
@@ -370,8 +372,8 @@ fn enter_again(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     enter(area, hardware)
 }
 
-/// The guest goes on. The monitor trap flag has done what it was set for; where an NMI has to wait still, the
-/// entry sets it again.
+/// Enters the guest. The monitor trap flag has done its work. If an NMI still has to wait, the entry sets
+/// the flag again.
 fn enter(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     if area.cpu.features & feature::MONITOR_TRAP != 0 {
         let window = if area.own.awaits_window != 0 { primary::INTERRUPT_WINDOW_EXITING } else { 0 };
@@ -407,7 +409,8 @@ pub fn skip(hardware: &mut impl Hardware) {
     }
 }
 
-/// Outside 64-bit code RIP has 32 bits, and an entry with more is refused (SDM, "Checks on guest RIP, RFLAGS").
+/// Cuts RIP to 32 bits outside 64-bit code: an entry with more is refused (SDM, "Checks on guest RIP,
+/// RFLAGS").
 #[cold]
 #[inline(never)]
 fn wrap_rip(hardware: &mut impl Hardware) {
@@ -417,7 +420,7 @@ fn wrap_rip(hardware: &mut impl Hardware) {
     }
 }
 
-/// A fault has RF in the RFLAGS that it pushes (SDM, "Saving and loading of RFLAGS").
+/// Injects a fault. It has RF in the RFLAGS that it pushes (SDM, "Saving and loading of RFLAGS").
 fn inject(hardware: &mut impl Hardware, fault: Fault) {
     let rflags = hardware.vmread(vmcs::GUEST_RFLAGS);
     hardware.vmwrite(vmcs::GUEST_RFLAGS, rflags | RFLAGS_RF);
@@ -439,8 +442,9 @@ fn is_event_pending(hardware: &mut impl Hardware) -> bool {
     hardware.vmread(vmcs::ENTRY_INTERRUPTION) & event::VALID != 0
 }
 
-/// An IRET that faulted has unblocked NMIs already, and will run again (SDM, "Information for VM exits due to
-/// ... IRET"; HARDWARE I-8). The bit means nothing where an event was being delivered.
+/// Blocks NMIs again after an IRET that faulted. It has unblocked them already, and will run again (SDM,
+/// "Information for VM exits due to ... IRET"; HARDWARE I-8). The bit means nothing where an event was
+/// being delivered.
 fn keep_nmis_blocked(area: &Area, hardware: &mut impl Hardware) {
     let unblocked = area.own.exit.code as u32 == reason::EPT_VIOLATION
         && area.own.exit.info1 & NMI_UNBLOCKED_BY_IRET != 0
@@ -451,7 +455,7 @@ fn keep_nmis_blocked(area: &Area, hardware: &mut impl Hardware) {
     }
 }
 
-/// An event that was being delivered when the exit struck is delivered again. An NMI in delivery has blocked
+/// Delivers an event again that was being delivered when the exit struck. An NMI in delivery has blocked
 /// NMIs, which would refuse its injection.
 fn hand_over_event(area: &mut Area, hardware: &mut impl Hardware) {
     let Some(event) = event_again(area) else { return };
@@ -469,9 +473,9 @@ fn hand_over_event(area: &mut Area, hardware: &mut impl Hardware) {
     publish::log(area, LogKind::Reinjected, tsc, [event, code, 0, 0, 0]);
 }
 
-/// The event that was being delivered when the exit struck, if it is to be delivered again (SDM,
-/// "Information for VM exits that occur during event delivery"). Software interrupts and exceptions are not:
-/// their instruction runs again.
+/// Returns the event that was being delivered when the exit struck, if it has to be delivered again (SDM,
+/// "Information for VM exits that occur during event delivery"). Software interrupts and exceptions have
+/// not: their instruction runs again.
 const fn event_again(area: &Area) -> Option<u64> {
     const FIELDS: u64 = event::VALID | event::HAS_ERROR_CODE | event::TYPE | 0xFF;
     let event = area.own.exit.event;
@@ -494,19 +498,21 @@ fn detach(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     Next::Leave
 }
 
-/// CR2 is that of the exit: a fault of the hypervisor's own may have changed it since.
+/// Prepares the way out. CR2 is the value at the exit: a fault of the hypervisor's own may have changed it
+/// since.
 fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
     capture::put_back(area, hardware);
     area.cpu.gate.outward.cr2 = area.own.exit.cr2;
 }
 
-/// Whether the gate can go where the guest is: in long mode, with tables that map the gate.
+/// Returns true if the gate can go where the guest is: in long mode, with tables that map the gate.
 fn can_leave(area: &Area, hardware: &mut impl Hardware) -> bool {
     hardware.vmread(vmcs::GUEST_EFER) & EFER_LMA != 0 && has_gate(area, hardware)
 }
 
-/// Whether the guest's tables map the gate. Those of another kernel do not, nor do user mode's own under page-table
-/// isolation; the kernel's first instructions run on them too, and they are the upper page of two.
+/// Returns true if the guest's tables map the gate. Those of another kernel do not, nor do user mode's own
+/// under page-table isolation. The kernel's first instructions run on user mode's tables too, which are the
+/// upper page of two.
 fn has_gate(area: &Area, hardware: &mut impl Hardware) -> bool {
     const USER_TABLES: u64 = 1 << 12;
     let isolated = area.cpu.features & feature::ISOLATED != 0
@@ -514,15 +520,15 @@ fn has_gate(area: &Area, hardware: &mut impl Hardware) -> bool {
     area.own.foreign == 0 && !isolated
 }
 
-/// This CPU leaves by itself and executes the exit's instruction natively. An event to deliver has no native
-/// counterpart: the guest is entered once more with it and leaves at its next exit. So it does where the gate
-/// cannot go.
+/// Has this CPU leave by itself: it executes the exit's instruction natively. An event to deliver has no
+/// native counterpart. With one, or where the gate cannot go, the guest is entered once more, and the CPU
+/// leaves at its next exit.
 pub fn depart(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> Next {
     let interrupted = area.cpu.interrupted;
     hardware.vmwrite(vmcs::GUEST_RIP, interrupted.rip);
     area.cpu.gate.outward.registers[RAX] = interrupted.rax;
     area.cpu.gate.outward.registers[RDX] = interrupted.rdx;
-    // A failure may have struck before it was looked at.
+    // A failure may have struck before the event was handed over.
     hand_over_event(area, hardware);
     if is_event_pending(hardware) {
         return leave_later(area, hardware, because);
@@ -533,8 +539,9 @@ pub fn depart(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> N
     finish(area, hardware, because)
 }
 
-/// The CPU cannot leave here. What it could not answer is tried once more; then user mode is told that it is
-/// undefined, and a kernel is reset, as it would be by what it cannot handle: one that is still booting at once.
+/// Keeps a CPU that cannot leave here. The exit without an answer is tried once more. Then user mode gets
+/// #UD, and a kernel is reset, as it would be by an event that it cannot handle. A kernel that is still
+/// booting is reset at once.
 fn stay(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> Next {
     let (user, again) = (privilege(hardware) == 3, area.own.refused_to_leave != 0);
     if !user && (again || hardware.vmread(vmcs::GUEST_EFER) & EFER_LMA == 0) {
@@ -548,15 +555,16 @@ fn stay(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> Next {
     enter(area, hardware)
 }
 
-/// The guest is entered with an event, and leaves at its next exit: as soon as it takes interrupts again.
+/// Enters the guest with an event. The CPU leaves at the guest's next exit: as soon as it takes interrupts
+/// again.
 fn leave_later(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> Next {
     area.cpu.leave_pending = because as u32;
     await_window(area, hardware, true);
     enter(area, hardware)
 }
 
-/// Asks for an exit as soon as the guest can take interrupts, or takes that back. The monitor trap flag stays as
-/// it is.
+/// Asks for an exit as soon as the guest can take interrupts, or takes the request back. The monitor trap
+/// flag stays as it is.
 pub fn await_window(area: &mut Area, hardware: &mut impl Hardware, wanted: bool) {
     const WINDOW: u64 = primary::INTERRUPT_WINDOW_EXITING as u64;
     area.own.awaits_window = u32::from(wanted);
@@ -564,8 +572,9 @@ pub fn await_window(area: &mut Area, hardware: &mut impl Hardware, wanted: bool)
     hardware.vmwrite(vmcs::PRIMARY_CONTROLS, if wanted { controls | WINDOW } else { controls & !WINDOW });
 }
 
-/// The exit after an event was handed over by a CPU that wants to leave. If it is the delivery that made the
-/// exit, and the tables have the cure, it is delivered once more: natively nothing would.
+/// Answers the exit after an event was handed over by a CPU that wants to leave. If the delivery itself
+/// made the exit, and the tables have the cure, the event is delivered once more: natively nothing would
+/// deliver it.
 fn leave_now(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     if event_again(area).is_some() {
         if let Some(answer) = cure(area, hardware) {
@@ -578,7 +587,7 @@ fn leave_now(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     finish(area, hardware, because)
 }
 
-/// The answer to a nested fault that lets the guest go on.
+/// Returns the answer to a nested fault that lets the guest go on.
 fn cure(area: &mut Area, hardware: &mut impl Hardware) -> Option<Answer> {
     if area.own.exit.code as u32 != reason::EPT_VIOLATION
         || !is_explained(area.own.exit.info1, area.cpu.on_snapshot != 0)
@@ -589,7 +598,7 @@ fn cure(area: &mut Area, hardware: &mut impl Hardware) -> Option<Answer> {
     (!matches!(answer, Answer::Depart(_))).then_some(answer)
 }
 
-/// An event that cannot be delivered any more. An NMI the gate raises.
+/// Drops an event that cannot be delivered any more. The gate raises an NMI.
 fn lose_event(area: &mut Area, hardware: &mut impl Hardware) {
     let Some(event) = event_again(area) else { return };
     area.own.exit.event = 0;
@@ -614,16 +623,16 @@ fn finish(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> Next 
     Next::Leave
 }
 
-/// An exit that nobody knows: a record, and the machine runs on natively.
+/// Records an exit that the hypervisor has no answer for. The CPU runs on natively.
 fn unknown(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     publish::count(area, ExitReason::Unknown);
     emergency::record_unknown_exit(area);
     depart(area, hardware, Code::UnknownExit)
 }
 
-/// The processor refused to enter. The first time after an attach nothing of the guest has run: the driver gets
-/// the reason. Later the VMCS was corrupted: the CPU leaves with what is still good, behind the instruction that
-/// it has been answered for; of CR4, with what is known.
+/// Answers an entry that the processor refused. Right after an attach no instruction of the guest has run:
+/// the driver gets the reason. Later the VMCS was corrupted: the CPU leaves with all state that is still
+/// good, after the instruction that was answered. Of CR4 it keeps the known bits.
 fn invalid(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     let (refusal, value) = refusal::of_entry(area, hardware);
     let detail = [refusal as u64, value];
@@ -647,8 +656,8 @@ fn invalid(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     finish(area, hardware, Code::InvalidGuestState)
 }
 
-/// The gate cannot go where the guest is: what is known to be wrong is put right, and it leaves at a later exit. If
-/// that does not help, nothing does.
+/// Repairs the fields that are known to be wrong, where the gate cannot go, so that the CPU leaves at a
+/// later exit. If that does not help, nothing does.
 fn enter_repaired(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     if area.own.refused_to_leave != 0 {
         return reset::shut_down(area, hardware);
@@ -660,9 +669,9 @@ fn enter_repaired(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     enter(area, hardware)
 }
 
-/// The system has set a bit of CR4 that Mercury does not know: the processor took it, so this is no corruption,
-/// but what it means for an attached CPU nobody knows. It leaves, behind the instruction that it has been answered
-/// for.
+/// Has the CPU leave, after the instruction that was answered, because the system has set a bit of CR4 that
+/// Mercury does not know. The processor took the bit, so this is no corruption. But its meaning for an
+/// attached CPU is unknown.
 fn leave_with_foreign_state(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     // It may have wanted to leave before.
     let because = Code::from_number(area.cpu.leave_pending).filter(|code| *code != Code::Ok);
@@ -673,8 +682,9 @@ fn leave_with_foreign_state(area: &mut Area, hardware: &mut impl Hardware) -> Ne
     finish(area, hardware, because)
 }
 
-/// VMLAUNCH or VMRESUME failed, or the processor came back before the guest. If a machine check was the cause
-/// (SDM, "Machine-check events during VM entry"), it is the system's, and nothing else is wrong.
+/// Answers an entry that failed: VMLAUNCH or VMRESUME did, or the processor came back before the guest. If
+/// a machine check was the cause (SDM, "Machine-check events during VM entry"), it is the system's, and
+/// nothing else is wrong.
 fn not_entered(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     if area.own.exit.code as u32 == reason::ENTRY_FAILED | reason::MACHINE_CHECK {
         machine_check::note(area, hardware, false);

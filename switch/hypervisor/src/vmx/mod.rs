@@ -46,17 +46,17 @@ pub struct Vmx;
 /// A CPU's area on Intel. The second page holds the GDT of a departure.
 pub type Area = crate::cpu::Area<Vmx>;
 
-/// TR or LDTR, as the system has it.
+/// TR or LDTR of the system.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SystemSegment {
-    /// Selector.
+    /// Selector, as software loads it.
     pub selector: u16,
     /// As in the VMCS: type, S, DPL, P in bits 7:0; AVL, L, D/B, G in bits 15:12; bit 16 if unusable.
     pub attributes: u32,
-    /// Limit in bytes.
+    /// Limit in bytes, as in the descriptor.
     pub limit: u32,
-    /// Base, virtual.
+    /// Base address, virtual.
     pub base_virt: u64,
 }
 
@@ -66,13 +66,13 @@ impl SystemSegment {
     const PRESENT: u32 = 1 << 7;
     const GRANULARITY: u32 = 1 << 15;
 
-    /// Whether there is a segment at all.
+    /// Returns true if there is a segment at all.
     #[must_use]
     pub const fn is_usable(&self) -> bool {
         self.selector & !3 != 0 && self.attributes & Self::PRESENT != 0 && self.attributes & 1 << 16 == 0
     }
 
-    /// Its descriptor of 16 bytes (SDM volume 3, "TSS descriptor in 64-bit mode").
+    /// Returns the segment's descriptor of 16 bytes (SDM volume 3, "TSS descriptor in 64-bit mode").
     #[must_use]
     pub const fn descriptor(&self) -> [u64; 2] {
         let limit =
@@ -93,7 +93,7 @@ impl SystemSegment {
 pub struct LeaveGdt([u64; 512]);
 
 impl LeaveGdt {
-    /// Code and data only.
+    /// Returns a GDT with code and data only.
     #[must_use]
     pub const fn new() -> Self {
         let mut table = [0; 512];
@@ -101,14 +101,15 @@ impl LeaveGdt {
         Self(table)
     }
 
-    /// Index of a system segment's descriptor, if it can stand here: in the GDT, beside the fixed ones.
+    /// Returns the index of a system segment's descriptor, if it can stand here: in the GDT, beside the fixed
+    /// ones.
     #[must_use]
     pub const fn index(selector: u16) -> Option<usize> {
         let index = (selector >> 3) as usize;
         if selector & 4 == 0 && index > 3 && index < 511 { Some(index) } else { None }
     }
 
-    /// Puts a segment where its selector says.
+    /// Writes the descriptor of a segment to the place that its selector names.
     pub fn put(&mut self, segment: &SystemSegment) {
         if let (Some(index), true) = (Self::index(segment.selector), segment.is_usable()) {
             let [low, high] = segment.descriptor();
@@ -117,7 +118,7 @@ impl LeaveGdt {
         }
     }
 
-    /// Marks a task-state segment available, as LTR wants it; whether there is one.
+    /// Marks a task-state segment available, as LTR demands. Returns true if there is one.
     #[inline]
     pub fn release(&mut self, selector: u16) -> bool {
         const BUSY: u64 = (SystemSegment::BUSY as u64) << 40;
@@ -133,7 +134,8 @@ impl Default for LeaveGdt {
     }
 }
 
-/// What Intel keeps of a CPU besides the control structure, which software cannot read as memory.
+/// Data that Intel's folder keeps of a CPU, besides the control structure, which software cannot read as
+/// memory.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Own {
@@ -143,15 +145,15 @@ pub struct Own {
     pub revision: u32,
     /// 1 once the VMCS has been entered since it was loaded: VMRESUME instead of VMLAUNCH.
     pub launched: u32,
-    /// 1 in VMX operation.
+    /// 1 while the CPU is in VMX operation.
     pub vmx_on: u32,
-    /// 1 after VMLAUNCH or VMRESUME failed, until it was looked at.
+    /// 1 after VMLAUNCH or VMRESUME failed, until the failure is answered.
     pub failed: u8,
-    /// 1 if it was VMfailInvalid.
+    /// 1 if the failure was VMfailInvalid.
     pub failed_invalid: u8,
-    /// EFER at the attach: what the processor has in the hypervisor.
+    /// EFER at the attach, which the processor has in the hypervisor.
     pub host_efer: u64,
-    /// PAT at the attach, likewise.
+    /// PAT at the attach, which the processor has in the hypervisor.
     pub host_pat: u64,
     /// FS base, GS base, SYSENTER_CS, _ESP and _EIP at the attach.
     pub captured: [u64; 5],
@@ -159,21 +161,21 @@ pub struct Own {
     pub captured_debugctl: u64,
     /// S_CET and IA32_INTERRUPT_SSP_TABLE_ADDR at the attach, where they exist.
     pub captured_cet: [u64; 2],
-    /// IA32_VMX_CR4_FIXED1: what a guest may set.
+    /// IA32_VMX_CR4_FIXED1: bits that a guest may set.
     pub cr4_allowed: u64,
     /// TR that the next departure gives back.
     pub tr: SystemSegment,
-    /// LDTR likewise.
+    /// LDTR that the next departure gives back.
     pub ldtr: SystemSegment,
-    /// The last exit that [`exits`] looked at.
+    /// The last exit that [`exits`] has read.
     pub exit: LastExit,
-    /// 1 once the system above is not the one that attached any more: INIT has reset it, or it has cleared
-    /// CR4.VMXE on its way to another kernel.
+    /// 1 once the system above is another one than attached: INIT has reset it, or it has cleared CR4.VMXE on
+    /// its way to another kernel.
     pub foreign: u32,
-    /// 1 if the CPU wanted to leave where the gate cannot go, or an entry there was refused, and could not: it gets
-    /// one more try.
+    /// 1 if the CPU wanted to leave and could not: the gate cannot go there, or an entry there was refused.
+    /// It gets one more try.
     pub refused_to_leave: u32,
-    /// 1 while an exit is asked for that comes as soon as the guest can take interrupts.
+    /// 1 while an exit is asked for as soon as the guest can take interrupts.
     pub awaits_window: u32,
 }
 

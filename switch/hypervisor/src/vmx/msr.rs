@@ -1,9 +1,14 @@
-//! MSRs of the guest: which writes exit, and what they mean.
+//! MSRs of the guest: the writes that exit, and their meaning.
 //!
-//! EFER, PAT, DEBUGCTL and SYSENTER need no interception: entries and exits load and save them. Intercepted
-//! are writes of the MTRRs, whose types the nested tables repeat (HARDWARE I-17), of the microcode trigger
-//! (L-11), and of IA32_PEBS_ENABLE: its records would go through the hypervisor's page tables. Beyond those the processor exits by itself for all MSRs outside of the bitmap's two ranges
-//! (SDM volume 3, "MSR-bitmap address"): they are executed for real (I-30).
+//! EFER, PAT, DEBUGCTL and SYSENTER need no interception: entries and exits load and save them. Writes of
+//! these are intercepted:
+//!
+//! * the MTRRs, whose types the nested tables repeat (HARDWARE I-17),
+//! * the microcode trigger (L-11),
+//! * IA32_PEBS_ENABLE, whose records would go through the hypervisor's page tables.
+//!
+//! The processor also exits by itself for all MSRs outside of the bitmap's two ranges (SDM volume 3,
+//! "MSR-bitmap address"). Those are executed for real (I-30).
 
 use mercury_abi::code::Code;
 use mercury_abi::shared::ExitReason;
@@ -23,7 +28,7 @@ use crate::{nested, publish};
 #[derive(Debug)]
 pub struct Bitmap([u8; 4096]);
 
-/// The bitmap of all CPUs.
+/// Bitmap, which all CPUs share.
 pub static BITMAP: Bitmap = Bitmap::new()
     .intercept_write(msr::MICROCODE_TRIGGER)
     .intercept_write(msr::PEBS_ENABLE)
@@ -68,13 +73,13 @@ impl Bitmap {
     }
 }
 
-/// The guest reads an MSR that exits.
+/// Answers a read of an MSR that exits.
 pub fn read(area: &mut Area, hardware: &mut impl Hardware, index: u32) -> Answer {
     publish::count(area, ExitReason::MsrPassThrough);
     read_through(area, hardware, index)
 }
 
-/// The guest writes an MSR that exits.
+/// Answers a write of an MSR that exits.
 pub fn write(area: &mut Area, hardware: &mut impl Hardware, index: u32, value: u64) -> Answer {
     let (reason, answer) = match index {
         _ if area.own.foreign != 0 => (ExitReason::MsrPassThrough, write_foreign(hardware, index, value)),
@@ -94,9 +99,9 @@ fn is_mtrr(index: u32) -> bool {
     index == msr::MTRR_DEF_TYPE || variable.contains(&index) || msr::MTRR_FIXED.contains(&index)
 }
 
-/// A value that is there already changes nothing: Linux writes the same ones on each CPU that comes online.
-/// Any other makes the tables wrong: the CPU leaves and writes it natively, and is not attached again until
-/// the tables have been built afresh.
+/// Answers a write of an MTRR. A value that is there already changes nothing: Linux writes the same ones on
+/// each CPU that comes online. Any other makes the tables wrong. The CPU then leaves and writes it
+/// natively, and is not attached again until the tables have been built afresh.
 fn write_mtrr(hardware: &mut impl Hardware, index: u32, value: u64) -> Answer {
     match hardware.read_msr(index) {
         Some(current) if current == value => Answer::Skip,
@@ -143,9 +148,9 @@ pub fn disables_mtrrs(hardware: &mut impl Hardware, cr0: u64) -> bool {
     hardware.vmread(vmcs::CR0_MASK) & cr0::CD != 0 && cr0 & cr0::CD == 0
 }
 
-/// Another kernel's writes, beneath which the hypervisor has to stay. Its MTRRs are those that it found, but for
-/// the while in which it writes them; the nested tables keep their types. Microcode and records of samples it
-/// does not get.
+/// Answers a write of another kernel, beneath which the hypervisor has to stay. Its MTRRs are those that it
+/// found, but for the time in which it writes them. The nested tables keep their types. The kernel gets no
+/// new microcode and no records of samples.
 fn write_foreign(hardware: &mut impl Hardware, index: u32, value: u64) -> Answer {
     match index {
         msr::MICROCODE_TRIGGER => Answer::Skip,

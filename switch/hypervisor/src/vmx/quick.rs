@@ -20,11 +20,11 @@ const RAX: usize = 0;
 const RCX: usize = 1;
 const RDX: usize = 2;
 
-/// Answers a hypercall of the driver, if it is one.
+/// Answers a hypercall of the driver; no other exit.
 ///
 /// # Safety
-/// `area` is this CPU's own, and interrupts are off: nobody else uses it until this returns, but for the
-/// handler of NMIs, which touches the gate's NMI block only.
+/// `area` is this CPU's own, and interrupts are off: no other code uses the area until this returns, but
+/// for the handler of NMIs, which touches the gate's NMI block only.
 pub unsafe extern "C" fn quick_exit(area: *mut Area) -> Quick {
     // SAFETY: the world switch passes this CPU's area; nothing else uses it in an exit.
     let area = unsafe { &mut *area };
@@ -60,7 +60,7 @@ pub(super) fn answer(area: &mut Area, hardware: &mut impl Hardware) -> Quick {
     }
 }
 
-/// Whether this exit is a hypercall of the driver and nothing besides.
+/// Returns true if this exit is a hypercall of the driver, and no other work is pending.
 #[inline]
 fn is_plain_hypercall(area: &Area, hardware: &mut impl Hardware) -> bool {
     area.own.failed == 0

@@ -1,6 +1,7 @@
-//! Why the processor refused an entry, in the words of [`mercury_abi::refusal`]. A failed instruction has a number
-//! (SDM volume 3, "VM instruction error numbers"). An exit that says "invalid guest state" does not say which of
-//! its checks failed ("Checks on the guest state area"): they are made here, in the manual's order.
+//! Names the reason that the processor refused an entry, in the words of [`mercury_abi::refusal`]. A failed
+//! instruction has a number (SDM volume 3, "VM instruction error numbers"). An exit for "invalid guest
+//! state" does not tell which of its checks failed ("Checks on the guest state area"). They are made here,
+//! in the manual's order.
 
 use mercury_abi::refusal::Refusal;
 use mercury_preflight::bits::{cr0, cr4, efer};
@@ -22,13 +23,13 @@ const PENDING_DEBUG_BITS: u64 = 0xF | 1 << 12 | 1 << 14 | 1 << 16;
 const PRESENT: u64 = 1 << 7;
 const CODE_OR_DATA: u64 = 1 << 4;
 
-/// The refusal for a VM-instruction error; 0: there was no current VMCS.
+/// Returns the refusal for a VM-instruction error; 0: there was no current VMCS.
 #[must_use]
 pub fn of_instruction(error: u64) -> Refusal {
     Refusal::from_number(FIRST_ERROR + error).unwrap_or(Refusal::UnknownState)
 }
 
-/// Why the last entry was refused, and the value that the check looks at.
+/// Returns the reason that the last entry was refused, and the value that the check is about.
 pub fn of_entry(area: &Area, hardware: &mut impl Hardware) -> (Refusal, u64) {
     let exit = &area.own.exit;
     let reason = exit.code as u32;
@@ -40,7 +41,7 @@ pub fn of_entry(area: &Area, hardware: &mut impl Hardware) -> (Refusal, u64) {
     }
 }
 
-/// The first check of the guest's state that fails.
+/// Returns the first check of the guest's state that fails.
 pub fn first(cr4_allowed: u64, hardware: &mut impl Hardware) -> (Refusal, u64) {
     let guest = Guest::read(hardware);
     let checks = [
@@ -56,12 +57,12 @@ pub fn first(cr4_allowed: u64, hardware: &mut impl Hardware) -> (Refusal, u64) {
 
 type Verdict = Option<(Refusal, u64)>;
 
-/// The first of the conditions that holds.
+/// Returns the first condition that holds.
 fn first_of<const COUNT: usize>(checks: [(bool, Refusal, u64); COUNT]) -> Verdict {
     checks.into_iter().find(|(fails, ..)| *fails).map(|(_, refusal, value)| (refusal, value))
 }
 
-/// Fields that more than one check looks at.
+/// Fields that more than one check uses.
 struct Guest {
     cr0: u64,
     cr4: u64,
@@ -96,7 +97,7 @@ impl Guest {
         }
     }
 
-    /// "Checks on guest control registers, debug registers, and MSRs", the first half.
+    /// Makes the first half of "Checks on guest control registers, debug registers, and MSRs".
     fn control_registers(&self, cr4_allowed: u64) -> Verdict {
         let paging = self.cr0 & cr0::PG != 0;
         first_of([
@@ -113,7 +114,7 @@ impl Guest {
         ])
     }
 
-    /// The second half. Bits 62:61 of CR3 are LAM's, bit 63 must be 0.
+    /// Makes the second half. Bits 62:61 of CR3 are LAM's, and bit 63 must be 0.
     fn registers(&self) -> Verdict {
         const CR3_RESERVED: u64 = 0x9FF0_0000_0000_0000;
         first_of([
@@ -139,7 +140,7 @@ impl Guest {
         ])
     }
 
-    /// "Checks on guest segment registers" and "... descriptor-table registers".
+    /// Makes "Checks on guest segment registers" and "... descriptor-table registers".
     fn segments(&self, hardware: &mut impl Hardware) -> Verdict {
         let mut of = |number: u32| {
             (
@@ -184,7 +185,7 @@ impl Guest {
         ])
     }
 
-    /// "Checks on guest RIP, RFLAGS, and SSP".
+    /// Makes "Checks on guest RIP, RFLAGS, and SSP".
     fn execution(&self) -> Verdict {
         const CS_LONG: u64 = 1 << 13;
         let wide = self.long_mode && self.cs_rights & CS_LONG != 0;
@@ -200,7 +201,7 @@ impl Guest {
         ])
     }
 
-    /// "Checks on guest non-register state".
+    /// Makes "Checks on guest non-register state".
     fn events(&self, hardware: &mut impl Hardware) -> Verdict {
         let state = hardware.vmread(vmcs::GUEST_ACTIVITY);
         let blocked = hardware.vmread(vmcs::GUEST_INTERRUPTIBILITY);

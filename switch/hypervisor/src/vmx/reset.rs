@@ -1,7 +1,8 @@
-//! INIT, the start-up IPI and shutdown. They always exit (SDM volume 3, "Other causes of VM exits"; HARDWARE
-//! I-7), and are answered so that a CPU comes up as it would natively, with the hypervisor still beneath it: an
-//! unrestricted guest runs in real mode and finds its way to long mode by itself. The driver detaches a CPU
-//! before the kernel takes it offline, so this is for those who do not ask: a crash kernel, a forced reset.
+//! INIT, the start-up IPI and shutdown. They always exit (SDM volume 3, "Other causes of VM exits";
+//! HARDWARE I-7). The answers let a CPU come up as it would natively, with the hypervisor still beneath it:
+//! an unrestricted guest runs in real mode and finds its way to long mode by itself. The driver detaches a
+//! CPU before the kernel takes it offline. So these exits come from code that does not ask: a crash kernel,
+//! a forced reset.
 
 use mercury_abi::code::Code;
 use mercury_abi::shared::{ExitReason, LogKind};
@@ -21,11 +22,12 @@ use crate::{machine_check, publish};
 const CR0_CACHES: u64 = 0b11 << 29;
 const RDX: usize = 2;
 
-/// INIT: an application processor waits for a start-up IPI. The boot processor would begin at the reset vector,
-/// in firmware that knows nothing of us: it shuts down instead, which resets the machine as that would.
+/// Answers INIT. An application processor waits for a start-up IPI. The boot processor would begin at the
+/// reset vector, in firmware that knows no hypervisor. It shuts down instead, which resets the machine all
+/// the same.
 ///
-/// The state is that of SDM volume 3, table "IA-32 and Intel 64 processor states following power-up, reset, or
-/// INIT", and no instruction before a start-up IPI.
+/// The state is that of SDM volume 3, table "IA-32 and Intel 64 processor states following power-up, reset,
+/// or INIT". No instruction runs before a start-up IPI.
 pub fn init(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     const BOOT_PROCESSOR: u64 = 1 << 8;
     const REAL_MODE_DATA: u64 = 0x93;
@@ -86,7 +88,7 @@ fn put_segment(hardware: &mut impl Hardware, number: u32, selector: u64, base: u
     hardware.vmwrite(vmcs::GUEST_ES_RIGHTS + 2 * number, rights);
 }
 
-/// The start-up IPI: execution begins at its vector's page (SDM, "MP initialization protocol").
+/// Answers the start-up IPI: execution begins at its vector's page (SDM, "MP initialization protocol").
 pub fn start_up(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     publish::count(area, ExitReason::Other);
     let vector = area.own.exit.info1 & 0xFF;
@@ -97,8 +99,9 @@ pub fn start_up(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     Next::Run
 }
 
-/// A write to CR0 that wants NE clear, or set again: real-mode code of a CPU that was reset. The guest gets its
-/// way in the shadow, and EFER.LMA and the entry's control follow paging (SDM, "Guest control registers").
+/// Answers a write to CR0 that clears NE, or sets it again: real-mode code of a CPU that was reset. The
+/// shadow gets the guest's value. EFER.LMA and the entry's control follow paging (SDM, "Guest control
+/// registers").
 pub fn write_cr0(hardware: &mut impl Hardware, value: u64) -> Answer {
     const NW: u64 = 1 << 29;
     let efer = hardware.vmread(vmcs::GUEST_EFER);
@@ -121,8 +124,8 @@ pub fn write_cr0(hardware: &mut impl Hardware, value: u64) -> Answer {
     Answer::Skip
 }
 
-/// A triple fault, or a CPU that can neither go on nor leave: it shuts down natively, out of VMX operation, in
-/// which INIT would be held back (HARDWARE M-1). The machine does with it what it always does.
+/// Shuts down natively after a triple fault, or a CPU that can neither go on nor leave. The CPU is out of
+/// VMX operation, in which INIT would be held back (HARDWARE M-1). The machine reacts as it always does.
 pub fn shut_down(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     let exit = &area.own.exit;
     let arguments = [

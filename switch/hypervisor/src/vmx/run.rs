@@ -1,16 +1,21 @@
 //! The world switch (SDM volume 3, chapters "VM entries" and "VM exits").
 //!
-//! An exit has loaded the hypervisor's RSP, RIP, segments, CR3 and descriptor tables; every general register but
-//! RSP still is the guest's. There is no global interrupt flag: an NMI can strike between any two instructions
-//! below. It comes to the driver's handler in the gate page, on the stack in use, and is noted
-//! ([`mercury_abi::gate::NmiBlock`]); the last thing before an entry is a look at that note. One that strikes
-//! after the look sends us back to it: the window's restart label.
+//! An exit has loaded the hypervisor's RSP, RIP, segments, CR3 and descriptor tables. Every general
+//! register but RSP is still the guest's.
 //!
-//! CPUID is what a system does most, and VMX's own instructions are what else a user can force. Both are answered
-//! here, in straight-line code that has no return and no indirect branch and touches nothing but this CPU's own
-//! pages (HARDWARE A-18, I-14, I-22, I-23). Beneath a snapshot or a dirty log nested faults can be forced as well, which compiled
-//! code answers: predictions are forgotten before its first call ([`crate::speculation`]). VERW before each entry empties the buffers that some processors leak from (I-22); on others it does
-//! nothing. The driver's own hypercalls are answered by [`super::quick`], which touches no vector register.
+//! There is no global interrupt flag: an NMI can strike between any two instructions below. It comes to the
+//! driver's handler in the gate page, on the stack in use, and is noted ([`mercury_abi::gate::NmiBlock`]).
+//! The last step before an entry reads that note. If an NMI strikes after that, the handler returns to the
+//! read: the window's restart label.
+//!
+//! CPUID is a system's most frequent exit, and a user can force exits with VMX's own instructions. Both are
+//! answered here, in straight-line code that has no return and no indirect branch, and that touches only
+//! this CPU's own pages (HARDWARE A-18, I-14, I-22, I-23). Beneath a snapshot or a dirty log a user can
+//! force nested faults as well, which compiled code answers. Predictions are forgotten before its first
+//! call ([`crate::speculation`]).
+//!
+//! VERW before each entry empties the buffers that some processors leak from (I-22). On others VERW does
+//! nothing. [`super::quick`] answers the driver's own hypercalls and touches no vector register.
 
 use core::mem::offset_of;
 
@@ -23,8 +28,8 @@ use crate::x86::vmx;
 #[cfg(feature = "image")]
 pub use switch::{mercury_entry_vmx, run};
 
-/// Where the stack of an exit begins, in the area: two words below its end, of which the first takes the
-/// guest's RDI, and aligned as compiled code wants it.
+/// Offset in the area at which the stack of an exit begins: two words below the end. The first takes the
+/// guest's RDI. The address is aligned as compiled code demands.
 pub const HOST_RSP_OFFSET: usize = AREA_SIZE - 16;
 
 #[cfg(feature = "image")]
@@ -52,11 +57,11 @@ mod switch {
 
     entry::native_entry_point!(mercury_entry_vmx, crate::vmx::Vmx, vmx_native, run);
 
-    /// The driver's operations: see [`crate::native::enter`].
+    /// Carries out the driver's operations: see [`crate::native::enter`].
     ///
     /// # Safety
-    /// `area` is this CPU's own, and interrupts are off: nobody else uses it until this returns, but for the
-    /// handler of NMIs, which touches the gate's NMI block only.
+    /// `area` is this CPU's own, and interrupts are off: no other code uses the area until this returns, but
+    /// for the handler of NMIs, which touches the gate's NMI block only.
     unsafe extern "C" fn vmx_native(area: *mut Area) -> entry::Next {
         // SAFETY: the gate passes this CPU's area; the driver does not touch it while the CPU is in here.
         crate::native::enter(unsafe { &mut *area })
@@ -95,14 +100,14 @@ mod switch {
         )
     }
 
-    /// The last steps before the guest, RDI = the CPU's area, RSP = the exit's. Begins again where an NMI
-    /// strikes in it: until the entry itself nothing is lost, for the block has every register that it loads. So it
-    /// does behind a machine check: see [`super::resume_at`].
+    /// Takes the last steps before the guest, RDI = the CPU's area, RSP = the exit's. Begins again where an
+    /// NMI strikes in it: until the entry itself nothing is lost, for the block has every register that it
+    /// loads. After a machine check it begins again too: see [`super::resume_at`].
     ///
-    /// An NMI is injected unless another event is to be, or the guest cannot take it (SDM, "Checks on guest
-    /// non-register state"), or a single step has yet to be reported, which the NMI would replace ("Delivery of
-    /// pending debug exceptions after VM entry"): then the monitor trap flag brings the guest back after its next
-    /// instruction or delivered event.
+    /// An NMI is injected, except in three cases: another event is to be injected, the guest cannot take it
+    /// (SDM, "Checks on guest non-register state"), or a single step has yet to be reported, which the NMI
+    /// would replace ("Delivery of pending debug exceptions after VM entry"). Then the monitor trap flag
+    /// brings the guest back after its next instruction or delivered event.
     #[unsafe(naked)]
     extern "C" fn enter() -> ! {
         naked_asm!(
@@ -180,8 +185,8 @@ mod switch {
         )
     }
 
-    /// VMLAUNCH or VMRESUME failed and fell through: the registers are the guest's, as after an exit, and the
-    /// flags say how it failed.
+    /// Notes that VMLAUNCH or VMRESUME failed and fell through. The registers are the guest's, as after an
+    /// exit, and the flags tell the kind of failure.
     #[unsafe(naked)]
     extern "C" fn failed() -> ! {
         naked_asm!(
@@ -202,12 +207,12 @@ mod switch {
         )
     }
 
-    /// Where the processor goes at an exit. CPUID is answered, and VMX's instructions in user mode are #UD; for
-    /// everything else on to [`save`].
+    /// Takes over from the processor at an exit. CPUID is answered here, and VMX's instructions in user mode
+    /// get #UD. All other exits go on to [`save`].
     ///
-    /// CPUID is executed for real. It shows the hypervisor's CR4 in two bits, which are taken from the guest's
-    /// (SDM volume 2, CPUID: leaf 1, OSXSAVE, and leaf 7, OSPKE), and always 64-bit mode in a third (leaf
-    /// 8000_0001h, SYSCALL). The cases that need more than a step over the instruction go on too: a single
+    /// CPUID is executed for real. It shows the hypervisor's CR4 in two bits, which are taken from the
+    /// guest's (SDM volume 2, CPUID: leaf 1, OSXSAVE, and leaf 7, OSPKE), and always 64-bit mode in a third
+    /// (leaf 8000_0001h, SYSCALL). Cases that need more than a step over the instruction go on too: a single
     /// step or RF, an interrupt shadow, a CPU that wants to leave.
     #[unsafe(naked)]
     pub extern "C" fn exit() -> ! {
@@ -364,7 +369,7 @@ mod switch {
         )
     }
 
-    /// All other exits: the rest of the registers to the block, then compiled code.
+    /// Saves the rest of the registers to the block, and calls compiled code.
     #[unsafe(naked)]
     extern "C" fn save() -> ! {
         naked_asm!(
@@ -397,7 +402,7 @@ mod switch {
             "test eax, eax",
             "jnz {run}",
             "jmp {leave}",
-            // Beneath a snapshot or a log compiled code may map the system's memory.
+            // Beneath a snapshot or a dirty log compiled code may map the system's memory.
             "30:",
             forget_predictions!(),
             "jmp 31b",
@@ -419,21 +424,21 @@ mod switch {
     }
 }
 
-/// Address of the exit's first instruction.
+/// Returns the virtual address of the exit's first instruction.
 #[cfg(feature = "image")]
 #[must_use]
 pub fn exit_virt() -> u64 {
     switch::exit as *const () as u64
 }
 
-/// Address of the exit's first instruction: tests have none.
+/// Returns 0: tests have no exit.
 #[cfg(not(feature = "image"))]
 #[must_use]
 pub fn exit_virt() -> u64 {
     0xFFFF_8880_0000_1000
 }
 
-/// Start and end of the window in which an NMI must begin again, and where.
+/// Returns start and end of the window in which an NMI must begin again, and the address to begin at.
 #[cfg(feature = "image")]
 pub fn nmi_window() -> [u64; 3] {
     unsafe extern "C" {
@@ -446,15 +451,16 @@ pub fn nmi_window() -> [u64; 3] {
         .map(|label| label as u64)
 }
 
-/// The window of an NMI: tests have none.
+/// Returns an empty window: tests have none.
 #[cfg(not(feature = "image"))]
 pub fn nmi_window() -> [u64; 3] {
     [0; 3]
 }
 
-/// Where to go on behind a machine check that struck at `rip`. On the way into the guest that is the beginning of
-/// the way: for an NMI that was noted meanwhile, and because what the way had read of the VMCS may be another by
-/// now. Not where an NMI has been given and not been taken from the note.
+/// Returns the address to go on at after a machine check that struck at `rip`. On the way into the guest
+/// that is the beginning of the way: an NMI may have been noted meanwhile, and the values that the way has
+/// read of the VMCS may have changed. The way does not begin again where an NMI has been given to the guest
+/// but not yet taken from the note.
 #[cfg(feature = "image")]
 pub fn resume_at(rip: u64) -> u64 {
     unsafe extern "C" {
@@ -468,7 +474,7 @@ pub fn resume_at(rip: u64) -> u64 {
     if rip >= start && rip < end && rip != given { restart } else { rip }
 }
 
-/// Where to go on behind a machine check: tests have no way into a guest.
+/// Returns `rip`: tests have no way into a guest.
 #[cfg(not(feature = "image"))]
 pub fn resume_at(rip: u64) -> u64 {
     rip
@@ -481,7 +487,7 @@ pub fn take_extended_state(area: &mut Area) {
     unsafe { vmx::ltr(HOST_TR) };
 }
 
-/// Gives the system its TR and LDTR, from descriptors made of what the processor had: the system's own GDT
+/// Gives the system its TR and LDTR, from descriptors made of the processor's own values: the system's GDT
 /// cannot be written and says that TR is busy (HARDWARE I-11). From here to the gate nothing may fault, for
 /// interrupt stacks are the system's.
 pub fn return_extended_state(area: &mut Area) {
@@ -499,7 +505,7 @@ pub fn return_extended_state(area: &mut Area) {
     }
 }
 
-/// Whether a descriptor for this selector can stand in [`LeaveGdt`].
+/// Returns true if a descriptor for this selector can stand in [`LeaveGdt`].
 #[must_use]
 pub const fn can_be_given_back(selector: u16) -> bool {
     LeaveGdt::index(selector).is_some() || selector & !3 == 0

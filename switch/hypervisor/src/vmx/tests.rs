@@ -713,7 +713,8 @@ fn an_event_is_not_lost_to_a_nested_fault_of_its_own_delivery() {
     assert_eq!(cpu.area.shared().left_because, u64::from(Code::UnknownExit as u32));
 }
 
-/// What cannot be delivered and nothing raises again is told; a machine check and an NMI are the gate's to raise.
+/// An event that cannot be delivered, and that nothing raises again, is logged. The gate raises machine checks and
+/// NMIs.
 #[test]
 fn an_event_that_cannot_be_delivered_does_not_keep_a_cpu() {
     crate::nested::tests::install::<Vmx>();
@@ -759,7 +760,7 @@ fn a_departure_waits_no_longer_than_for_interrupts() {
     }
 }
 
-/// Where the gate cannot go, the window would open again and again.
+/// The interrupt window would open again and again where the gate cannot go.
 #[test]
 fn a_window_opens_once() {
     let mut cpu = Cpu::attached();
@@ -815,7 +816,7 @@ fn a_machine_check_waits_for_an_event_and_no_longer() {
     }
 }
 
-/// On the way to the entry nobody looks any more: the handler hands it over itself.
+/// On the way to the entry no code reads the note any more: the handler hands the machine check over itself.
 #[test]
 fn a_machine_check_on_the_way_to_the_guest_is_injected_at_once() {
     let mut cpu = Cpu::attached();
@@ -941,7 +942,7 @@ fn foreign_bits_of_cr4_survive_a_detach() {
     assert_eq!(cpu.area.cpu.gate.outward.cr4, CR4 | LASS);
 }
 
-/// Where the processor refused a VMCS that nobody can vouch for, the gate gets no bit that may fault there.
+/// If the processor refused a VMCS, none of its bits can be trusted: the gate gets no bit that may fault there.
 #[test]
 fn a_corrupt_cr4_is_not_carried_out() {
     let mut cpu = Cpu::attached();

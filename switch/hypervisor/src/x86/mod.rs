@@ -11,17 +11,17 @@ use core::arch::asm;
 
 use crate::pci::Register;
 
-/// RFLAGS.TF.
+/// RFLAGS.TF, the trap flag: a single step.
 pub const RFLAGS_TF: u64 = 1 << 8;
-/// RFLAGS.RF.
+/// RFLAGS.RF, the resume flag: no breakpoint at this instruction.
 pub const RFLAGS_RF: u64 = 1 << 16;
-/// RFLAGS.IF.
+/// RFLAGS.IF, the interrupt flag.
 pub const RFLAGS_IF: u64 = 1 << 9;
 /// DR6.BS: a single step caused the debug exception (APM vol. 2, 13.1.1.3).
 pub const DR6_BS: u64 = 1 << 14;
 /// DR7 with every breakpoint off (bit 10 reads as one).
 pub const DR7_CLEAR: u64 = 0x400;
-/// CR4.PGE.
+/// CR4.PGE, global pages.
 pub const CR4_PGE: u64 = 1 << 7;
 /// CR0 in the hypervisor: PE, MP, ET, NE, WP, PG and nothing that the system above has set.
 pub const HOST_CR0: u64 = 0x8001_0033;
@@ -50,30 +50,30 @@ pub trait Hardware {
     /// Writes an MSR; `false` if the processor raised #GP.
     #[must_use]
     fn write_msr(&mut self, index: u32, value: u64) -> bool;
-    /// The time-stamp counter.
+    /// Reads the time-stamp counter.
     fn tsc(&mut self) -> u64;
-    /// CR2.
+    /// Reads CR2: the address of the last page fault.
     fn cr2(&mut self) -> u64;
-    /// Host-physical address of the page tables in use, which are the hypervisor's own.
+    /// Returns the host-physical address of the page tables in use, which are the hypervisor's own.
     fn own_tables(&mut self) -> u64;
     /// Goes on with these tables of its own, which map all that is in use at the same addresses.
     fn load_own_tables(&mut self, root_phys: u64);
     /// Forgets predictions that others have trained: see [`crate::speculation`].
     fn forget_predictions(&mut self, barriers: u32);
-    /// DR6.
+    /// Reads DR6: breakpoint status.
     fn dr6(&mut self) -> u64;
-    /// DR7.
+    /// Reads DR7: breakpoint control.
     fn dr7(&mut self) -> u64;
 
-    /// CPUID: EAX, EBX, ECX, EDX.
+    /// Executes CPUID: EAX, EBX, ECX, EDX.
     fn cpuid(&mut self, leaf: u32, subleaf: u32) -> [u32; 4];
-    /// XSETBV; `false` if the processor raised #GP.
+    /// Executes XSETBV; `false` if the processor raised #GP.
     #[must_use]
     fn xsetbv(&mut self, index: u32, value: u64) -> bool;
     /// Writes caches back and empties them.
     fn write_back_caches(&mut self);
 
-    /// VMXON; `false` if it failed.
+    /// Executes VMXON; `false` if it failed.
     #[must_use]
     fn vmxon(&mut self, region_phys: u64) -> bool;
     /// Makes a VMCS of this CPU clear and current.
@@ -83,16 +83,16 @@ pub trait Hardware {
     fn vmcs_load(&mut self, vmcs_phys: u64) -> Result<(), u64>;
     /// Clears the VMCS and leaves VMX operation.
     fn vmxoff(&mut self, vmcs_phys: u64);
-    /// A field of the current VMCS.
+    /// Reads a field of the current VMCS.
     fn vmread(&mut self, field: u32) -> u64;
     /// Writes a field of the current VMCS.
     fn vmwrite(&mut self, field: u32, value: u64);
     /// Forgets every translation of guests.
     fn flush_guests(&mut self, vpid: bool);
-    /// Ends as a triple fault does.
+    /// Ends this CPU as a triple fault does.
     fn shut_down(&mut self) -> crate::host::entry::Next;
 
-    /// Opens GIF for a moment, interrupts being off: takes an NMI that is pending.
+    /// Takes a pending NMI from the processor: opens GIF for a moment, with interrupts off.
     fn take_nmi(&mut self);
     /// Forgets every translation of every address-space identifier (AMD): enters the guest of this block, whose
     /// intercepts let nothing of it run.
@@ -104,7 +104,7 @@ pub trait Hardware {
     fn send_nmi(&mut self, apic_id: u32);
     /// Reads a register of a PCI function.
     fn read_pci(&mut self, register: Register) -> u32;
-    /// Writes one.
+    /// Writes a register of a PCI function.
     fn write_pci(&mut self, register: Register, value: u32);
 }
 

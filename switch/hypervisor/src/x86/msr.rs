@@ -8,15 +8,15 @@ use core::arch::asm;
 
 /// EFER (APM vol. 2, 3.1.7).
 pub const EFER: u32 = 0xC000_0080;
-/// EFER.SVME.
+/// EFER.SVME: SVM is on.
 pub const EFER_SVME: u64 = 1 << 12;
 /// EFER.LMA: read-only, long mode is active.
 pub const EFER_LMA: u64 = 1 << 10;
-/// EFER.LME.
+/// EFER.LME: long mode is enabled.
 pub const EFER_LME: u64 = 1 << 8;
 /// PAT (APM vol. 2, 7.8).
 pub const PAT: u32 = 0x277;
-/// SPEC_CTRL.
+/// SPEC_CTRL: controls of speculation (APM vol. 2, 3.2.9).
 pub const SPEC_CTRL: u32 = 0x48;
 /// IA32_PRED_CMD: writing 1 is a barrier for predictions of indirect branches (APM volume 2, 3.2.10).
 pub const PRED_CMD: u32 = 0x49;
@@ -26,39 +26,39 @@ pub const VM_HSAVE_PA: u32 = 0xC001_0117;
 pub const PATCH_LOADER: u32 = 0xC001_0020;
 /// The microcode trigger of Intel: IA32_BIOS_UPDT_TRIG (SDM volume 4, table 2-2, as those below).
 pub const MICROCODE_TRIGGER: u32 = 0x79;
-/// IA32_APIC_BASE.
+/// IA32_APIC_BASE: address and mode of the local APIC.
 pub const APIC_BASE: u32 = 0x1B;
-/// IA32_PEBS_ENABLE.
+/// IA32_PEBS_ENABLE: counters that record samples.
 pub const PEBS_ENABLE: u32 = 0x3F1;
-/// IA32_SYSENTER_CS.
+/// IA32_SYSENTER_CS: selector for SYSENTER.
 pub const SYSENTER_CS: u32 = 0x174;
-/// IA32_SYSENTER_ESP.
+/// IA32_SYSENTER_ESP: stack of SYSENTER, virtual.
 pub const SYSENTER_ESP: u32 = 0x175;
-/// IA32_SYSENTER_EIP.
+/// IA32_SYSENTER_EIP: entry of SYSENTER, virtual.
 pub const SYSENTER_EIP: u32 = 0x176;
-/// IA32_VMX_EPT_VPID_CAP.
+/// IA32_VMX_EPT_VPID_CAP: capabilities of nested tables.
 pub const VMX_EPT_VPID_CAP: u32 = 0x48C;
 /// FS base (APM vol. 2, 4.5.3).
 pub const FS_BASE: u32 = 0xC000_0100;
-/// GS base.
+/// GS base (APM vol. 2, 4.5.3).
 pub const GS_BASE: u32 = 0xC000_0101;
 /// SYSCFG (APM vol. 2, 3.2.1).
 pub const SYSCFG: u32 = 0xC001_0010;
 /// TOP_MEM2 (APM vol. 2, 7.9.4).
 pub const TOP_MEM2: u32 = 0xC001_001D;
-/// DEBUGCTL.
+/// DEBUGCTL: branch records and single steps of branches.
 pub const DEBUGCTL: u32 = 0x1D9;
-/// S_CET.
+/// S_CET: control-flow enforcement of the kernel.
 pub const S_CET: u32 = 0x6A2;
 /// U_CET; bit 0: user mode has shadow stacks.
 pub const U_CET: u32 = 0x6A0;
-/// PL3_SSP: what the shadow stack pointer becomes in user mode.
+/// PL3_SSP: shadow-stack pointer that user mode gets, virtual.
 pub const PL3_SSP: u32 = 0x6A7;
-/// ISST_ADDR.
+/// ISST_ADDR: interrupt shadow-stack table, virtual.
 pub const ISST_ADDR: u32 = 0x6A8;
-/// MTRRcap.
+/// MTRRcap: number and kinds of ranges.
 pub const MTRR_CAP: u32 = 0xFE;
-/// MTRRdefType.
+/// MTRRdefType: default type, and enable bits.
 pub const MTRR_DEF_TYPE: u32 = 0x2FF;
 /// MTRRphysBase0; base and mask of register n are at 2n and 2n + 1 from here.
 pub const MTRR_PHYS_BASE0: u32 = 0x200;
@@ -131,7 +131,7 @@ struct Fixup {
     recovery: i32,
 }
 
-/// Where execution continues after a fault at `rip`, if that instruction may fault.
+/// Returns the address at which execution continues after a fault at `rip`, if that instruction may fault.
 #[cfg(feature = "image")]
 #[must_use]
 pub fn recovery_of(rip: u64) -> Option<u64> {

@@ -17,7 +17,7 @@ pub fn read_pci(address: u32) -> u32 {
     value
 }
 
-/// Writes one.
+/// Writes a register of a PCI function.
 pub fn write_pci(address: u32, value: u32) {
     // SAFETY: as above; `crate::pci` only takes rights away. Not `nomem`: what the device did before is in memory.
     unsafe {
