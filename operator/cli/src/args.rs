@@ -35,7 +35,7 @@ pub enum Command {
     #[command(
         long_about = "Runs attach's own checks on every CPU and compares the CPUs. Then reads what only \
         user space can see: kernel, module signing, other hypervisors, memory. Finally runs the checks \
-        that snapshot and migrate make before they begin, and says what those commands would \
+        that checkpoint, snapshot and migrate make before they begin, and says what those commands would \
         refuse on this machine as it is.\n\nExits with 0 if attach will work. Exits with 3 if attach will \
         not work, or if the checks cannot decide it."
     )]

@@ -6,7 +6,7 @@
 //! * [`doctor`], [`bench`], [`metrics`]: the commands about the mode switch;
 //! * [`checkpoint`], [`restore`], [`inspect`], [`merge`]: the whole machine into a file, and back;
 //!   [`images`] reads such files;
-//! * [`refusals`]: the reasons against a a snapshot or a move of this machine;
+//! * [`refusals`]: the reasons against a checkpoint, a snapshot or a move of this machine;
 //! * [`snapshot`]: a rollback of the whole machine, in memory.
 //!
 //! The crate `mercury-control` has the driver's interface, errors and output, which all of them use. Unsafe code is in the

@@ -1,4 +1,4 @@
-//! The reasons for which a a snapshot or a move of this machine would be refused before
+//! The reasons for which a checkpoint, a snapshot or a move of this machine would be refused before
 //! it begins. The commands refuse by these checks; `mercury migrate --dry-run` and `mercury doctor`
 //! predict by the same checks.
 

@@ -1,8 +1,8 @@
 //! Holding a machine still, so that its memory and its disks agree at one instant.
 //!
-//! * [`applications`], [`arrays`], [`disks`], [`swap`], [`watchdogs`]: what is held, and goes on afterwards;
+//! * [`applications`], [`arrays`], [`disks`], [`swap`], [`watchdogs`]: programs and devices that are held, and go on afterwards;
 //! * [`fence`], [`stale`], [`ethernet`]: the network, on which no peer may hear two machines;
-//! * [`devices`], [`openers`], [`rdma`], [`waits`], [`reachable`]: what cannot be held, with the names of its users;
+//! * [`devices`], [`openers`], [`rdma`], [`waits`], [`reachable`]: devices that cannot be held, with the names of their users;
 //! * [`undo`]: the process that undoes everything if the command is killed;
 //! * [`describe`], [`pool`], [`phases`], [`patient`]: the machine's description, memory for the instant, times, and reads that
 //!   do not wait for ever;

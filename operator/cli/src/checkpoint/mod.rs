@@ -160,7 +160,7 @@ impl Render for Report {
     }
 }
 
-/// Makes one or a series.
+/// Makes one checkpoint, or a series.
 ///
 /// # Errors
 ///

@@ -4,7 +4,7 @@
 //! * [`machine`]: reads everything, judges nothing;
 //! * [`processor`]: attach's own checks on every CPU, and the CPUs against each other;
 //! * [`system`]: kernel, driver, signing, other hypervisors, memory;
-//! * [`operations`]: the reasons against snapshot and migrate on this machine as it is;
+//! * [`operations`]: the reasons against checkpoint, snapshot and migrate on this machine as it is;
 //! * this file: the items, and the verdict.
 
 pub mod machine;

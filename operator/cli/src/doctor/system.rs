@@ -141,7 +141,7 @@ fn locked_down(machine: &Machine) -> Option<Item> {
             "integrity: no machine can be restored or received here; checkpoints, and moves away, work"
         }
         lockdown::Mode::Confidentiality => {
-            "confidentiality: no no move, no restore; snapshots that stay in memory work"
+            "confidentiality: no checkpoint, no move, no restore; snapshots that stay in memory work"
         }
     };
     Some(Item {

@@ -247,7 +247,7 @@ fn secure_boot() {
 fn lockdown_is_told() {
     for (mode, words) in [
         (lockdown::Mode::Integrity, "no machine can be restored or received here"),
-        (lockdown::Mode::Confidentiality, "no no move, no restore"),
+        (lockdown::Mode::Confidentiality, "no checkpoint, no move, no restore"),
     ] {
         let report = examine(&Machine { lockdown: Some(mode), ..good_machine() }, true);
         let text = rendered(&report);

@@ -6,7 +6,7 @@
 //! 2. Memory is sent while everything runs, round by round: each round sends the pages that have
 //!    changed since they were sent ([`copy`]).
 //! 3. Applications are held still, file systems are frozen, and the network is fenced off except
-//!    for this connection. Then the instant comes, as for a and the remaining changed
+//!    for this connection. Then the instant comes, as for a checkpoint, and the remaining changed
 //!    pages are sent.
 //! 4. The hand-over: [`mercury_migration::protocol`] decides the actions, and [`mover`] carries
 //!    them out. If anything fails before the commit, this machine goes on as if nothing had been
