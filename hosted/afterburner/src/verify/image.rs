@@ -182,7 +182,11 @@ impl Placed {
             let bytes =
                 section.data().map_err(|error| Error::new(format!("a section cannot be read: {error}")))?;
             let name = section.name().unwrap_or_default().to_owned();
-            all.push(Code { name, address: self.base(section.index()), bytes: bytes.to_vec() });
+            let address = self.base(section.index());
+            if address.checked_add(bytes.len() as u64).is_none() {
+                return Err(Error::new(format!("the section {name} ends beyond the address space")));
+            }
+            all.push(Code { name, address, bytes: bytes.to_vec() });
         }
         all.sort_by_key(|code| code.address);
         Ok(all)
@@ -226,6 +230,9 @@ impl Placed {
         }
         let records: Option<Vec<Record>> = records.iter().map(Record::read).collect();
         let mut records = records.ok_or_else(bad)?;
+        if records.iter().any(|record| record.slot.checked_add(2 * u64::from(u8::MAX)).is_none()) {
+            return Err(bad());
+        }
         records.retain(|record| record.slot != 0);
         records.sort_by_key(|record| (record.slot, record.offset));
         Ok(records)
