@@ -26,6 +26,8 @@ pub mod cpuid;
 pub mod devices;
 pub mod entry;
 pub mod error;
+#[doc(hidden)]
+pub mod fuzz;
 pub mod gdb;
 pub mod isolation;
 pub mod kernel;

@@ -5,6 +5,7 @@ mod bell;
 mod block;
 mod clock;
 pub(crate) mod console;
+pub(crate) mod fuzz;
 mod link;
 mod net;
 mod pic;

@@ -182,7 +182,7 @@ pub struct Connection {
 }
 
 impl Connection {
-    fn new(file: File) -> Self {
+    pub(super) fn new(file: File) -> Self {
         Self { file: Some(file), received: Vec::new(), taken: 0, unsent: Vec::new() }
     }
 

@@ -5,6 +5,7 @@
 //! [`registers`] its processor, [`step`] where an instruction leads. Steps are breakpoints there.
 
 mod connection;
+pub(crate) mod fuzz;
 mod registers;
 mod step;
 mod target;

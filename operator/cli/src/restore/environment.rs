@@ -196,10 +196,14 @@ fn memory_file(bytes: &[u8]) -> io::Result<File> {
     Ok(file)
 }
 
+fn command_line(purpose: &Purpose<'_>, sysroot: &Sysroot) -> String {
+    command_line_after(&sysroot.text("proc/cmdline").unwrap_or_default(), purpose)
+}
+
 /// Returns the command line: the running kernel's options, because they set how its hardware is
 /// used, without those that set its task.
-fn command_line(purpose: &Purpose<'_>, sysroot: &Sysroot) -> String {
-    let running = sysroot.text("proc/cmdline").unwrap_or_default();
+#[must_use]
+pub fn command_line_after(running: &str, purpose: &Purpose<'_>) -> String {
     // Words after "--" are for the first process.
     let kept = running.split_whitespace().take_while(|word| *word != "--").filter(|word| {
         let name = word.split('=').next().unwrap_or(word);

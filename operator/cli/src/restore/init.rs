@@ -43,6 +43,33 @@ pub fn is_init() -> bool {
     std::process::id() == 1 && Path::new("/").join(MODULES).exists()
 }
 
+/// The task of a restore environment, by its kernel's command line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Task<'a> {
+    /// Name of the image to restore.
+    pub image: Option<&'a str>,
+    /// True if a machine is to be received.
+    pub receives: bool,
+    /// True if a failure is not followed by another attempt.
+    pub gives_up: bool,
+    /// True if disks may have changed.
+    pub force_disks: bool,
+}
+
+impl<'a> Task<'a> {
+    /// Reads the task from a command line.
+    #[must_use]
+    pub fn of(line: &'a str) -> Self {
+        let is_said = |wanted: &str| line.split_whitespace().any(|word| word == wanted);
+        Self {
+            image: line.split_whitespace().find_map(|word| word.strip_prefix(WORD)?.strip_prefix('=')),
+            receives: is_said(RECEIVE),
+            gives_up: is_said(GIVE_UP),
+            force_disks: is_said(FORCE_DISKS),
+        }
+    }
+}
+
 /// Runs the first process.
 #[must_use]
 pub fn run() -> ExitCode {
@@ -54,12 +81,11 @@ pub fn run() -> ExitCode {
     }
     insert_modules();
     let line = fs::read_to_string("/proc/cmdline").unwrap_or_default();
-    let image = line.split_whitespace().find_map(|word| word.strip_prefix(WORD)?.strip_prefix('='));
-    let is_said = |wanted: &str| line.split_whitespace().any(|word| word == wanted);
-    match image {
-        None if is_said(RECEIVE) => receive(),
-        Some(image) if is_said(GIVE_UP) => restore(image, is_said(FORCE_DISKS)),
-        Some(image) => restore_at_last(image, is_said(FORCE_DISKS)),
+    let task = Task::of(&line);
+    match task.image {
+        None if task.receives => receive(),
+        Some(image) if task.gives_up => restore(image, task.force_disks),
+        Some(image) => restore_at_last(image, task.force_disks),
         None => eprintln!("mercury: the command line has no {WORD}=IMAGE"),
     }
     eprintln!("mercury: the machine could not be brought back; it restarts in {} s", LAST_WORDS.as_secs());
