@@ -23,7 +23,7 @@ help:
 	@echo 'make test      the tests that are not long; make test FILTER=machine LAB=intel'
 	@echo 'make test FULL=1   the long ones as well, those in Bochs, and make check: some hours'
 	@echo 'make test MINUTES=40   no test begins later than that; those left out are named'
-	@echo 'make check     formatting, lints, style of the driver'
+	@echo 'make check     formatting, lints, style of the driver, a minute of each fuzz target'
 	@echo 'make bench     the tables of the paper, on this machine'
 	@echo 'make soak      for hours; make soak LAB=intel CYCLES=1000'
 	@echo 'make deb       the Debian packages'

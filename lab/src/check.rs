@@ -1,5 +1,6 @@
-//! `make check`: formatting, lints with warnings denied (for the freestanding image too), and the
-//! kernel's style for the driver. Hypervisor and driver have a size that they must not exceed.
+//! `make check`: formatting, lints with warnings denied (for the freestanding image too), the
+//! kernel's style for the driver, and a minute of each fuzz target. Hypervisor and driver have a size
+//! that they must not exceed.
 
 use std::{
     path::{Path, PathBuf},
@@ -25,12 +26,15 @@ pub fn run() -> Vec<&'static str> {
     format.args(["fmt", "--all", "--check"]);
     let mut lints = artefacts::cargo();
     lints.args(["clippy", "-q", "--workspace", "--all-targets", "--", "-D", "warnings"]);
+    let mut fuzz = artefacts::cargo();
+    fuzz.args(["run", "-q", "-p", "mercury-fuzz", "--", "--seconds", "60"]);
     let checks: [_; COMMANDS as usize] = [
         ("formatting", Ok(format)),
         ("lints", Ok(lints)),
         ("the image's lints", hypervisor::lints(Variant::Production)),
         ("the lints of the image with fault points", hypervisor::lints(Variant::Faults)),
         ("the driver's style", driver_style()),
+        ("the fuzz targets", Ok(fuzz)),
     ];
     let mut failed = Vec::new();
     for (name, command) in checks {
@@ -54,7 +58,7 @@ fn passes(mut command: Command) -> Result<bool> {
 }
 
 /// The number of checks that are commands.
-const COMMANDS: u32 = 5;
+const COMMANDS: u32 = 6;
 /// The number of checks. The last one is [`sizes::check`].
 pub const COUNT: u32 = COMMANDS + 1;
 

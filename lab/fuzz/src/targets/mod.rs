@@ -1,0 +1,10 @@
+//! The targets, one file each.
+
+pub mod announcement;
+pub mod command_line;
+pub mod gdb;
+pub mod image;
+pub mod orders;
+pub mod records;
+pub mod virtio;
+pub mod wire;
