@@ -1,18 +1,21 @@
-//! The hypervisor's logic. It knows no Linux, no policy, no files and no network, and it builds on the
-//! host too, where its tests run; `main.rs` makes the freestanding image of it.
+//! The hypervisor's logic. It knows no Linux, no policy, no files and no network. It also builds on the
+//! host, where its tests run; `main.rs` makes the freestanding image of it.
 //!
 //! From the outside in:
 //!
-//! * [`native`]: what the driver asks for on a native CPU: take over memory, build the nested tables,
+//! * [`native`]: the driver's operations on a native CPU: take over memory, build the nested tables,
 //!   preflight, attach;
-//! * [`exit`]: what an attached CPU comes in for, above the vendor boundary; [`event`]: what is delivered to it;
-//!   [`machine_check`]: those that strike in the hypervisor, handed to the system;
-//! * [`vendor`]: that boundary; [`svm`] and [`vmx`]: AMD's side of it and Intel's, file by file the same (but for
-//!   INIT); [`msr`]: what both make of MSRs;
-//! * [`emergency`]: how a CPU leaves when something went wrong, and the record that it leaves behind;
+//! * [`argument`]: addresses that the driver passes, checked once;
+//! * [`exit`]: exits of an attached CPU, above the vendor boundary; [`quick`]: the driver's hypercalls
+//!   among them; [`event`]: events that are delivered to the system; [`machine_check`]: machine checks that
+//!   strike in the hypervisor, handed to the system;
+//! * [`vendor`]: that boundary; [`svm`] and [`vmx`]: AMD's side of it and Intel's, file by file the same
+//!   (but for INIT); [`msr`]: handling of MSRs that both share;
+//! * [`emergency`]: the departure of a CPU after a failure, and the record of that;
 //! * [`cpu`]: the per-CPU area; [`host`]: the hypervisor's own descriptor tables and entry points;
 //! * [`nested`], [`paging`], [`mtrr`], [`address`]: the identity map;
-//! * [`snapshot`]: what memory held at one instant, and the way back to it; [`pci`]: devices that are silenced for it;
+//! * [`snapshot`]: memory at one instant, and the way back to it; [`pci`]: devices that are silenced for a
+//!   rollback;
 //! * [`speculation`]: predictions that are forgotten before memory is mapped;
 //! * [`publish`]: counters and the log; [`fault`]: fault points; [`x86`]: instructions.
 

@@ -107,7 +107,7 @@ impl Hardware for Model {
         self.leaves.get(&leaf).copied().unwrap_or_default()
     }
 
-    /// x87 must be on, and no component above bit 2 exists.
+    /// Executes XSETBV: x87 must be on, and no component above bit 2 exists.
     fn xsetbv(&mut self, index: u32, value: u64) -> bool {
         let legal = index == 0 && value & 1 == 1 && value >> 3 == 0;
         self.xcr0 = legal.then_some(value).or(self.xcr0);
@@ -226,12 +226,12 @@ impl Attached {
         Self { area, hardware: Model { msrs, ..Model::default() }, _shared: shared }
     }
 
-    /// VMRUN, which takes the event of the block.
+    /// Executes VMRUN, which takes the event of the block.
     pub fn enter(&mut self) -> u64 {
         core::mem::take(&mut self.area.control.inject_event)
     }
 
-    /// An exit with this code, as the world switch hands it over.
+    /// Makes an exit with this code, as the world switch hands it over.
     pub fn exit(&mut self, exit_code: u64) -> crate::host::entry::Next {
         let control = &mut self.area.control;
         control.exit_code = exit_code;
@@ -245,7 +245,7 @@ impl Attached {
         crate::machine_check::finish(&mut self.area, &mut self.hardware, next)
     }
 
-    /// A general register of the guest, in the order of the instruction encoding.
+    /// Returns a general register of the guest, in the order of the instruction encoding.
     pub fn register(&mut self, number: usize) -> &mut u64 {
         if number == 0 {
             &mut self.area.control.rax

@@ -358,12 +358,12 @@ pub(crate) mod tests {
     ];
     const WRITE_BACK: [u64; 11] = [0x0606_0606_0606_0606; 11];
 
-    /// All of the machine's MTRRs.
+    /// Returns all of the machine's MTRRs.
     pub fn all_mtrrs() -> impl Iterator<Item = (u32, u64)> {
         MTRRS.into_iter().chain(msr::MTRR_FIXED.into_iter().zip(WRITE_BACK))
     }
 
-    /// A map of 40 bits with one hidden page, in memory that stays.
+    /// Returns a map of 40 bits with one hidden page, in memory that stays.
     fn small<F: Format<Address = GuestPhys>>() -> Nested<F> {
         let page = || StandIn(core::cell::UnsafeCell::new([0; 4096]));
         let pages: &[StandIn] = (0..64).map(|_| page()).collect::<Vec<_>>().leak();
@@ -391,7 +391,7 @@ pub(crate) mod tests {
         nested
     }
 
-    /// The nested tables of this machine are those of tests.
+    /// Makes the nested tables of tests those of this machine.
     pub fn install<V: Vendor>() {
         *V::tables().0.lock() = Some(small());
     }

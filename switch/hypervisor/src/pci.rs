@@ -16,7 +16,7 @@ const COMMAND_BITS: u32 = 0xFFFF;
 const CLASS: u32 = 0x08;
 const CLASS_SHIFT: u32 = 16;
 const NOBODY: u32 = 0xFFFF_FFFF;
-/// Bridges let through what devices behind them write; other ones (0680h) write by themselves.
+/// Bridges pass on the writes of the devices below them. Other ones (0680h) write by themselves.
 const CLASS_BRIDGES: core::ops::RangeInclusive<u32> = 0x0600..=0x060A;
 /// An IOMMU needs its own accesses to let others through, and writes to no memory but its own.
 const CLASS_IOMMU: u32 = 0x0806;

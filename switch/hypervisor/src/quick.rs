@@ -1,8 +1,8 @@
-//! The quick answers of both vendors: the driver's hypercalls, which are the only exits of a working machine and those
-//! that a switch waits for. [`crate::svm::quick`] and [`crate::vmx::quick`] recognize them.
+//! Quick answers of both vendors: [`crate::svm::quick`] and [`crate::vmx::quick`] recognize the driver's
+//! hypercalls. Those are the only exits of a working machine, and a switch waits for them.
 //!
-//! The world switch comes here before it saves vector registers, so nothing here may use one. Copies go field by field,
-//! and a test reads the machine code (`lab/tests/image.rs`).
+//! The world switch comes here before it saves vector registers, so no code here may use one. Copies go
+//! field by field, and a test reads the machine code (`lab/tests/image.rs`).
 
 use mercury_abi::code::Code;
 use mercury_abi::shared::LogKind;

@@ -1,20 +1,21 @@
-//! Branch predictions that user mode or a guest has trained, forgotten before the hypervisor maps the system's memory
-//! (HARDWARE A-18, I-23).
+//! Branch predictions that user mode or a guest has trained, forgotten before the hypervisor maps the
+//! system's memory (HARDWARE A-18, I-23).
 //!
-//! The hypervisor's page tables map its own memory alone. While there is a snapshot or a dirty log, some exits need the
-//! system's memory as well, and user mode can force such an exit by a write. So beneath a snapshot or a log every exit
-//! that compiled code answers forgets predictions first, in the straight-line code of the world switch, and the memory is
-//! mapped only after that ([`crate::snapshot::system_memory::with_memory`]).
+//! The hypervisor's page tables map its own memory alone. While there is a snapshot or a dirty log, some
+//! exits need the system's memory as well, and user mode can force such an exit by a write. So beneath a
+//! snapshot or a dirty log every exit for compiled code forgets predictions first, in the straight-line
+//! code of the world switch. The memory is mapped only after that (`with_memory` in
+//! `snapshot/system_memory.rs`).
 //!
-//! * Return predictor: 32 calls fill it with addresses at which nothing goes on. The hypervisor's own returns never use
-//!   up so many, so that no processor comes to older entries, or falls back to another predictor (SDM, "Return stack
-//!   buffer underflow").
-//! * AMD's processors up to family 19h predict returns, and more, from branch targets that user mode has trained
-//!   (retbleed, SRSO). There the barrier MSR (IA32_PRED_CMD, IBPB) is written, unless CPUID says that the processor is not
-//!   affected, or the kernel was started without mitigations.
-//! * Indirect branches: there is none (`lab/tests/image.rs`), so nothing else is needed on Intel's.
+//! * Return predictor: 32 calls fill it with addresses at which no code goes on. The hypervisor's own
+//!   returns never use up so many. So no processor comes to older entries, or falls back to another
+//!   predictor (SDM, "Return stack buffer underflow").
+//! * AMD's processors up to family 19h predict returns, and more, from branch targets that user mode has
+//!   trained (retbleed, SRSO). There the barrier MSR (IA32_PRED_CMD, IBPB) is written, unless CPUID says
+//!   that the processor is not affected, or the kernel was started without mitigations.
+//! * Indirect branches: there is none (`lab/tests/image.rs`), so Intel's processors need no other barrier.
 //!
-//! What the memory leaves behind in the processor's buffers is overwritten by VERW before the next entry.
+//! VERW before the next entry overwrites the memory's traces in the processor's buffers.
 
 use mercury_abi::facts::{CpuFacts, system};
 

@@ -101,7 +101,7 @@ impl<F: Format<Address = GuestPhys>> Machine<F> {
         panic!("{frame:#x} cannot be written");
     }
 
-    /// With writes between its pieces.
+    /// Collects the log, with writes between its pieces.
     fn collect(&mut self, meanwhile: &[u64]) -> BTreeSet<u64> {
         let mut from = Some(GuestPhys::new(0));
         let mut writes = meanwhile.iter();

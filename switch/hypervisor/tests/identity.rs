@@ -65,7 +65,7 @@ impl Machine {
         self.check_largest(gpa, mapping.size);
     }
 
-    /// A smaller page than the largest needs a reason.
+    /// Asserts that a page is smaller than the largest only for a reason.
     fn check_largest(&self, gpa: u64, size: PageSize) {
         let larger = match size {
             PageSize::Size4K => PageSize::Size2M,
@@ -328,8 +328,8 @@ fn fill_and_check(machine: &Machine, map: &mut Map<IntelExtended>, pool: &mut Po
     unhidden.check(page.as_u64(), Mapping { phys: page, ..mapping }, true);
 }
 
-/// A server: 3 GiB and `above` GiB of RAM, write-back by two ranges and TOP_MEM2, the hypervisor in a
-/// contiguous 8 MiB and areas for 64 CPUs.
+/// Returns a server: 3 GiB and `above` GiB of RAM, write-back by two ranges and TOP_MEM2, the hypervisor in
+/// a contiguous 8 MiB, and areas for 64 CPUs.
 fn server(physical_bits: u32, above: u64) -> Machine {
     let ranges = [
         range(MemoryType::WriteBack, 0, 31, physical_bits),

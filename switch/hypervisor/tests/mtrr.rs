@@ -29,7 +29,7 @@ fn page_types(mtrrs: &Mtrrs, start: u64, size: u64) -> Vec<MemoryType> {
     (start..start + size).step_by(4096).map(|address| at(mtrrs, address)).collect()
 }
 
-/// The rule, written down once more and otherwise.
+/// Returns the type by the same rule, written down a second time in another way.
 fn model(mtrrs: &Mtrrs, address: u64) -> MemoryType {
     if !mtrrs.enabled {
         return Uncacheable;

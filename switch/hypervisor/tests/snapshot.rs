@@ -108,7 +108,7 @@ fn frames() -> Vec<u64> {
     all.filter(|frame| !hidden(frame)).collect()
 }
 
-/// The map of pages that are free.
+/// Returns the map of free pages.
 fn free_map(free: &BTreeSet<u64>) -> FreeMap<'static> {
     const BITS: u64 = 1 << 20;
     // Never freed, as it belongs to a test.
@@ -300,7 +300,7 @@ impl<F: Format<Address = GuestPhys>> Machine<F> {
         }
     }
 
-    /// Memory is what it was, unless something of that is gone: then nothing has happened.
+    /// Asserts that memory goes back to the instant, unless part of that is gone: then nothing has happened.
     fn put_back(&mut self) {
         let before = self.memory.content.clone();
         let whole = self.snapshot.is_exact() && self.taken.is_empty() && self.next == 0;
@@ -354,7 +354,7 @@ impl<F: Format<Address = GuestPhys>> Machine<F> {
         assert_eq!(logged, self.written.intersection(&memory).copied().collect());
     }
 
-    /// The identity map is what it was.
+    /// Asserts that the identity map has not changed.
     fn check_identity(&mut self) {
         for frame in &self.frames {
             let mapping = self.map.lookup(&mut self.memory, GuestPhys::new(*frame)).expect("a mapping");

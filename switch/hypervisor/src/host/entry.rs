@@ -200,8 +200,8 @@ pub fn exception_stubs_virt() -> u64 {
     0
 }
 
-/// One stub for each vector, [`EXCEPTION_STUB_SIZE`] bytes apart. It pushes an error code where the
-/// processor pushes none (APM vol. 2, 8.2), and then the vector.
+/// Begins each exception: one stub a vector, [`EXCEPTION_STUB_SIZE`] bytes apart. A stub pushes an error
+/// code where the processor pushes none (APM vol. 2, 8.2), and then the vector.
 #[cfg(feature = "image")]
 #[unsafe(naked)]
 extern "C" fn exception_stubs() {
@@ -223,14 +223,14 @@ extern "C" fn exception_stubs() {
     )
 }
 
-/// All exceptions: registers into a [`super::exceptions::Frame`], then either on at the recovery
+/// Saves the registers of any exception in a [`super::exceptions::Frame`]. Then it goes on at the recovery
 /// address on the interrupted stack, or to the emergency path on the main stack.
 ///
 /// The interrupted stack is entered below its red zone, by POPF and RET.
 ///
-/// The vector registers are the system's where the quick path or the world switch was interrupted.
-/// `recover` uses none, for what it answers goes on with them (`lab/tests/image.rs`); the emergency path may
-/// use any, and ends in [`restore_sse`].
+/// The vector registers are the system's where the quick answer or the world switch was interrupted.
+/// `recover` uses none, because the code that goes on may have them live (`lab/tests/image.rs`). The
+/// emergency path may use any, and ends in [`restore_sse`].
 #[cfg(feature = "image")]
 #[unsafe(naked)]
 extern "C" fn exception_common() {

@@ -178,10 +178,10 @@ impl<F: Format<Address = GuestPhys>> IdentityMap<F> {
         }
     }
 
-    /// After a write fault on a hidden page: lets its writes go to `sink`, and its reads come from
-    /// there. Hidden pages may share an entry, and then they share the sink. No flush is needed beyond
-    /// the fault's own: the entry gets looser. The oldest of more than [`MAX_SUNK`] pages is armed again;
-    /// a processor that still has its translation goes on writing to the sink, which does no harm.
+    /// Lets writes to a hidden page go to `sink` after a fault, and its reads come from there. Hidden pages
+    /// may share an entry, and then they share the sink. No flush is needed beyond the fault's own: the entry
+    /// gets looser. The oldest of more than [`MAX_SUNK`] pages is armed again. A processor that still has its
+    /// translation goes on writing to the sink, which does no harm.
     ///
     /// [`MAX_SUNK`]: crate::paging::sink::MAX_SUNK
     pub fn sink(&mut self, pages: &mut impl TablePages, gpa: GuestPhys, sink: HostPhys) -> SinkOutcome {

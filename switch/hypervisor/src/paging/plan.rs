@@ -8,8 +8,8 @@ use crate::mtrr::{MemoryType, Mtrrs, TypeRun, VariableRange};
 use crate::paging::format::{Format, Permission};
 use crate::paging::table::Depth;
 
-/// Largest page that the processor has in nested tables (CPUID 8000_0001 EDX[26] on AMD,
-/// IA32_VMX_EPT_VPID_CAP[17] on Intel).
+/// Largest page that the processor has in nested tables (CPUID 8000_0001h EDX bit 26 on AMD,
+/// IA32_VMX_EPT_VPID_CAP bit 17 on Intel).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LargestPage {
     /// 2 MiB, which every processor has.

@@ -179,9 +179,11 @@ impl<F: Format> PageTable<F> {
     }
 
     /// Replaces the page at `slot` by a table of the same translation. Anything but a large page is left
-    /// alone. While processors use the tables this is right on AMD after a flush; Intel may machine-check
-    /// on an executable page (instruction TLB multihit), so there unlink the page, flush, and only
-    /// then link the table of [`PageTable::prepare_split`].
+    /// alone.
+    ///
+    /// While processors use the tables this is right on AMD after a flush. Intel's may machine-check on an
+    /// executable page (instruction TLB multihit). There the caller unlinks the page, flushes, and only then
+    /// links the table of [`PageTable::prepare_split`].
     ///
     /// # Errors
     /// [`Exhausted`] if there is no page for the table.

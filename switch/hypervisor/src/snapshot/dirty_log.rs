@@ -64,7 +64,7 @@ pub struct DirtyLog<F> {
 }
 
 impl<F: Format<Address = GuestPhys>> DirtyLog<F> {
-    /// Returns a log of writes to these ranges. A processor takes part once it has loaded [`DirtyLog::root`].
+    /// Returns a dirty log of these ranges. A processor takes part once it has loaded [`DirtyLog::root`].
     ///
     /// # Errors
     /// [`Exhausted`] if there is no page for its root.

@@ -50,7 +50,7 @@ impl FrameMap {
         Ok(())
     }
 
-    /// The first frame at or after `from` with a number, and that.
+    /// Returns the first frame at or after `from` that has a number, and the number.
     pub fn next(&self, pages: &mut impl TablePages, from: GuestPhys) -> Option<(GuestPhys, u64)> {
         let mut frame = from.align_down(PageSize::Size4K);
         let end = self.top.bytes().saturating_mul(TABLE_ENTRIES as u64);

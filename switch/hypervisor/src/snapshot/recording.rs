@@ -33,7 +33,7 @@ pub(super) struct Recording<F> {
 }
 
 impl<F: Format<Address = GuestPhys>> Recording<F> {
-    /// Prepares a log of writes to the ranges, over the identity map's tables.
+    /// Prepares a dirty log of the ranges, over the identity map's tables.
     pub(super) fn begin(
         ledger: &mut Ledger,
         base: PageTable<F>,

@@ -29,7 +29,7 @@ pub const WIDE: u64 = 0x88_8000;
 #[derive(Clone)]
 pub struct Page(pub [u8; 4096]);
 
-/// Memory that stays. Tests' direct map begins at 0, so an address is its own frame.
+/// Returns memory that stays. The direct map of tests begins at 0, so an address is its own frame.
 fn leaked(count: usize) -> &'static mut [Page] {
     vec![Page([0; 4096]); count].leak()
 }
@@ -98,7 +98,7 @@ impl<F: Format<Address = GuestPhys>> Machine<F> {
         self.live.begin(self.base, &self.setup)
     }
 
-    /// A log of writes: its two maps.
+    /// Begins a dirty log, with its two maps.
     pub fn begin_log(&mut self) -> Result<(), Code> {
         let pages = self.memory.iter().map(|page| (phys(page) / PAGE_SIZE) as usize / MAP_BITS);
         let map = || -> &'static [Option<&'static dirty_log::Piece>] {
@@ -123,7 +123,7 @@ impl<F: Format<Address = GuestPhys>> Machine<F> {
 
     /// Returns the pages that the dirty log has had since the last call.
     pub fn collect(&mut self) -> Result<Vec<usize>, Code> {
-        // One call looks at many more pages than there are.
+        // One call reads many more pages than there are.
         let mut collect = LogCollect { next_phys: phys(&self.memory[0]), ..LogCollect::default() };
         self.live.collect_log(&mut collect)?;
         let collected = self.live.recording.as_ref().expect("a dirty log").collected;

@@ -1,8 +1,8 @@
 //! Live state of a native CPU into the control block, and the guest's state back into the processor.
 //!
-//! What VMRUN and #VMEXIT do not touch (FS, GS, TR, LDTR, syscall MSRs, DR0–3, XCR0, XSS, x87 and
-//! vector registers, TSC_AUX, user CET state; HARDWARE) stays live throughout: the
-//! hypervisor changes only TR and its companions, with VMSAVE and VMLOAD around its own work.
+//! State that VMRUN and #VMEXIT do not touch stays live throughout: FS, GS, TR, LDTR, syscall MSRs, DR0–3,
+//! XCR0, XSS, x87 and vector registers, TSC_AUX and user CET state (HARDWARE ). The hypervisor
+//! changes only TR and its companions, with VMSAVE and VMLOAD around its own work.
 
 use mercury_abi::code::Code;
 use mercury_abi::facts::CpuFacts;

@@ -480,7 +480,7 @@ struct Shown {
     virtual_interrupt: u64,
 }
 
-/// The control block in the window.
+/// Returns the control block in the window.
 pub(super) fn block(area: &Area) -> *mut Vmcb {
     core::ptr::with_exposed_provenance_mut(area.cpu.gate.window_virt as usize)
 }
@@ -513,7 +513,7 @@ mod tests {
     const KVMS_PAGE: u64 = 0x7_7000;
     const BLOCK: u64 = 0x12_3000;
 
-    /// A CPU with a window, and what KVM's block looks like through it.
+    /// A CPU with a window that shows KVM's block.
     struct Host {
         cpu: Attached,
         block: Box<Vmcb>,
@@ -877,7 +877,8 @@ mod tests {
             self.cpu.enter();
         }
 
-        /// An entry of the system sets GIF: whatever has exited since CLGI, nothing reaches it.
+        /// Compares with the manual. An entry of the system sets GIF, but no event reaches it, whatever has
+        /// exited since CLGI.
         fn agrees(&self, manual: &Manual) {
             let control = &self.cpu.area.control;
             let held_back = manual.gif_is_clear && manual.is_seen;

@@ -58,12 +58,12 @@ pub struct Own {
     pub attach_efer: u64,
     /// VM_HSAVE_PA as the system above believes it to be.
     pub guest_hsave: u64,
-    /// The guest's state at the last entry that [`exits`] made; an entry that the processor refuses may
-    /// spoil the block (QEMU's does).
+    /// State of the guest at the last entry that [`exits`] made. An entry that the processor refuses may
+    /// damage the block (QEMU's does).
     pub entry_state: GuestState,
     /// 1 while `entry_state` is that of the last entry.
     pub entry_state_valid: u32,
-    /// Work around a run of the system's guest: [`guests::LENT`], [`guests::SHADOWED`].
+    /// Work to do around a run of the system's guest: [`guests::LENT`], [`guests::SHADOWED`].
     pub around_guest: u32,
     /// 1 if the world switch may answer VMRUN and STGI of the system above by itself.
     pub quick_guests: u32,
@@ -155,7 +155,7 @@ impl Vendor for Svm {
         })
     }
 
-    /// CPUID 8000_0001h EDX bit 26: 1 GiB pages (APM vol. 3, appendix E.4).
+    /// Reads CPUID 8000_0001h EDX bit 26: 1 GiB pages (APM vol. 3, appendix E.4).
     fn largest_page(_: &mut impl Hardware) -> LargestPage {
         const GIBIBYTE_PAGES: u32 = 1 << 26;
         if leaf(0x8000_0001).edx & GIBIBYTE_PAGES != 0 {
@@ -165,7 +165,7 @@ impl Vendor for Svm {
         }
     }
 
-    /// The nested depth is the host's (APM vol. 2, 15.25.3).
+    /// Returns the host's depth, which the nested tables must have too (APM vol. 2, 15.25.3).
     fn depth(boot: &BootInfo, _: &mut impl Hardware) -> Depth {
         if boot.five_level != 0 { Depth::Five } else { Depth::Four }
     }

@@ -1,9 +1,9 @@
-//! MSRs of the guest: which are intercepted, and what a write to them means.
+//! MSRs of the guest: the accesses that are intercepted, and the meaning of a write.
 //!
-//! Intercepted are EFER (its SVME bit is the switch itself) and VM_HSAVE_PA, and writes of PAT (lives in the control
-//! block under nested paging) and of the microcode trigger. Beyond those the
-//! processor intercepts by itself all MSRs outside the map's three ranges, AMD's SMCA banks among them
-//! (APM vol. 2, 15.11; HARDWARE 0.2): they are executed for real.
+//! Intercepted are EFER, whose SVME bit is the switch itself, and VM_HSAVE_PA. Writes are intercepted of
+//! PAT, which lives in the control block under nested paging, and of the microcode trigger. The processor
+//! also intercepts by itself all MSRs outside of the map's three ranges, AMD's SMCA banks among them (APM
+//! vol. 2, 15.11; HARDWARE 0.2). Those are executed for real.
 
 use mercury_abi::code::Code;
 use mercury_abi::shared::ExitReason;
@@ -146,9 +146,10 @@ fn write_hsave(area: &mut Area, value: u64) -> Answer {
     Answer::Skip
 }
 
-/// Answers a write of PAT. The value goes to the control block, which the processor uses, and to the MSR,
-/// which the next detach leaves behind and QEMU 7.2 uses instead (HARDWARE A-10). A PAT whose first entry
-/// is not write-back would change the type of the nested tables themselves: the CPU leaves.
+/// Answers a write of PAT. The value goes to the control block, which the processor uses, and to the MSR.
+/// The next detach leaves it there, and QEMU 7.2 uses the MSR instead of the block (HARDWARE A-10). A PAT
+/// whose first entry is not write-back would change the type of the nested tables themselves: the CPU
+/// leaves.
 fn write_pat(area: &mut Area, hardware: &mut impl Hardware, value: u64) -> Answer {
     if crate::msr::illegal_pat(value) != 0 {
         return Answer::Inject(Fault::GeneralProtection);

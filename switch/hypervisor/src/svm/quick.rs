@@ -1,8 +1,8 @@
-//! The driver's hypercalls, and its question for the mode: the only exits that a working machine has while it is
-//! attached, and those that a switch waits for.
+//! Quick answers to the driver's hypercalls, and to its question for the mode. Those are the only exits of
+//! a working machine that is attached, and the ones that a switch waits for.
 //!
-//! The world switch comes here before it saves vector registers, so nothing below may use one: copies go
-//! field by field, and a test looks at the machine code (`lab/tests/image.rs`).
+//! The world switch comes here before it saves vector registers, so no code below may use one. Copies go
+//! field by field, and a test reads the machine code (`lab/tests/image.rs`).
 
 use mercury_abi::MERCURY_ABI_VERSION;
 use mercury_abi::code::Code;

@@ -120,7 +120,7 @@ pub(super) fn put_back(area: &mut Area, saved: &SavedCpu) {
     machine_check::forget(area);
 }
 
-/// A data segment of 64-bit mode, by its selector.
+/// Returns a data segment of 64-bit mode, by its selector.
 fn data_segment(selector: u64) -> Segment {
     let selector = selector as u16;
     if selector & !3 == 0 {

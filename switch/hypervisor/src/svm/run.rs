@@ -197,11 +197,11 @@ mod switch {
         )
     }
 
-    /// KVM's path: VMRUN and STGI of a system that uses SVM itself, if nothing besides has to be done
-    /// ([`crate::svm::guests`]).
+    /// Answers VMRUN and STGI of a system that uses SVM itself, and runs its guest, if no other work has to
+    /// be done ([`crate::svm::guests`]).
     ///
-    /// RDI = the CPU's area, the stack's top = the system's RDI; all other registers are the system's. Goes on at
-    /// `enter` of [`run`] with the system, or at its `exit` with an exit for compiled code.
+    /// RDI = the CPU's area, the stack's top = the system's RDI; all other registers are the system's. Goes
+    /// on at `enter` of [`run`] with the system, or at its `exit` with an exit for compiled code.
     #[unsafe(naked)]
     extern "C" fn kvm() -> ! {
         naked_asm!(
@@ -383,8 +383,8 @@ mod switch {
 /// Saves the system's FS, GS, TR, LDTR and syscall MSRs to the control block and loads the
 /// hypervisor's.
 pub fn take_extended_state(area: &Area) {
-    // SAFETY: EFER.SVME is set, both addresses are those of this CPU's own pages; the hypervisor's code
-    // uses none of the registers that change, but for TR, which becomes valid by it.
+    // SAFETY: EFER.SVME is set, and both addresses are those of this CPU's own pages. The hypervisor's code uses
+    // none of the registers that change, but for TR, which becomes valid.
     unsafe {
         asm!("vmsave rax", in("rax") area.cpu.control_phys, options(nostack, preserves_flags));
         asm!("vmload rax", in("rax") area.cpu.host_phys, options(nostack, preserves_flags));

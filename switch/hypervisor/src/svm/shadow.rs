@@ -360,7 +360,7 @@ mod tests {
             Self::on(live::ON_SNAPSHOT, pool)
         }
 
-        /// With a snapshot or a log.
+        /// Returns a host with a snapshot or a dirty log.
         fn on(beneath: u32, pool: usize) -> Self {
             let mut machine = Machine::new(pool);
             let tables: Vec<u64> = machine.memory.iter().map(phys).collect();
@@ -377,7 +377,7 @@ mod tests {
             Self { machine, shadow, guest }
         }
 
-        /// KVM gives the guest this page of memory.
+        /// Has KVM give the guest this page of memory.
         fn give(&mut self, index: usize, page: usize, flags: u64) {
             let table = GuestPhys::new(phys(&self.machine.memory[LAST]));
             self.system_writes(table);

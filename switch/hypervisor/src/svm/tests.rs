@@ -1,4 +1,4 @@
-//! Exits on a model processor: every answer, and what a departure leaves behind.
+//! Exits on a model processor: every answer, and the state after a departure.
 
 use mercury_abi::code::Code;
 use mercury_abi::gate::{HYPERCALL_MAGIC, Hypercall};
@@ -472,7 +472,7 @@ fn a_nested_fault_that_nothing_explains_lets_go() {
     }
 }
 
-/// A user's shadow stack pointer lies in the control block; IRET will look for it in PL3_SSP.
+/// A user's shadow stack pointer lies in the control block; IRET will load it from PL3_SSP.
 #[test]
 fn user_mode_that_leaves_takes_its_shadow_stack_along() {
     const SSP: u64 = 0x7FFF_F7A0_1FF8;
@@ -631,8 +631,8 @@ fn efer_bits_that_are_not_carried_let_go() {
     }
 }
 
-/// A bit of CR4 that a later kernel sets: the processor took it, so the CPU leaves with it and without a
-/// record, behind what it has been answered for.
+/// A bit of CR4 that a later kernel sets: the processor took it, so the CPU leaves with it and without a record,
+/// after the instruction that was answered.
 #[test]
 fn foreign_bits_of_cr4_let_go_without_a_crash() {
     const LASS: u64 = 1 << 27;

@@ -208,7 +208,7 @@ impl Vendor for Vmx {
         }
     }
 
-    /// The depth is free; four levels reach 48 bits (HARDWARE I-18).
+    /// Returns four levels, which reach 48 bits, or five. Intel's nested depth is free (HARDWARE I-18).
     fn depth(_: &BootInfo, hardware: &mut impl Hardware) -> Depth {
         let capabilities = hardware.read_msr(x86::msr::VMX_EPT_VPID_CAP).unwrap_or(0);
         let wide = Self::physical_bits(hardware) > Depth::Four.address_bits();
@@ -266,7 +266,8 @@ impl Vendor for Vmx {
         exits::depart(area, hardware, because)
     }
 
-    /// Only a failure in the world switch or a hypercall asks; there is no other copy then.
+    /// Reads the VMCS. Only a failure in the world switch or in a quick answer asks, and then there is no
+    /// other copy.
     fn interrupted(area: &mut Area) -> Interrupted {
         let hardware = &mut Processor;
         exits::note_exit(area, hardware);
@@ -278,7 +279,8 @@ impl Vendor for Vmx {
         LastExit { code: EXIT_CODE_VMX | area.own.exit.code, ..area.own.exit }
     }
 
-    /// A CPU that waits for a start-up IPI takes no event (SDM, "Checks on guest non-register state").
+    /// Returns the event, unless the CPU waits for a start-up IPI: then it takes no event (SDM, "Checks on
+    /// guest non-register state").
     fn pending_event(area: &Area, hardware: &mut impl Hardware) -> Option<u64> {
         let takes =
             area.own.vmx_on != 0 && hardware.vmread(vmcs::GUEST_ACTIVITY) != vmcs::activity::WAIT_FOR_SIPI;

@@ -110,11 +110,12 @@ fn write_mtrr(hardware: &mut impl Hardware, index: u32, value: u64) -> Answer {
     }
 }
 
-/// Writes MTRRdefType. A system writes its MTRRs with caches disabled, and clears E meanwhile: Linux does so on
-/// every CPU after a suspend and a hibernation, even if all values stay the same. With CR0.CD set every access is
-/// uncacheable, whatever nested tables and MTRRs say (SDM volume 3, "Memory type used for translated
-/// guest-physical addresses"), so the tables are compared with the MTRRs only when E comes back.
-/// Until then clearing CR0.CD exits: see [`disables_mtrrs`].
+/// Answers a write of MTRRdefType. A system writes its MTRRs with caches disabled, and clears E meanwhile.
+/// Linux does so on every CPU after a suspend and a hibernation, even if all values stay the same.
+///
+/// With CR0.CD set every access is uncacheable, whatever nested tables and MTRRs say (SDM volume 3, "Memory
+/// type used for translated guest-physical addresses"). So the tables are compared with the MTRRs only when
+/// E comes back. Until then clearing CR0.CD exits: see [`disables_mtrrs`].
 fn write_default_type(hardware: &mut impl Hardware, value: u64) -> Answer {
     let Some(current) = hardware.read_msr(msr::MTRR_DEF_TYPE) else {
         return Answer::Inject(Fault::GeneralProtection);

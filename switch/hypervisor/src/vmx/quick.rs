@@ -1,7 +1,7 @@
-//! The driver's hypercalls: those that a switch waits for.
+//! Quick answers to the driver's hypercalls, for which a switch waits.
 //!
-//! The world switch comes here before it saves vector registers, so nothing below may use one: copies go
-//! field by field, and a test looks at the machine code (`lab/tests/image.rs`).
+//! The world switch comes here before it saves vector registers, so no code below may use one. Copies go
+//! field by field, and a test reads the machine code (`lab/tests/image.rs`).
 
 use mercury_abi::MERCURY_ABI_VERSION;
 use mercury_abi::code::Code;

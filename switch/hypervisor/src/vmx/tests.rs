@@ -1,5 +1,5 @@
-//! Attach and exits on a model processor: the VMCS from a live state, every answer, and what a departure leaves
-//! behind.
+//! Attach and exits on a model processor: the VMCS from a live state, every answer, and the state after a
+//! departure.
 
 use std::collections::BTreeMap;
 
@@ -43,7 +43,7 @@ struct Cpu {
 }
 
 impl Cpu {
-    /// Native, in the hypervisor's operation to attach.
+    /// Returns a native CPU, in the hypervisor's operation to attach.
     fn native() -> Self {
         // SAFETY: both are made of integers only; all zeros is valid.
         let (mut area, mut shared) = unsafe {
@@ -81,7 +81,7 @@ impl Cpu {
         Self { area, hardware: Model { msrs, ..Model::default() }, _shared: shared }
     }
 
-    /// Attached, between two exits.
+    /// Returns an attached CPU, between two exits.
     fn attached() -> Self {
         let mut cpu = Self::native();
         assert_eq!(capture::attach(&mut cpu.area, &mut cpu.hardware), Ok(()));
@@ -112,7 +112,7 @@ impl Cpu {
         &mut self.area.cpu.gate.outward.registers[number]
     }
 
-    /// An exit for this reason, as the world switch hands it over.
+    /// Makes an exit for this reason, as the world switch hands it over.
     fn exit(&mut self, reason: u32) -> Next {
         self.set(vmcs::EXIT_REASON, u64::from(reason));
         if reason & reason::ENTRY_FAILED == 0 {
@@ -124,12 +124,12 @@ impl Cpu {
         machine_check::finish(&mut self.area, &mut self.hardware, next)
     }
 
-    /// A machine check strikes in the hypervisor.
+    /// Has a machine check strike in the hypervisor.
     fn machine_check(&mut self) {
         machine_check::note(&mut self.area, &mut self.hardware, true);
     }
 
-    /// One strikes in compiled code.
+    /// Has a machine check strike in compiled code.
     fn machine_check_in_an_exit(&mut self) {
         self.area.cpu.phase = Phase::Exit;
         self.machine_check();
@@ -518,7 +518,7 @@ fn an_mtrr_that_changes_lets_go_and_one_that_does_not_is_nothing() {
     assert_eq!(cpu.area.shared().left_because, u64::from(Code::MicrocodeUpdate as u32));
 }
 
-/// MOV to CR0 as the processor carries it out: it exits only if it changes a masked bit.
+/// Executes MOV to CR0 as the processor does: it exits only if it changes a masked bit.
 fn move_to_cr0(cpu: &mut Cpu, value: u64) -> Next {
     if (value ^ cpu.get(vmcs::CR0_SHADOW)) & cpu.get(vmcs::CR0_MASK) != 0 {
         return write_control(cpu, 0, value);
@@ -530,7 +530,7 @@ fn move_to_cr0(cpu: &mut Cpu, value: u64) -> Next {
 const CR0: u64 = 0x8005_0033;
 const WITHOUT_CACHES: u64 = CR0 | cr0::CD;
 
-/// A CPU whose MTRRs are those of the nested tables.
+/// Returns a CPU whose MTRRs are those of the nested tables.
 fn with_mtrrs() -> Cpu {
     crate::nested::tests::install::<Vmx>();
     let mut cpu = Cpu::attached();
@@ -915,8 +915,8 @@ fn a_machine_check_is_no_case_for_the_short_way() {
 /// Linear-address separation: what a later kernel may set.
 const LASS: u64 = 1 << 27;
 
-/// A bit of CR4 that a later kernel sets: the processor took it, so the CPU leaves with it and without a
-/// record, behind what it has been answered for.
+/// A bit of CR4 that a later kernel sets: the processor took it, so the CPU leaves with it and without a record,
+/// after the instruction that was answered.
 #[test]
 fn foreign_bits_of_cr4_let_go_without_a_crash() {
     let mut cpu = Cpu::attached();
@@ -1027,7 +1027,7 @@ fn init_shuts_the_boot_processor_down() {
     assert!(cpu.hardware.shut_down && !cpu.hardware.vmx_on);
 }
 
-/// A kernel that tracks its branches, on a processor that can carry that.
+/// Returns a CPU with a kernel that tracks its branches, on a processor that can carry that.
 fn tracking() -> Cpu {
     let mut cpu = Cpu::native();
     let mut facts = good_xeon(0);
@@ -1083,7 +1083,7 @@ fn what_cannot_leave_from_real_mode_shuts_down() {
     }
 }
 
-/// In user mode under page-table isolation, and the access rights of SS in the kernel.
+/// Returns a CPU in user mode under page-table isolation, and the access rights of SS in the kernel.
 fn isolated() -> (Cpu, u64) {
     let mut cpu = Cpu::attached();
     cpu.area.cpu.features |= feature::ISOLATED;

@@ -40,6 +40,8 @@ pub fn send_nmi(apic_id: u32) {
     }
 }
 
+/// Waits for the last command to be sent.
+///
 /// # Safety
 /// The address is that of the mapped register.
 unsafe fn wait(command: *mut u32) {

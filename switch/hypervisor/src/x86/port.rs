@@ -8,8 +8,8 @@ const DATA: u16 = 0xCFC;
 /// Reads a register of a PCI function.
 pub fn read_pci(address: u32) -> u32 {
     let value: u32;
-    // SAFETY: a configuration read of the registers that `crate::pci` looks at has no side effect; interrupts are off
-    // and no other CPU uses the ports.
+    // SAFETY: a configuration read of the registers that `crate::pci` reads has no side effect. Interrupts are off, and
+    // no other CPU uses the ports.
     unsafe {
         asm!("out dx, eax", in("dx") ADDRESS, in("eax") address, options(nomem, nostack, preserves_flags));
         asm!("in eax, dx", in("dx") DATA, out("eax") value, options(nomem, nostack, preserves_flags));

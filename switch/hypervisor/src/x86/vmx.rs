@@ -23,8 +23,8 @@ const fn outcome(carry: u8, zero: u8) -> Outcome {
     }
 }
 
-/// VMXON with the region at `region_phys`; `false` if it failed or faulted (not allowed by
-/// IA32_FEATURE_CONTROL, CR0 or CR4).
+/// Executes VMXON with the region at `region_phys`. Returns `false` if it failed or faulted:
+/// IA32_FEATURE_CONTROL, CR0 or CR4 do not allow it.
 #[must_use]
 pub fn vmxon(region_phys: u64) -> bool {
     let failed: u32;
@@ -50,7 +50,7 @@ pub fn vmxon(region_phys: u64) -> bool {
     failed == 0
 }
 
-/// VMXOFF.
+/// Executes VMXOFF.
 ///
 /// # Safety
 /// In VMX root operation only.
@@ -98,7 +98,7 @@ on_pointer! {
     vmptrld, "vmptrld"
 }
 
-/// VMREAD. Where the processor refuses, because there is no current VMCS, the value is none in particular.
+/// Executes VMREAD. If the processor refuses, because there is no current VMCS, the value is undefined.
 ///
 /// # Safety
 /// In VMX root operation only.
@@ -113,7 +113,7 @@ pub unsafe fn vmread(field: u32) -> u64 {
     value
 }
 
-/// VMWRITE; whether the processor took it, which only builds with debug assertions look at.
+/// Executes VMWRITE. Returns true if the processor took it, which only builds with debug assertions check.
 ///
 /// # Safety
 /// In VMX root operation only.
@@ -136,8 +136,8 @@ pub unsafe fn vmwrite(field: u32, value: u64) -> bool {
     taken != 0
 }
 
-/// INVEPT of all contexts: guest-physical and combined translations (SDM, "Operations that invalidate cached
-/// mappings").
+/// Executes INVEPT of all contexts: guest-physical and combined translations (SDM, "Operations that
+/// invalidate cached mappings").
 ///
 /// # Safety
 /// In VMX root operation, where IA32_VMX_EPT_VPID_CAP has it.
@@ -152,7 +152,7 @@ pub unsafe fn invept_all() {
     }
 }
 
-/// INVVPID of all contexts: linear and combined translations of every identifier but 0.
+/// Executes INVVPID of all contexts: linear and combined translations of every identifier but 0.
 ///
 /// # Safety
 /// In VMX root operation, where IA32_VMX_EPT_VPID_CAP has it.
@@ -202,13 +202,13 @@ pub fn xsetbv(index: u32, value: u64) -> bool {
     failed == 0
 }
 
-/// WBINVD.
+/// Executes WBINVD: writes caches back and empties them.
 pub fn wbinvd() {
     // SAFETY: writes caches back and empties them; changes nothing that can be observed but time.
     unsafe { asm!("wbinvd", options(nostack, preserves_flags)) };
 }
 
-/// LTR.
+/// Executes LTR.
 ///
 /// # Safety
 /// The selector names an available task-state segment in the current GDT, which is writable.
@@ -217,7 +217,7 @@ pub unsafe fn ltr(selector: u16) {
     unsafe { asm!("ltr {:x}", in(reg) selector, options(nostack, preserves_flags)) };
 }
 
-/// LLDT.
+/// Executes LLDT.
 ///
 /// # Safety
 /// The selector is null or names an LDT in the current GDT.
@@ -226,7 +226,7 @@ pub unsafe fn lldt(selector: u16) {
     unsafe { asm!("lldt {:x}", in(reg) selector, options(nostack, preserves_flags)) };
 }
 
-/// LGDT.
+/// Executes LGDT.
 ///
 /// # Safety
 /// `base_virt` is a descriptor table that stays, with the selectors in use where they are in the present one.

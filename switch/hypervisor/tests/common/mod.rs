@@ -42,7 +42,7 @@ impl TablePages for Pool {
     }
 }
 
-/// A range of `1 << log2` bytes at the `index`th multiple of that.
+/// Returns a range of `1 << log2` bytes at the `index`th multiple of that.
 pub fn range(kind: MemoryType, index: u64, log2: u32, physical_bits: u32) -> VariableRange {
     let space = (1_u64 << physical_bits) - 1;
     let size = 1_u64 << log2;
