@@ -6,8 +6,9 @@
 use std::{array, cell::Cell, mem::offset_of, ptr, sync::atomic::AtomicU8};
 
 use crate::{
-    error::{Error, Result},
+    error::Result,
     layout::{BLOCK, PAGE},
+    process,
 };
 
 /// The interrupt flag.
@@ -185,34 +186,8 @@ pub mod at {
 /// If something is there.
 pub fn map() -> Result<()> {
     const RIGHTS: i32 = libc::PROT_READ | libc::PROT_WRITE;
-    map_new(BLOCK, PAGE, RIGHTS, libc::MAP_SHARED)?;
-    map_private(at::SELECTOR, PAGE, RIGHTS)
-}
-
-/// Maps private memory at an address where nothing is.
-///
-/// # Errors
-/// If something is there.
-pub fn map_private(address: u64, length: u64, protection: i32) -> Result<()> {
-    map_new(address, length, protection, libc::MAP_PRIVATE)
-}
-
-fn map_new(address: u64, length: u64, protection: i32, how: i32) -> Result<()> {
-    // SAFETY: What is mapped already is not replaced: the flag forbids it.
-    let mapped = unsafe {
-        libc::mmap(
-            ptr::with_exposed_provenance_mut(address as usize),
-            length as usize,
-            protection,
-            how | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE,
-            -1,
-            0,
-        )
-    };
-    if mapped.addr() as u64 == address {
-        return Ok(());
-    }
-    Err(Error::system(&format!("map memory at {address:#x}")).hint("something else of this process is there"))
+    process::map_new(BLOCK, PAGE, RIGHTS, libc::MAP_SHARED)?;
+    process::map_private(at::SELECTOR, PAGE, RIGHTS)
 }
 
 /// Returns the block of a thread, which stands for a process here: Miri has no memory at addresses of one's own choice.

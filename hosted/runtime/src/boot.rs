@@ -179,8 +179,7 @@ impl Bringup {
     /// If something is not mapped.
     pub fn begin(&self, machine: &mut Machine) -> std::result::Result<(), Exception> {
         let base = machine.read_long(self.descriptors.wrapping_add(2))?;
-        *machine.vcpu = first_state(base, self.root);
-        machine.other_registers.clear();
+        machine.begin_with(first_state(base, self.root));
         let stack = machine.read_long(self.stack)? - 8;
         let rip = machine.read_long(self.code)?;
         let gs = machine.read_long(self.base)?;
@@ -245,9 +244,9 @@ pub fn processor(machine: &mut Machine, kernel: &Kernel, loaded: &Loaded, entry:
     let gdt = percpu.wrapping_add(kernel.symbol("gdt_page")?);
     let (stack, _) = kernel.find("init_thread_union")?;
     let stack_size = stack_size(kernel)?;
-    *machine.vcpu = first_state(gdt, loaded.root);
+    machine.begin_with(first_state(gdt, loaded.root));
     begin_at(machine, entry, stack.wrapping_add(load::DISTANCE) + stack_size - FRAME, percpu);
-    debug_assert!(machine.memory.direct(gdt).is_some() && gdt >= DIRECT_MAP);
+    debug_assert!(machine.is_direct(gdt) && gdt >= DIRECT_MAP);
     Ok(())
 }
 

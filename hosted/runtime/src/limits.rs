@@ -128,11 +128,11 @@ impl Limits {
 
     /// How many processes for address spaces the control groups have memory for, beside the guest's and the monitor's.
     #[must_use]
-    pub fn homes(&self, bytes: u64) -> u64 {
+    pub fn space_processes(&self, bytes: u64) -> u64 {
         // Page tables take a 512th of what they map, if all of it is used.
         let each = HOME_MEMORY.saturating_add(bytes / 512);
-        let homes = |most: u64| most.saturating_sub(bytes).saturating_sub(OWN_MEMORY) / each;
-        self.groups().into_iter().map(|(most, _)| homes(most)).min().unwrap_or(u64::MAX)
+        let processes = |most: u64| most.saturating_sub(bytes).saturating_sub(OWN_MEMORY) / each;
+        self.groups().into_iter().map(|(most, _)| processes(most)).min().unwrap_or(u64::MAX)
     }
 
     /// The limits of memory of the groups that this process is in, and where they are.
@@ -255,8 +255,15 @@ mod tests {
             ("sys/fs/cgroup/memory/x/memory.limit_in_bytes", "134217728\n"),
         ]);
         assert!(limits.memory(96 * MIB).is_ok() && limits.memory(97 * MIB).is_err());
-        assert_eq!((limits.homes(64 * MIB), limits.homes(96 * MIB), limits.homes(97 * MIB)), (15, 0, 0));
-        assert_eq!(host(&[]).1.homes(64 * MIB), u64::MAX);
+        assert_eq!(
+            (
+                limits.space_processes(64 * MIB),
+                limits.space_processes(96 * MIB),
+                limits.space_processes(97 * MIB)
+            ),
+            (15, 0, 0)
+        );
+        assert_eq!(host(&[]).1.space_processes(64 * MIB), u64::MAX);
         assert!(host(&[]).1.memory(u64::MAX).is_ok());
         let (_directory, limits) = host(&[(MEMORY, "MemTotal:  2097152 kB\nSwapTotal:  1048576 kB\n")]);
         assert!(limits.memory(3072 * MIB).is_ok());

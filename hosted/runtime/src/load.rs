@@ -14,7 +14,7 @@ use crate::{
     mmu::bits,
     run::Isolation,
     thunks::{self, Exit, HOOK_LENGTH, Slot, Thunk, USES, Use},
-    user_access::{self, Fixed, Guard, Guards},
+    user_access::{self, Fixed, UserAccess, UserAccesses},
 };
 
 /// Where kernels are linked to have physical address 0.
@@ -34,7 +34,7 @@ pub struct Loaded {
     /// Slots that were filled, by their addresses now.
     pub slots: BTreeMap<u64, Filled>,
     /// Instructions that have become traps, for they use programs' memory.
-    pub guards: Guards,
+    pub accesses: UserAccesses,
     /// Physical address of the kernel's own page tables.
     pub root: u64,
     /// Slots that were filled.
@@ -383,12 +383,12 @@ fn displaced(
 fn guard_by_jump(memory: &Memory, loaded: &mut Loaded, displaced: &[Instruction]) -> Result<()> {
     let (Some(first), Some(last)) = (displaced.first(), displaced.last()) else { return Ok(()) };
     let place = THUNKS + loaded.thunks.len() as u64;
-    let (thunk, places) = thunks::guard(displaced, place, loaded.exits.len())?;
+    let (thunk, places) = thunks::access(displaced, place, loaded.exits.len())?;
     let length = (last.next_ip() - first.ip()) as usize;
     put_thunk(loaded, memory, thunk, first.ip() - DIRECT_MAP, first.ip(), length)?;
     for (at, (&instruction, &code)) in displaced.iter().zip(&places).enumerate() {
-        let guard = Guard { instruction, code };
-        if at == 0 { loaded.guards.insert(guard) } else { loaded.guards.insert_displaced(guard) }
+        let access = UserAccess { instruction, code };
+        if at == 0 { loaded.accesses.insert(access) } else { loaded.accesses.insert_displaced(access) }
     }
     Ok(())
 }
@@ -402,7 +402,7 @@ fn guard_by_trap(memory: &Memory, loaded: &mut Loaded, instruction: &Instruction
     loaded.thunks.extend(thunks::stand_in(instruction, code)?);
     loaded.thunks.resize(loaded.thunks.len().next_multiple_of(ALIGNMENT), 0xCC);
     memory.write(physical, &[TRAP]).ok_or_else(outside)?;
-    loaded.guards.insert(Guard { instruction: *instruction, code });
+    loaded.accesses.insert(UserAccess { instruction: *instruction, code });
     loaded.slots.insert(instruction.ip(), Filled { bytes, code });
     Ok(())
 }
@@ -412,7 +412,7 @@ fn fill_slots(kernel: &Kernel, memory: &Memory) -> Result<Loaded> {
         thunks: Vec::new(),
         exits: Vec::new(),
         slots: BTreeMap::new(),
-        guards: Guards::default(),
+        accesses: UserAccesses::default(),
         root: 0,
         filled: 0,
         unfilled: 0,

@@ -143,7 +143,7 @@ fn try_walk(
 
 /// What programs may do with pages, by the page tables, whose entries are not marked. Pages in order are looked up fast.
 #[derive(Debug)]
-pub struct Looker<'a> {
+pub struct TableReader<'a> {
     memory: &'a Memory,
     root: u64,
     /// The last table, and what the levels above it allow: of which 2 MiB.
@@ -159,7 +159,7 @@ struct Upper {
     execute: bool,
 }
 
-impl<'a> Looker<'a> {
+impl<'a> TableReader<'a> {
     /// For one address space.
     #[must_use]
     pub fn new(memory: &'a Memory, root: u64) -> Self {
@@ -288,7 +288,7 @@ mod tests {
                 for (index, (flags, frame)) in (0..).zip(&leaves) {
                     memory.write_long(TABLES[3] + index * 8, (frame * PAGE) | flags).expect("an entry");
                 }
-                let mut looker = Looker::new(memory, TABLES[0]);
+                let mut tables = TableReader::new(memory, TABLES[0]);
                 for page in (0..PAGES).map(|number| number * PAGE).chain([LARGE_PAGE + 3 * PAGE]) {
                     let entry_at = if page < LARGE_PAGE { TABLES[3] + page / PAGE * 8 } else { TABLES[2] + 8 };
                     let was = memory.read_long(entry_at);
@@ -304,7 +304,7 @@ mod tests {
                         execute: goes(Access::Execute).is_some(),
                     };
                     let expected = goes(Access::Read).map(|physical| (physical, rights));
-                    prop_assert_eq!(looker.page(page), expected, "{:#x}", page);
+                    prop_assert_eq!(tables.page(page), expected, "{:#x}", page);
                 }
                 Ok(())
             })?;

@@ -18,12 +18,14 @@ use std::{
 };
 
 use crate::{
-    block,
     error::{Error, Result},
     isolation::mappings::Mappings,
     layout::{CELLS, CELLS_SIZE, DIRECT_MAP, POINTERS, POINTERS_SIZE, VIRTUALS},
     memory::{Memory, Rights},
-    process::per_space::{Event, Home},
+    process::{
+        self,
+        per_space::{Event, SpaceProcess},
+    },
     sites::{self, PAGE, Plan},
     thunks,
 };
@@ -85,13 +87,13 @@ struct Cell {
 
 /// All of it.
 #[derive(Debug)]
-pub struct Shadows {
+pub struct PatchedCopies {
     file: OwnedFd,
     /// Where the monitor writes copies.
     window: usize,
     copies: BTreeMap<u64, Copy>,
     /// Which process this is, if there are others with copies.
-    home: Option<Home>,
+    space: Option<SpaceProcess>,
     /// Pages of which only others have copies.
     foreign: BTreeSet<u64>,
     cells: Vec<Cell>,
@@ -142,12 +144,12 @@ fn pointers() -> [Vec<u32>; 2] {
     both
 }
 
-impl Shadows {
+impl PatchedCopies {
     /// None yet. Sites go on at `system_call`.
     ///
     /// # Errors
     /// If the host refuses the memory.
-    pub fn new(system_call: u64, home: Option<Home>, counters: &'static Counters) -> Result<Self> {
+    pub fn new(system_call: u64, space: Option<SpaceProcess>, counters: &'static Counters) -> Result<Self> {
         // SAFETY: The name is a string with its end, and the descriptor is checked.
         let file = unsafe { libc::memfd_create(c"mercury-hosted-copies".as_ptr(), libc::MFD_CLOEXEC) };
         if file < 0 {
@@ -167,13 +169,13 @@ impl Shadows {
         if window == libc::MAP_FAILED {
             return Err(Error::system("map copies of programs"));
         }
-        block::map_private(POINTERS, POINTERS_SIZE + PAGE as u64, rights)?;
-        block::map_private(CELLS, CELLS_SIZE, rights | libc::PROT_EXEC)?;
+        process::map_private(POINTERS, POINTERS_SIZE + PAGE as u64, rights)?;
+        process::map_private(CELLS, CELLS_SIZE, rights | libc::PROT_EXEC)?;
         Ok(Self {
             file,
             window: window.expose_provenance(),
             copies: BTreeMap::new(),
-            home,
+            space,
             foreign: BTreeSet::new(),
             cells: Vec::new(),
             pointers: pointers(),
@@ -274,8 +276,8 @@ impl Shadows {
         let copy = Copy { index, original, sites: Vec::new(), refused: Vec::new(), traps: (0, 0) };
         self.copies.insert(page, copy);
         self.foreign.remove(&page);
-        if let Some(home) = self.home {
-            home.tell(Event::Copied(page));
+        if let Some(space) = self.space {
+            space.tell(Event::Copied(page));
         }
         Some(())
     }
@@ -289,7 +291,7 @@ impl Shadows {
             return false;
         }
         let is_writable = self.writable.iter().flatten().any(|range| range.contains(&page))
-            || self.home.is_some_and(|home| home.has_other_writer(page));
+            || self.space.is_some_and(|space| space.has_other_writer(page));
         let is_elsewhere = self.mapped.iter().any(|(at, of)| *of == page && *at != address);
         if is_writable || is_elsewhere {
             return false;
@@ -330,8 +332,8 @@ impl Shadows {
         if let Mapped::Writable { by_program } = how {
             self.drop_copies(memory, physical.clone());
             self.writable[usize::from(by_program)].push(physical.clone());
-            if let Some(home) = self.home {
-                home.set_writer(physical.clone(), true);
+            if let Some(space) = self.space {
+                space.set_writer(physical.clone(), true);
             }
         }
         let end = address + (physical.end - physical.start);
@@ -364,8 +366,8 @@ impl Shadows {
         if !self.copies.contains_key(&page) && !self.foreign.contains(&page) {
             return;
         }
-        if let Some(home) = self.home {
-            home.tell(Event::Written(page));
+        if let Some(space) = self.space {
+            space.tell(Event::Written(page));
         }
         *self.changes.entry(page).or_default() += u32::from(self.copies.contains_key(&page));
         self.drop_own(memory, page);
@@ -378,9 +380,9 @@ impl Shadows {
         }
         if protect(page, libc::PROT_READ | libc::PROT_EXEC) {
             self.foreign.insert(page);
-        } else if let Some(home) = self.home {
+        } else if let Some(space) = self.space {
             // The host has no room for that: nobody has a copy any more.
-            home.tell(Event::Written(page));
+            space.tell(Event::Written(page));
         }
     }
 
@@ -398,8 +400,8 @@ impl Shadows {
         // No program is in a cell: one that was interrupted there is shown to its kernel where it would be.
         self.cells.clear();
         self.pointers = pointers();
-        if let Some(home) = self.home {
-            home.copied().for_each(|page| self.copied_elsewhere(page));
+        if let Some(space) = self.space {
+            space.copied().for_each(|page| self.copied_elsewhere(page));
         }
     }
 
@@ -441,7 +443,7 @@ impl Shadows {
             self.generation += 1;
         }
         self.set_writable(1, programs.writable().collect());
-        if self.home.is_some() {
+        if self.space.is_some() {
             // Others have run meanwhile, and their kernel may have read another file into the page, and mapped it here.
             let changed = |page: &u64| {
                 let mut now = [0; PAGE];
@@ -456,9 +458,9 @@ impl Shadows {
     /// What programs, or the kernel, have mapped to be written to, in place of what that was.
     fn set_writable(&mut self, by_program: usize, ranges: Vec<Range<u64>>) {
         let before = std::mem::replace(&mut self.writable[by_program], ranges);
-        if let Some(home) = self.home {
-            before.into_iter().for_each(|range| home.set_writer(range, false));
-            self.writable.iter().flatten().for_each(|range| home.set_writer(range.clone(), true));
+        if let Some(space) = self.space {
+            before.into_iter().for_each(|range| space.set_writer(range, false));
+            self.writable.iter().flatten().for_each(|range| space.set_writer(range.clone(), true));
         }
     }
 

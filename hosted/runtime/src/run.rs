@@ -2,7 +2,6 @@
 
 use std::{
     arch::x86_64::_rdtsc,
-    collections::HashMap,
     convert::Infallible,
     ffi::CString,
     fs,
@@ -18,24 +17,23 @@ use crate::{
     block,
     boot::{self, Bringup},
     cpuid,
-    devices::{Block, Console, Devices, NetOption, Slots, now},
+    devices::{Block, Console, Devices, NetOption, OpenUplink, Slots, now},
     entry,
     error::{Error, Result},
-    gdb::{self, Debugger},
-    isolation::{Spaces, mappings::Mappings},
+    gdb::{self, Debugger, Opened},
+    isolation::ProgramProcesses,
     kernel::Kernel,
     layout::{THUNKS, THUNKS_SIZE},
     limits::{self, Limits},
     load,
-    machine::{Counters, Machine},
+    machine::{LoadedCode, LocalProcessor, Machine, Resident, State},
     memory::Memory,
-    patched::{self, Shadows},
-    process::per_space::{self, Common, Home},
+    patched::PatchedCopies,
+    process::{self, Placement, per_space::SpaceProcess},
     sandbox::{self, Special},
     signal,
-    smp::{self, Processor, apic::Apic, bus::Bus},
-    thunks::{self, Exit, Gates},
-    vcpu::Vcpu,
+    smp::{self, Processor, bus::Bus},
+    thunks::{self, Gates},
 };
 
 /// What is wanted.
@@ -117,11 +115,7 @@ const STACK: u64 = 1 << 20;
 /// # Errors
 /// What would be in the way of a start, but for networks, debuggers and processes.
 pub fn check(options: &Options) -> Result<Report> {
-    signal::ignore_file_size();
-    let limits = Limits::default();
-    limits.mappings()?;
-    limits.memory(options.memory)?;
-    check_processors(options)?;
+    check_limits(options, &Limits::default())?;
     read_initramfs(options)?;
     open_disks(options)?;
     let prepared = prepare(options)?;
@@ -136,121 +130,113 @@ pub fn check(options: &Options) -> Result<Report> {
     })
 }
 
-/// Starts it. The process ends when the machine does; this comes back only with an error.
+/// Starts the machine. The process ends when the machine does; the function returns only with an error.
 ///
 /// # Errors
-/// Whatever is in the way.
+/// The first obstacle.
 pub fn run(options: &Options) -> Result<Infallible> {
     without_randomization()?;
     sandbox::close_inherited()?;
     let limits = Limits::default();
     limits.addresses()?;
+    let most_mapped = check_limits(options, &limits)?;
+    let mut prepared = prepare(options)?;
+    let bringup = (options.cpus > 1).then(|| Bringup::of(&prepared.kernel, &prepared.loaded)).transpose()?;
+    let files = Files::open(options)?;
+    let placed = place_code(&prepared.kernel, &prepared.loaded)?;
+    give_up_files(options, &mut prepared)?;
+    let clock_khz = clock_khz();
+    // Processes are made before there are threads, because they begin as copies of this one.
+    let first = (options.cpus > 1).then(|| Processor::first(options.cpus)).transpose()?;
+    let processor = first.map(Processor::multiply).transpose()?;
+    let isolated = start_program_processes(options, &prepared.memory, most_mapped)?;
+    prepare_block(match options.isolation {
+        Isolation::None => placed.gates.system_return,
+        Isolation::Process => placed.gates.leaving,
+    })?;
+    let state = State::new()?;
+    let placement = match isolated {
+        Some(isolated) => Placement::Isolated(Box::new(isolated)),
+        None => start_space_processes(options, &prepared.memory, &limits)?,
+    };
+    // Threads that listen to devices send signals from their start on.
+    signal::install()?;
+    let local = match (processor, bringup) {
+        (Some(one), Some(bringup)) => Some(LocalProcessor::new(one, clock_khz, bringup)?),
+        _ => None,
+    };
+    let start = Start { options, prepared, placed, most_mapped, state, placement, processor, local };
+    match start.role() {
+        Role::SpaceProcess(space) => start.run_space_process(space, files),
+        Role::OtherProcessor(one) => start.run_other_processor(one, files),
+        Role::First => start.run_first(files, clock_khz),
+    }
+}
+
+/// Checks the host's limits. Returns the number of mappings that the host allows.
+fn check_limits(options: &Options, limits: &Limits) -> Result<u64> {
     signal::ignore_file_size();
     let most_mapped = limits.mappings()?;
     limits.memory(options.memory)?;
     check_processors(options)?;
-    let Prepared { mut kernel, memory, mut loaded } = prepare(options)?;
-    let bringup = (options.cpus > 1).then(|| Bringup::of(&kernel, &loaded)).transpose()?;
-    let initramfs = read_initramfs(options)?;
-    let mut disks = open_disks(options)?;
-    let gdb = options.gdb.as_ref().map(gdb::open).transpose()?;
-    let uplink = options.net.as_ref().map(NetOption::open).transpose()?;
-    let placed = place_code(&kernel, &loaded)?;
-    if gdb.is_none() {
+    Ok(most_mapped)
+}
+
+/// The files and connections of the machine, opened before the process gives up opening any.
+struct Files {
+    initramfs: Vec<u8>,
+    disks: Vec<Block>,
+    gdb: Option<Opened>,
+    uplink: Option<OpenUplink>,
+}
+
+impl Files {
+    fn open(options: &Options) -> Result<Self> {
+        Ok(Self {
+            initramfs: read_initramfs(options)?,
+            disks: open_disks(options)?,
+            gdb: options.gdb.as_ref().map(gdb::open).transpose()?,
+            uplink: options.net.as_ref().map(NetOption::open).transpose()?,
+        })
+    }
+
+    /// Leaves the files to the process that serves the devices: closing them would end what goes on there.
+    fn leave(self) {
+        std::mem::forget((self.disks, self.uplink, self.gdb));
+    }
+}
+
+/// Gives up opening files, and returns memory that no process needs any more to the host.
+fn give_up_files(options: &Options, prepared: &mut Prepared) -> Result<()> {
+    if options.gdb.is_none() {
         // Processes that are made from here on have no more of it, either.
-        kernel.is_loaded();
-        (loaded.slots, loaded.thunks) = Default::default();
+        prepared.kernel.is_loaded();
+        (prepared.loaded.slots, prepared.loaded.thunks) = Default::default();
     }
     give_memory_back();
     if !sandbox::forbid_files()? && options.verbose {
         eprintln!("mercury hosted: the host's kernel has no Landlock");
     }
-    let clock_khz = clock_khz();
-    // Before there are threads, for these processes begin as copies of this one.
-    let first = (options.cpus > 1).then(|| Processor::first(options.cpus)).transpose()?;
-    let processor = first.map(Processor::multiply).transpose()?;
-    let is_first = processor.is_none_or(|one| one.is_first());
-    let spaces = match options.isolation {
-        Isolation::None => None,
-        Isolation::Process => Some(Spaces::start(&memory, most_mapped)?),
-    };
-    let returning = &placed.gates;
-    prepare_block(match options.isolation {
-        Isolation::None => returning.system_return,
-        Isolation::Process => returning.leaving,
-    })?;
-    let state = State {
-        vcpu: Common::new(Vcpu::default())?,
-        counters: Common::new(Counters::default())?,
-        rewriting: Common::new(patched::Counters::default())?.share(),
-    };
-    let home = match options.isolation {
-        // A debugger and several processors know of one process for all address spaces.
-        Isolation::None if options.cpus == 1 && gdb.is_none() => {
-            Home::multiply(&memory, limits.homes(options.memory))?
-        }
-        _ => None,
-    };
-    // Threads that listen to devices send signals from their start on.
-    signal::install()?;
-    let apic = processor.map(|one| Apic::new(one, clock_khz)).transpose()?;
-    let processors = processor.map_or_else(Vec::new, |one| one.processes());
-    let start = Start {
-        options,
-        kernel,
-        loaded,
-        memory,
-        placed,
-        most_mapped,
-        spaces,
-        state,
-        home,
-        processor,
-        apic,
-        bringup,
-    };
-    if home.is_some_and(|home| !home.is_first()) {
-        // They are the first process'.
-        std::mem::forget((disks, uplink, gdb));
-        sandbox::keep_only(start.memory.descriptor())?;
-        let bound = home.map_or_else(Vec::new, |home| home.processes());
-        return start.run(Bus::Absent, None, Special { bound, ..Special::default() });
+    Ok(())
+}
+
+fn start_program_processes(
+    options: &Options,
+    memory: &Memory,
+    most_mapped: u64,
+) -> Result<Option<ProgramProcesses>> {
+    let is_wanted = options.isolation == Isolation::Process;
+    is_wanted.then(|| ProgramProcesses::start(memory, most_mapped)).transpose()
+}
+
+/// Makes a process for each address space, if the options allow it and the host has room.
+fn start_space_processes(options: &Options, memory: &Memory, limits: &Limits) -> Result<Placement> {
+    // A debugger and several processors know of one process for all address spaces.
+    if options.cpus > 1 || options.gdb.is_some() {
+        return Ok(Placement::One);
     }
-    if let Some(home) = home.filter(|home| home.are_few() && options.verbose) {
-        eprintln!("mercury hosted: the host allows {} processes for address spaces", home.count());
-    }
-    let processors = home.map_or(processors, |home| home.processes());
-    if let Some(one) = processor
-        && !is_first
-    {
-        // They are the first processor's; what ends with them must not end here.
-        std::mem::forget((disks, uplink, gdb));
-        return start.run(Bus::Other(one), None, Special { processors, ..Special::default() });
-    }
-    for disk in &mut disks {
-        if let Err(error) = disk.overlap()
-            && options.verbose
-        {
-            eprintln!("mercury hosted: no io_uring ({error}): a disk's requests are done one by one");
-        }
-    }
-    let debugger = gdb.map(|gdb| Debugger::new(gdb, &start.kernel, &start.loaded)).transpose()?;
-    let special = Special {
-        rings: disks.iter().filter_map(Block::ring).collect(),
-        listener: debugger.as_ref().map(Debugger::descriptor),
-        processors,
-        bound: home.map_or_else(Vec::new, |home| home.processes()),
-    };
-    let net = uplink.map(|uplink| uplink.start()).transpose()?;
-    let slots = Slots::new(disks, net)?;
-    let line = boot::command_line(&options.append, clock_khz, options.cpus) + &slots.describe(&start.memory);
-    boot::describe(&start.memory, &start.kernel, &line, &initramfs)?;
-    if options.cpus > 1 {
-        boot::describe_processors(&start.memory, options.cpus)?;
-    }
-    let console = Console::open()?;
-    let devices = Devices::new(console, &start.memory, slots)?;
-    start.run(Bus::Own(Box::new(devices)), debugger, special)
+    let space = SpaceProcess::multiply(memory, limits.space_processes(options.memory))?;
+    Ok(space.map_or(Placement::One, Placement::PerSpace))
 }
 
 fn read_initramfs(options: &Options) -> Result<Vec<u8>> {
@@ -320,77 +306,127 @@ fn account_for(kernel: &Path) -> Result<()> {
     Err(Error::new(format!("{}: {} in {}{others}", kernel.display(), first.what, first.function)).hint(HOW))
 }
 
-/// What processes of one processor have in common, besides the block.
-#[derive(Debug)]
-struct State {
-    vcpu: Common<Vcpu>,
-    counters: Common<Counters>,
-    rewriting: &'static patched::Counters,
+/// The part of the machine that a process plays.
+enum Role {
+    /// It serves the devices, and it is the only or the first process.
+    First,
+    /// It is a processor other than the first.
+    OtherProcessor(Processor),
+    /// It shows an address space.
+    SpaceProcess(SpaceProcess),
 }
 
-/// What every processor's process has when it starts.
+/// The parts of the machine that each of its processes has when it starts.
 struct Start<'a> {
     options: &'a Options,
-    kernel: Kernel,
-    loaded: load::Loaded,
-    memory: Memory,
+    prepared: Prepared,
     placed: Placed,
     most_mapped: u64,
-    spaces: Option<Spaces>,
     state: State,
-    home: Option<Home>,
-    /// Only if there are several.
+    placement: Placement,
     processor: Option<Processor>,
-    apic: Option<Apic>,
-    bringup: Option<Bringup>,
+    /// None if there is one processor.
+    local: Option<LocalProcessor>,
 }
 
 impl Start<'_> {
-    fn run(self, devices: Bus, debugger: Option<Debugger>, special: Special) -> Result<Infallible> {
-        let Placed { entry, gates } = self.placed;
-        let (mut loaded, processor, isolation) = (self.loaded, self.processor, self.options.isolation);
-        let State { vcpu, counters, rewriting } = self.state;
-        let is_elsewhere = self.home.is_some_and(|home| home.is_first());
-        let rewrites =
-            self.options.rewrite && isolation == Isolation::None && processor.is_none() && !is_elsewhere;
-        let mut machine = Machine {
-            vcpu,
-            other_registers: HashMap::new(),
-            memory: self.memory,
-            devices,
-            processor,
-            apic: self.apic,
-            bringup: self.bringup,
-            exits: Vec::new(),
-            guards: loaded.guards.clone(),
-            exit_jumps: loaded.exits.iter().map(Exit::jump).collect(),
-            kernel_root: loaded.root,
-            counters,
-            rewriting,
-            mapped: 0,
-            programs: Mappings::default(),
-            most_mapped: self.most_mapped,
-            shadows: rewrites.then(|| Shadows::new(gates.system_call, self.home, rewriting)).transpose()?,
-            spaces: self.spaces,
-            home: self.home,
-            returning: gates.returning,
-            debugger,
-            faulted: None,
-            verbose: self.options.verbose,
+    fn role(&self) -> Role {
+        match (self.placement.per_space(), self.processor) {
+            (Some(space), _) if !space.is_first() => Role::SpaceProcess(space),
+            (_, Some(one)) if !one.is_first() => Role::OtherProcessor(one),
+            _ => Role::First,
+        }
+    }
+
+    fn run_space_process(self, space: SpaceProcess, files: Files) -> Result<Infallible> {
+        files.leave();
+        sandbox::keep_only(self.prepared.memory.descriptor())?;
+        self.run(Bus::Absent, None, Special { bound: space.processes(), ..Special::default() })
+    }
+
+    fn run_other_processor(self, one: Processor, files: Files) -> Result<Infallible> {
+        files.leave();
+        self.run(Bus::Other(one), None, Special { processors: one.processes(), ..Special::default() })
+    }
+
+    fn run_first(self, files: Files, clock_khz: u64) -> Result<Infallible> {
+        let Files { initramfs, mut disks, gdb, uplink } = files;
+        let space = self.placement.per_space();
+        if let Some(space) = space.filter(|space| space.are_few() && self.options.verbose) {
+            eprintln!("mercury hosted: the host allows {} processes for address spaces", space.count());
+        }
+        self.overlap_requests(&mut disks);
+        let Prepared { kernel, memory, loaded } = &self.prepared;
+        let debugger = gdb.map(|gdb| Debugger::new(gdb, kernel, loaded)).transpose()?;
+        let bound = space.map_or_else(Vec::new, |space| space.processes());
+        let processors = self.processor.map_or_else(|| bound.clone(), |one| one.processes());
+        let special = Special {
+            rings: disks.iter().filter_map(Block::ring).collect(),
+            listener: debugger.as_ref().map(Debugger::descriptor),
+            processors,
+            bound,
         };
-        let prepared = prepare_processor(&mut machine, &self.kernel, &loaded, entry, isolation, &special);
-        prepared.inspect_err(|_| machine.devices.restore())?;
-        machine.exits = std::mem::take(&mut loaded.exits);
-        machine.exits.push(gates.exit);
-        give_back((self.kernel, loaded), self.home);
+        let net = uplink.map(|uplink| uplink.start()).transpose()?;
+        let slots = Slots::new(disks, net)?;
+        self.describe(&slots, &initramfs, clock_khz)?;
+        let devices = Devices::new(Console::open()?, memory, slots)?;
+        self.run(Bus::Own(Box::new(devices)), debugger, special)
+    }
+
+    /// Has the host serve several requests of a disk at once, if it can.
+    fn overlap_requests(&self, disks: &mut [Block]) {
+        for disk in disks {
+            if let Err(error) = disk.overlap()
+                && self.options.verbose
+            {
+                eprintln!("mercury hosted: no io_uring ({error}): a disk's requests are done one by one");
+            }
+        }
+    }
+
+    /// Writes the boot parameters into the guest's memory.
+    fn describe(&self, slots: &Slots, initramfs: &[u8], clock_khz: u64) -> Result<()> {
+        let Prepared { kernel, memory, .. } = &self.prepared;
+        let own = boot::command_line(&self.options.append, clock_khz, self.options.cpus);
+        boot::describe(memory, kernel, &(own + &slots.describe(memory)), initramfs)?;
+        if self.options.cpus > 1 {
+            boot::describe_processors(memory, self.options.cpus)?;
+        }
+        Ok(())
+    }
+
+    /// Returns true if this process rewrites programs' system calls.
+    fn rewrites(&self) -> bool {
+        self.options.rewrite
+            && self.options.isolation == Isolation::None
+            && self.processor.is_none()
+            && self.placement.runs_guest()
+    }
+
+    fn run(self, devices: Bus, debugger: Option<Debugger>, special: Special) -> Result<Infallible> {
+        let rewrites = self.rewrites();
+        let (space, rewriting) = (self.placement.per_space(), self.state.rewriting());
+        let Placed { entry, gates } = self.placed;
+        let Prepared { kernel, memory, mut loaded } = self.prepared;
+        let copies = rewrites.then(|| PatchedCopies::new(gates.system_call, space, rewriting)).transpose()?;
+        let resident = Resident::new(self.most_mapped, copies);
+        let code = LoadedCode::new(&mut loaded, &gates);
+        let mut machine = Machine::new(self.state, memory, devices, self.placement, code, resident)
+            .with_local(self.local)
+            .with_debugger(debugger)
+            .with_reports(self.options.verbose);
+        let isolation = self.options.isolation;
+        let prepared = prepare_processor(&mut machine, &kernel, &loaded, entry, isolation, &special);
+        prepared.inspect_err(|_| machine.restore_terminal())?;
+        give_back((kernel, loaded), space);
         machine.run()
     }
 }
 
 /// Nobody needs these any more, and they are larger than all that is needed. A home has them from the first process, and nothing of its
 /// own as long as it does not touch them.
-fn give_back<T>(unneeded: T, home: Option<Home>) {
-    if home.is_some_and(|home| !home.is_first()) {
+fn give_back<T>(unneeded: T, space: Option<SpaceProcess>) {
+    if space.is_some_and(|space| !space.is_first()) {
         return std::mem::forget(unneeded);
     }
     drop(unneeded);
@@ -412,19 +448,18 @@ fn prepare_processor(
     isolation: Isolation,
     special: &Special,
 ) -> Result<()> {
-    // Of homes the first process has the processor prepared, and never runs the guest.
-    if machine.home.is_none_or(|home| home.is_first()) {
+    if machine.placement().prepares_processor() {
         boot::processor(machine, kernel, loaded, entry)?;
     }
-    if machine.home.is_none_or(|home| !home.is_first()) {
+    if machine.placement().runs_guest() {
         signal::dispatch_system_calls()?;
     }
-    match machine.home {
-        Some(home) if home.is_first() => home.await_others()?,
-        Some(home) => home.is_ready(),
+    match machine.placement().per_space() {
+        Some(space) if space.is_first() => space.await_others()?,
+        Some(space) => space.is_ready(),
         None => {}
     }
-    if let Some(one) = machine.processor {
+    if let Some(one) = machine.processor() {
         one.is_ready();
         if one.is_first() {
             one.await_others()?;
@@ -442,7 +477,7 @@ struct Placed {
 /// Puts the code for slots where it was made for, and the stub and the code of system calls behind it.
 fn place_code(kernel: &Kernel, loaded: &load::Loaded) -> Result<Placed> {
     let thunks = &loaded.thunks;
-    block::map_private(THUNKS, THUNKS_SIZE, libc::PROT_READ | libc::PROT_WRITE)?;
+    process::map_private(THUNKS, THUNKS_SIZE, libc::PROT_READ | libc::PROT_WRITE)?;
     let entry = THUNKS + (thunks.len() as u64).next_multiple_of(16);
     let stub = boot::stub(kernel, entry)?;
     let behind = (entry + stub.len() as u64).next_multiple_of(64);
@@ -472,7 +507,7 @@ fn place_code(kernel: &Kernel, loaded: &load::Loaded) -> Result<Placed> {
 fn prepare_block(system_return: u64) -> Result<()> {
     block::map()?;
     let stack = Box::leak(vec![0_u8; STACK as usize].into_boxed_slice());
-    let extended = per_space::map_common(cpuid::extended_size() as usize)?;
+    let extended = process::map_common(cpuid::extended_size() as usize)?;
     let block = block::get();
     block.entry.set(entry::hosted_exit as *const () as u64);
     block.system_return.set(system_return);

@@ -253,8 +253,8 @@ pub unsafe extern "C" fn handle_signal(
     if is_notice {
         machine::pending().store(1, Ordering::SeqCst);
         isolation::stub::interrupt();
-        if let Some(home) = machine::home() {
-            home.interrupt(is_urgent);
+        if let Some(space) = machine::space_process() {
+            space.interrupt(is_urgent);
         }
     }
     // Wherever the guest's code has jumped to. The code between guest and monitor says it somewhat too early, and too late.
@@ -277,14 +277,14 @@ pub unsafe extern "C" fn handle_signal(
         true => {
             machine.finish_return();
             if machine.is_debugger_wanted() {
-                machine.begin_exit_again();
+                machine.restart_exit();
                 machine.attend_debugger();
             }
             if is_urgent {
                 machine.attend();
             }
             if machine.interruptible() {
-                machine.begin_exit_again();
+                machine.restart_exit();
                 machine.service();
             }
         }
@@ -292,7 +292,7 @@ pub unsafe extern "C" fn handle_signal(
         false => answer(machine, unsafe { Fault::new(signal, registers, information) }),
     }
     give(machine, registers);
-    if machine.is_program_elsewhere() || machine.home.is_some_and(|home| home.is_left()) {
+    if machine.is_program_elsewhere() || machine.is_left() {
         enter_monitor(registers, entry::hosted_enter_program);
         return 0;
     }
@@ -385,7 +385,7 @@ pub fn answer(machine: &mut Machine, fault: Fault) {
     if fault.is_interrupt {
         return machine.software_interrupt(OLD_CALL);
     }
-    machine.leave_stand_in();
+    machine.return_to_replaced();
     let error = fault.error;
     let simple = |vector| Exception { vector, error: None, address: None };
     match fault.number {
@@ -395,7 +395,8 @@ pub fn answer(machine: &mut Machine, fault: Fault) {
         trap::UNDEFINED if machine.resume_below_a_jump() => {}
         trap::UNDEFINED => machine.inject(Exception::UNDEFINED),
         trap::BREAKPOINT
-            if machine.privilege() == Privilege::Kernel && (machine.breakpoint() || machine.guarded()) => {}
+            if machine.privilege() == Privilege::Kernel
+                && (machine.breakpoint() || machine.user_access_trap()) => {}
         trap::DEBUG => machine.debug_trap(fault.is_step),
         number @ (trap::DIVISION | trap::BREAKPOINT | 4 | 5 | 16 | 19) => {
             machine.inject(simple(number as u8))

@@ -36,7 +36,7 @@ pub enum Cause {
     /// A function of the kernel's has been called that uses a program's memory.
     Uses(Use),
     /// An instruction of the kernel's is about to use a program's memory.
-    Guarded,
+    UserAccess,
 }
 
 /// What a function does with a program's memory, by the kernel's own conventions. If all of it is done, the result says so; if the
@@ -287,7 +287,7 @@ pub fn site(displaced: &[u8], page: u64, behind: u32, place: u64, system_call: u
 ///
 /// # Errors
 /// If the assembler does not like it.
-pub fn guard(displaced: &[Instruction], place: u64, number: usize) -> Result<(Thunk, Vec<u64>)> {
+pub fn access(displaced: &[Instruction], place: u64, number: usize) -> Result<(Thunk, Vec<u64>)> {
     let address = displaced.first().map_or(0, Instruction::ip);
     let wrong = |error: iced_x86::IcedError| Error::new(format!("the code at {address:#x}: {error}"));
     let mut assembler = CodeAssembler::new(64).map_err(wrong)?;
@@ -307,7 +307,7 @@ pub fn guard(displaced: &[Instruction], place: u64, number: usize) -> Result<(Th
     let places =
         labels.iter().map(|label| done.label_ip(label).map_err(wrong)).collect::<Result<Vec<_>>>()?;
     let resume = places.first().copied().unwrap_or(place);
-    let exit = Exit { cause: Cause::Guarded, original: address, resume };
+    let exit = Exit { cause: Cause::UserAccess, original: address, resume };
     Ok((Thunk { code: done.inner.code_buffer, exits: vec![exit] }, places))
 }
 
@@ -561,7 +561,7 @@ impl Builder<'_> {
                 // Nothing may come between: HLT looks for what waits.
                 Some(Kind::Sti) if halts => self.interrupts_on_only(),
                 Some(Kind::Clac | Kind::Stac) => Ok(true),
-                Some(kind) if !may_be_executed(kind) => self.perform(kind, instruction),
+                Some(kind) if !may_be_executed(kind) => self.emulate(kind, instruction),
                 _ => self.copy(instruction, end),
             }?;
         }
@@ -618,7 +618,7 @@ impl Builder<'_> {
         Ok(true)
     }
 
-    fn perform(
+    fn emulate(
         &mut self,
         kind: Kind,
         instruction: &Instruction,
@@ -826,7 +826,7 @@ mod tests {
         let code = [0x48, 0x89, 0x10, 0x48, 0x83, 0xC0, 8];
         let displaced: Vec<Instruction> =
             Decoder::with_ip(64, &code, PLACE, DecoderOptions::NONE).iter().collect();
-        let (thunk, places) = guard(&displaced, AT, 7).unwrap();
+        let (thunk, places) = access(&displaced, AT, 7).unwrap();
         let made = text(&thunk.code);
         assert_eq!((made[0].immediate32(), made[0].len() as u64), (7, NAMING_LENGTH));
         assert_eq!((made[1].ip(), thunk.exits[0].original), (thunk.exits[0].jump(), PLACE));

@@ -75,7 +75,7 @@ const EITHER: [(&str, &[&str]); 9] = [
 
 /// An instruction that has become a trap, or a jump that leaves the guest; or one that was behind it, in the jump's way.
 #[derive(Clone, Copy, Debug)]
-pub struct Guard {
+pub struct UserAccess {
     /// The instruction, at its own address.
     pub instruction: Instruction,
     /// Where it can be executed, with what was behind it.
@@ -84,39 +84,39 @@ pub struct Guard {
 
 /// All of them.
 #[derive(Clone, Debug, Default)]
-pub struct Guards {
-    by_site: BTreeMap<u64, Guard>,
+pub struct UserAccesses {
+    by_site: BTreeMap<u64, UserAccess>,
     sites: HashMap<u64, u64>,
-    displaced: BTreeMap<u64, Guard>,
+    displaced: BTreeMap<u64, UserAccess>,
 }
 
-impl Guards {
+impl UserAccesses {
     /// One more.
-    pub fn insert(&mut self, guard: Guard) {
-        self.sites.insert(guard.code, guard.instruction.ip());
-        self.by_site.insert(guard.instruction.ip(), guard);
+    pub fn insert(&mut self, access: UserAccess) {
+        self.sites.insert(access.code, access.instruction.ip());
+        self.by_site.insert(access.instruction.ip(), access);
     }
 
     /// One that was in the way of the jump before it.
-    pub fn insert_displaced(&mut self, guard: Guard) {
-        self.displaced.insert(guard.instruction.ip(), guard);
+    pub fn insert_displaced(&mut self, access: UserAccess) {
+        self.displaced.insert(access.instruction.ip(), access);
     }
 
     /// Where it can be executed, if it was in the way.
     #[must_use]
     pub fn displaced(&self, address: u64) -> Option<u64> {
-        self.displaced.get(&address).map(|guard| guard.code)
+        self.displaced.get(&address).map(|access| access.code)
     }
 
     /// What was at an address where there is something else now.
     #[must_use]
     pub fn instruction(&self, address: u64) -> Option<Instruction> {
-        self.by_site.get(&address).or_else(|| self.displaced.get(&address)).map(|guard| guard.instruction)
+        self.by_site.get(&address).or_else(|| self.displaced.get(&address)).map(|access| access.instruction)
     }
 
     /// The one at an address.
     #[must_use]
-    pub fn at(&self, address: u64) -> Option<&Guard> {
+    pub fn at(&self, address: u64) -> Option<&UserAccess> {
         self.by_site.get(&address)
     }
 
@@ -429,9 +429,9 @@ mod tests {
 
     #[test]
     fn guards_are_found_by_both_addresses() {
-        let mut guards = Guards::default();
-        guards.insert(Guard { instruction: instruction(&[0x89, 0x07]), code: 0x3800_0010 });
-        assert_eq!((guards.len(), guards.at(0x4100_0000).unwrap().code), (1, 0x3800_0010));
-        assert_eq!((guards.site(0x3800_0010), guards.site(0x3800_0012)), (Some(0x4100_0000), None));
+        let mut accesses = UserAccesses::default();
+        accesses.insert(UserAccess { instruction: instruction(&[0x89, 0x07]), code: 0x3800_0010 });
+        assert_eq!((accesses.len(), accesses.at(0x4100_0000).unwrap().code), (1, 0x3800_0010));
+        assert_eq!((accesses.site(0x3800_0010), accesses.site(0x3800_0012)), (Some(0x4100_0000), None));
     }
 }

@@ -25,7 +25,7 @@ pub use block::Block;
 pub use console::Console;
 pub(crate) use console::without_signals;
 pub use net::Net;
-pub use uplink::NetOption;
+pub use uplink::{NetOption, Opened as OpenUplink};
 
 use crate::{
     error::{Error, Result},

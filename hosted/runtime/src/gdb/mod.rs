@@ -65,8 +65,28 @@ impl Debugger {
         self.listener.descriptor()
     }
 
+    /// Returns true if gdb wants the machine to stop.
+    pub(crate) fn is_wanted(&self) -> bool {
+        self.waits || self.listener.is_wanted()
+    }
+
+    /// Returns true if interrupts have to wait until a step is over.
+    pub(crate) fn holds_interrupts(&self) -> bool {
+        self.target.holds_interrupts
+    }
+
+    /// Delivers interrupts again: a step has led somewhere else.
+    pub(crate) fn release_interrupts(&mut self) {
+        self.target.holds_interrupts = false;
+    }
+
+    /// Returns true if gdb has a breakpoint at an address.
+    pub(crate) fn has_breakpoint(&self, at: u64) -> bool {
+        self.target.has_breakpoint(at)
+    }
+
     /// Does what gdb wants, if it wants something.
-    fn attend(&mut self, machine: &mut Machine) {
+    pub(crate) fn attend(&mut self, machine: &mut Machine) {
         while std::mem::take(&mut self.waits) || self.listener.is_wanted() {
             if let Some(connection) = self.listener.accept() {
                 let begun = GdbStub::new(connection).run_state_machine(&mut self.target);
@@ -77,7 +97,7 @@ impl Debugger {
     }
 
     /// The guest has come to a breakpoint, which is where it is now.
-    fn stopped(&mut self, machine: &mut Machine) {
+    pub(crate) fn stopped(&mut self, machine: &mut Machine) {
         let at = machine.block().registers.rip.get();
         let reason = if self.target.has_step_to(at) { Reason::DoneStep } else { Reason::SwBreak(()) };
         self.listener.stop();
@@ -127,58 +147,5 @@ impl Debugger {
             self.target.begin_step(machine);
         }
         self.listener.go_on(self.session.is_some());
-    }
-}
-
-impl Machine {
-    /// Lets the debugger do something with the machine. It is apart from it meanwhile.
-    fn debug<T>(&mut self, what: impl FnOnce(&mut Debugger, &mut Self) -> T) -> Option<T> {
-        let mut debugger = self.debugger.take()?;
-        let done = what(&mut debugger, self);
-        self.debugger = Some(debugger);
-        Some(done)
-    }
-
-    /// Whether gdb wants the machine to stop.
-    #[must_use]
-    pub fn is_debugger_wanted(&self) -> bool {
-        self.debugger.as_ref().is_some_and(|debugger| debugger.waits || debugger.listener.is_wanted())
-    }
-
-    /// Stops for gdb, if it wants that.
-    pub fn attend_debugger(&mut self) {
-        if self.is_debugger_wanted() {
-            self.debug(Debugger::attend);
-        }
-    }
-
-    /// Whether interrupts have to wait, for one instruction is to be executed and nothing else.
-    #[must_use]
-    pub fn is_stepping(&self) -> bool {
-        self.debugger.as_ref().is_some_and(|debugger| debugger.target.holds_interrupts)
-    }
-
-    /// Whether there is a breakpoint of gdb's.
-    #[must_use]
-    pub fn has_breakpoint(&self, at: u64) -> bool {
-        self.debugger.as_ref().is_some_and(|debugger| debugger.target.has_breakpoint(at))
-    }
-
-    /// A step has led somewhere else.
-    pub fn step_was_left(&mut self) {
-        if let Some(debugger) = &mut self.debugger {
-            debugger.target.holds_interrupts = false;
-        }
-    }
-
-    /// The guest has executed INT3. Says whether it was gdb's.
-    pub fn breakpoint(&mut self) -> bool {
-        let at = self.block().registers.rip.get().wrapping_sub(1);
-        if !self.has_breakpoint(at) {
-            return false;
-        }
-        self.block().registers.rip.set(at);
-        self.debug(Debugger::stopped);
-        true
     }
 }

@@ -191,7 +191,7 @@ impl Target {
         if self.slot_code.contains(&rip) {
             return self.slots_by_code.range(..=rip).next_back().map_or(rip, |(_, slot)| *slot);
         }
-        machine.shadows.as_ref().map_or(rip, |shadows| shadows.visible(rip))
+        machine.visible(rip)
     }
 
     /// Shows what was there before breakpoints.
@@ -301,8 +301,8 @@ impl SingleThreadBase for Target {
         let machine = self.machine()?;
         let found = machine.translate(start, Access::Write, Privilege::Kernel);
         let done = machine.write(start, &bytes).map_err(|_| TargetError::Errno(libc::EFAULT as u8));
-        if let (Some(shadows), Ok(found)) = (&mut machine.shadows, found) {
-            shadows.written(&machine.memory, found.physical);
+        if let Ok(found) = found {
+            machine.note_write(found.physical);
         }
         done
     }

@@ -17,13 +17,14 @@ use crate::{
     error::Result,
     layout::{self, PAGE, STUB, STUB_STATE, STUB_STATE_SIZE},
     memory::{Memory, Rights},
-    mmu::{self, Access, Looker, Privilege, Translation, bits},
+    mmu::{self, Access, Privilege, TableReader, Translation},
+    process::tags::{self, Found, Tags},
 };
 use mappings::Mappings;
 use stub::{Common, Order, Stop, Stub};
 
 /// Processes: more address spaces than that take turns.
-pub const PROCESSES: usize = 48;
+pub const PROCESSES: usize = tags::MOST;
 /// Pages mapped beside a missing one that lie beside it in memory, at most, to each side.
 const NEIGHBOURS: u64 = 64;
 /// The block of pages around a missing one of which those are mapped too that the program has used.
@@ -34,8 +35,6 @@ const AT_ONCE: u64 = 32;
 const MOST_CHANGES: usize = 64;
 /// Of pages that the kernel uses so many are remembered.
 const MOST_USED: usize = 8;
-/// The identifier's bits of CR3.
-const IDENTIFIER: u64 = 0xFFF;
 
 /// What has been counted.
 #[derive(Clone, Copy, Debug, Default)]
@@ -54,115 +53,14 @@ pub struct Counters {
     pub astray: u64,
 }
 
-/// Which address space a process stands for, and what it may have kept.
-#[derive(Clone, Copy, Debug, Default)]
-struct Tag {
-    /// Its page tables.
-    root: Option<u64>,
-    /// By which identifier the processor would know what it has kept.
-    identifier: Option<u64>,
-    /// It has to be compared with the page tables before it runs.
-    is_stale: bool,
-    used: u64,
-}
-
-/// All of them.
-#[derive(Debug)]
-pub struct Tags {
-    /// In place, for processes may have them in common.
-    tags: [Tag; PROCESSES],
-    count: usize,
-    time: u64,
-}
-
-/// What there is for an address space.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Found {
-    /// Its own.
-    Own(usize),
-    /// One that was another's.
-    Other(usize),
-}
-
-impl Tags {
-    /// For so many, [`PROCESSES`] at most.
-    #[must_use]
-    pub fn new(count: usize) -> Self {
-        Self { tags: [Tag::default(); PROCESSES], count: count.min(PROCESSES), time: 0 }
-    }
-
-    fn own(&self, cr3: u64) -> Option<usize> {
-        let root = cr3 & bits::ADDRESS;
-        self.tags[..self.count].iter().position(|tag| tag.root == Some(root))
-    }
-
-    /// CR3 was written: `flush` unless the bit was set that keeps translations.
-    pub fn load(&mut self, cr3: u64, flush: bool) {
-        let (root, identifier) = (cr3 & bits::ADDRESS, cr3 & IDENTIFIER);
-        for tag in &mut self.tags[..self.count] {
-            let is_root = tag.root == Some(root);
-            let is_known = tag.identifier == Some(identifier);
-            // By this identifier nothing of another address space, and nothing older, is found from now on.
-            if is_known && (flush || !is_root) || is_root && !is_known {
-                tag.is_stale = true;
-                tag.identifier = None;
-            }
-            if is_root {
-                tag.identifier = Some(identifier);
-            }
-        }
-    }
-
-    /// All translations were dropped.
-    pub fn flush_all(&mut self) {
-        self.tags.iter_mut().for_each(|tag| tag.is_stale = true);
-    }
-
-    /// The process for an address space: its own, or the one that was not used for longest.
-    pub fn choose(&mut self, cr3: u64) -> Found {
-        self.time += 1;
-        let (found, index) = match self.own(cr3) {
-            Some(index) => (Found::Own(index), index),
-            None => {
-                let oldest = self.tags[..self.count].iter().enumerate().min_by_key(|(_, tag)| tag.used);
-                let index = oldest.map_or(0, |(index, _)| index);
-                (Found::Other(index), index)
-            }
-        };
-        let tag = &mut self.tags[index];
-        if let Found::Other(_) = found {
-            let (root, identifier) = (Some(cr3 & bits::ADDRESS), Some(cr3 & IDENTIFIER));
-            *tag = Tag { root, identifier, ..Tag::default() };
-        }
-        tag.used = self.time;
-        found
-    }
-
-    /// One has to be compared before it runs.
-    pub fn make_stale(&mut self, index: usize) {
-        self.tags[index].is_stale = true;
-    }
-
-    /// Whether one has to be compared before it runs.
-    #[must_use]
-    pub fn is_stale(&self, index: usize) -> bool {
-        self.tags[index].is_stale
-    }
-
-    /// Whether one has to be compared now; it is then as it should be.
-    pub fn take_stale(&mut self, index: usize) -> bool {
-        std::mem::take(&mut self.tags[index].is_stale)
-    }
-}
-
 /// What a process is to do, and has.
 #[derive(Debug, Default)]
-struct Space {
+struct ProgramSpace {
     mappings: Mappings,
     orders: Vec<Order>,
 }
 
-impl Space {
+impl ProgramSpace {
     fn map(&mut self, address: u64, length: u64, physical: u64, rights: Rights, file: u64) {
         // What was to be unmapped just before is replaced anyway.
         if self.orders.last() == Some(&stub::unmap(address, length)) {
@@ -188,8 +86,8 @@ impl Space {
     }
 
     fn revalidate(&mut self, memory: &Memory, cr3: u64) {
-        let mut looker = Looker::new(memory, cr3);
-        let changes = self.mappings.revalidate(|page| looker.page(page));
+        let mut tables = TableReader::new(memory, cr3);
+        let changes = self.mappings.revalidate(|page| tables.page(page));
         if changes.len() > MOST_CHANGES {
             return self.unmap_all();
         }
@@ -221,9 +119,9 @@ struct Asked {
 
 /// All address spaces.
 #[derive(Debug)]
-pub struct Spaces {
+pub struct ProgramProcesses {
     stubs: Vec<Stub>,
-    spaces: Vec<Space>,
+    spaces: Vec<ProgramSpace>,
     tags: Tags,
     file: u64,
     /// How many mappings the host allows a process.
@@ -238,7 +136,7 @@ pub struct Spaces {
     _common: Common,
 }
 
-impl Spaces {
+impl ProgramProcesses {
     /// Starts the processes.
     ///
     /// # Errors
@@ -249,7 +147,7 @@ impl Spaces {
         let start = |index| Stub::start(&common, index);
         Ok(Self {
             stubs: (0..PROCESSES).map(start).collect::<Result<_>>()?,
-            spaces: (0..PROCESSES).map(|_| Space::default()).collect(),
+            spaces: (0..PROCESSES).map(|_| ProgramSpace::default()).collect(),
             tags: Tags::new(PROCESSES),
             file: file as u64,
             most_mapped,
@@ -326,12 +224,12 @@ impl Spaces {
     }
 
     /// What the program has used around a page.
-    fn map_around(space: &mut Space, memory: &Memory, cr3: u64, page: u64, file: u64) {
-        let mut looker = Looker::new(memory, cr3);
+    fn map_around(space: &mut ProgramSpace, memory: &Memory, cr3: u64, page: u64, file: u64) {
+        let mut tables = TableReader::new(memory, cr3);
         let start = page & !(AROUND * PAGE - 1);
         let mut run: Option<(u64, u64, u64, Rights)> = None;
         for at in (0..AROUND).map(|number| start + number * PAGE) {
-            let found = looker
+            let found = tables
                 .page(at)
                 .filter(|(physical, _)| memory.contains(*physical, PAGE))
                 .filter(|_| layout::is_user(at) && memory.direct(at).is_none())
@@ -413,71 +311,6 @@ fn stop_again(stop: Stop, refused: &mut bool) -> Stop {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    const A: u64 = 0x10_0000;
-    const B: u64 = 0x20_0000;
-
-    fn stale(tags: &mut Tags, cr3: u64) -> bool {
-        let Found::Own(index) = tags.choose(cr3) else { panic!("{cr3:#x} has none") };
-        tags.take_stale(index)
-    }
-
-    fn two() -> Tags {
-        let mut tags = Tags::new(3);
-        for cr3 in [A | 1, B | 2] {
-            tags.load(cr3, true);
-            assert!(matches!(tags.choose(cr3), Found::Other(_)));
-        }
-        tags
-    }
-
-    #[test]
-    fn what_a_processor_may_keep_is_kept() {
-        let mut tags = two();
-        for cr3 in [A | 1, B | 2, A | 1] {
-            tags.load(cr3, false);
-            assert!(!stale(&mut tags, cr3));
-        }
-    }
-
-    #[test]
-    fn what_a_processor_must_drop_is_compared() {
-        let mut tags = two();
-        tags.load(A | 1, true);
-        assert!(stale(&mut tags, A | 1) && !stale(&mut tags, A | 1));
-        // Another identifier knows nothing of what the first one knew.
-        tags.load(A | 3, false);
-        assert!(stale(&mut tags, A | 3));
-        tags.load(A | 1, false);
-        assert!(stale(&mut tags, A | 1));
-        tags.flush_all();
-        assert!(stale(&mut tags, A | 1) && stale(&mut tags, B | 2));
-    }
-
-    #[test]
-    fn an_identifier_that_another_gets_is_lost() {
-        let mut tags = two();
-        tags.load(B | 1, true);
-        assert!(stale(&mut tags, B | 1));
-        tags.load(A | 1, false);
-        assert!(stale(&mut tags, A | 1));
-        // The first one's was dropped though it was not loaded.
-        tags.load(B | 1, true);
-        tags.load(A | 1, true);
-        assert!(stale(&mut tags, A | 1));
-    }
-
-    #[test]
-    fn the_one_that_was_not_used_for_longest_is_taken_over() {
-        let mut tags = Tags::new(2);
-        for cr3 in [A, B, A] {
-            tags.choose(cr3);
-        }
-        let third = 0x30_0000;
-        let Found::Other(index) = tags.choose(third) else { panic!("there are two") };
-        assert_eq!(tags.own(third), Some(index));
-        assert!(tags.own(A).is_some() && tags.own(B).is_none());
-    }
 
     #[test]
     fn orders_refused_twice_are_the_program_s_fault() {

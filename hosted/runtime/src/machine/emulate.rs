@@ -1,25 +1,19 @@
 //! Does what sensitive instructions do.
 
-use std::{arch::x86_64::_rdtsc, cell::Cell};
+use std::arch::x86_64::_rdtsc;
 
-use iced_x86::{Decoder, DecoderOptions, Instruction, Mnemonic, OpKind, Register};
+use iced_x86::{Instruction, OpKind, Register};
 use mercury_afterburner::kind::Kind;
 
+use super::operands::Done;
 use crate::{
     block::{self, IF, Segments},
-    cpuid, layout,
+    cpuid,
     machine::{End, Exception, Machine},
-    mmu::Privilege,
     process::per_space::Request,
-    smp::{
-        self, Processor,
-        apic::{self, Apic},
-    },
-    user_access,
+    smp::{self, Processor, apic::Apic},
     vcpu::{CR4_GLOBAL, Table, USER_CODE, USER_CODE_32, USER_STACK},
 };
-
-type Done = Result<(), Exception>;
 
 /// The model-specific register that says where the local interrupt controller is.
 const CONTROLLER_BASE: u32 = 0x1B;
@@ -54,8 +48,8 @@ impl Machine {
     ///
     /// # Errors
     /// The exception that the guest gets for it.
-    pub fn perform(&mut self, instruction: &Instruction) -> Done {
-        if self.is_for_the_first(instruction) && self.ask_first(Request::Perform(*instruction)) {
+    pub fn emulate(&mut self, instruction: &Instruction) -> Done {
+        if self.is_for_the_first(instruction) && self.ask_first_process(Request::Emulate(*instruction)) {
             return Ok(());
         }
         match Kind::of(instruction).ok_or(Exception::UNDEFINED)? {
@@ -100,7 +94,7 @@ impl Machine {
             Kind::Cpuid => self.cpuid(),
             Kind::Xsetbv => return self.set_extended(),
             Kind::Xgetbv => self.set_pair(self.vcpu.xcr0),
-            Kind::Lar | Kind::Lsl => return self.look_up(instruction),
+            Kind::Lar | Kind::Lsl => return self.load_limit_or_rights(instruction),
             Kind::ReadControl => return self.read_control(instruction),
             Kind::WriteControl => return self.write_control(instruction),
             Kind::ReadDebug => {
@@ -134,92 +128,6 @@ impl Machine {
         }
     }
 
-    fn general(&self, register: Register) -> &'static Cell<u64> {
-        &self.block().registers.general[register.full_register().number() & 15]
-    }
-
-    fn push(&mut self, value: u64) -> Done {
-        let top = self.block().registers.general[block::RSP].get() - 8;
-        self.write(top, &value.to_le_bytes())?;
-        self.block().registers.general[block::RSP].set(top);
-        Ok(())
-    }
-
-    pub(crate) fn pop(&mut self) -> Result<u64, Exception> {
-        let top = self.block().registers.general[block::RSP].get();
-        let value = self.read_long(top)?;
-        self.block().registers.general[block::RSP].set(top + 8);
-        Ok(value)
-    }
-
-    /// The address of an instruction's operand in memory.
-    fn address(&self, instruction: &Instruction) -> u64 {
-        self.address_of(instruction, user_access::memory_operands(instruction).next().unwrap_or(0))
-    }
-
-    fn address_of(&self, instruction: &Instruction, operand: u32) -> u64 {
-        let registers = &self.block().registers.general;
-        let value = |register: Register, _: usize, _: usize| {
-            Some(match register {
-                Register::GS => self.block().gs.get(),
-                Register::FS => self.block().fs.get(),
-                _ if register.is_segment_register() => 0,
-                _ => {
-                    let value = registers[register.full_register().number() & 15].get();
-                    if register.size() == 4 { value & 0xFFFF_FFFF } else { value }
-                }
-            })
-        };
-        instruction.virtual_address(operand, 0, value).unwrap_or(0)
-    }
-
-    /// An operand of the instruction's own size.
-    fn get(&mut self, instruction: &Instruction, operand: u32) -> Result<u64, Exception> {
-        if instruction.op_kind(operand) == OpKind::Register {
-            let register = instruction.op_register(operand);
-            let value = self.general(register).get();
-            return Ok(match register.size() {
-                2 => value & 0xFFFF,
-                4 => value & 0xFFFF_FFFF,
-                _ => value,
-            });
-        }
-        let mut bytes = [0; 8];
-        let size = instruction.memory_size().size().min(8);
-        self.read(self.address(instruction), &mut bytes[..size])?;
-        Ok(u64::from_le_bytes(bytes))
-    }
-
-    fn set(&mut self, instruction: &Instruction, operand: u32, value: u64) -> Done {
-        if instruction.op_kind(operand) == OpKind::Register {
-            self.set_register(instruction.op_register(operand), value);
-            return Ok(());
-        }
-        let size = instruction.memory_size().size().min(8);
-        self.write(self.address(instruction), &value.to_le_bytes()[..size])
-    }
-
-    fn set_register(&mut self, register: Register, value: u64) {
-        let old = self.general(register).get();
-        self.general(register).set(match register.size() {
-            1 => old & !0xFF | value & 0xFF,
-            2 => old & !0xFFFF | value & 0xFFFF,
-            4 => value & 0xFFFF_FFFF,
-            _ => value,
-        });
-    }
-
-    fn pair(&self) -> u64 {
-        let general = &self.block().registers.general;
-        general[block::RDX].get() << 32 | general[block::RAX].get() & 0xFFFF_FFFF
-    }
-
-    fn set_pair(&mut self, value: u64) {
-        let general = &self.block().registers.general;
-        general[block::RAX].set(value & 0xFFFF_FFFF);
-        general[block::RDX].set(value >> 32);
-    }
-
     fn table(&mut self, instruction: &Instruction) -> Result<Table, Exception> {
         let mut bytes = [0; 10];
         self.read(self.address(instruction), &mut bytes)?;
@@ -251,7 +159,7 @@ impl Machine {
     }
 
     /// LSL and LAR: a limit, or rights, and whether there is such a descriptor.
-    fn look_up(&mut self, instruction: &Instruction) -> Done {
+    fn load_limit_or_rights(&mut self, instruction: &Instruction) -> Done {
         const ZERO: u64 = 1 << 6;
         let selector = self.get(instruction, 1)? as u16;
         let found = self.descriptor(selector);
@@ -330,7 +238,7 @@ impl Machine {
 
     fn halt(&mut self) {
         self.step_was_left();
-        match self.processor {
+        match self.processor() {
             _ if self.interruptible() => self.service_and_wait(),
             None => self.end(End::Halted, ""),
             Some(one) => self.park(one),
@@ -370,13 +278,13 @@ impl Machine {
         let general = &self.block().registers.general;
         let number = general[block::RAX].get() as u32;
         let mut leaf = cpuid::guest(number, general[block::RCX].get() as u32, self.vcpu.cr4);
-        if self.spaces.is_some() {
+        if self.placement.isolated().is_some() {
             cpuid::separate_programs(number, &mut leaf);
         }
-        if self.home.is_some() {
+        if self.placement.per_space().is_some() {
             cpuid::keep_translations(number, &mut leaf);
         }
-        if let Some(one) = self.processor {
+        if let Some(one) = self.processor() {
             cpuid::be_one_of(one.number, one.count, number, &mut leaf);
         }
         general[block::RAX].set(leaf[0].into());
@@ -400,8 +308,8 @@ impl Machine {
         let value = match index {
             // SAFETY: The time stamp counter can be read wherever RDTSC is not forbidden, which was checked at the start.
             0x10 => unsafe { _rdtsc() },
-            CONTROLLER_BASE if self.apic.is_some() => self.apic.as_ref().map_or(0, Apic::base),
-            DEADLINE if self.apic.is_some() => self.apic.as_ref().map_or(0, Apic::deadline),
+            CONTROLLER_BASE if self.local.is_some() => self.apic().map_or(0, Apic::base),
+            DEADLINE if self.local.is_some() => self.apic().map_or(0, Apic::deadline),
             0xC000_0080 => self.vcpu.efer,
             0xC000_0081 => self.vcpu.star,
             0xC000_0082 => self.block().lstar.get(),
@@ -421,11 +329,11 @@ impl Machine {
 
     fn write_msr(&mut self) {
         let (index, value) = (self.block().registers.general[block::RCX].get() as u32, self.pair());
-        match (index, &mut self.apic) {
+        match (index, self.apic_mut()) {
             (CONTROLLER_BASE, Some(_)) => return,
             (DEADLINE, Some(apic)) => {
                 apic.set_deadline(value);
-                return self.look_at_devices();
+                return self.check_devices();
             }
             _ => {}
         }
@@ -498,12 +406,12 @@ impl Machine {
         let register = instruction.op1_register();
         let value = self.general(register).get() as u32;
         self.devices.write(port, register.size(), value);
-        self.look_at_devices();
+        self.check_devices();
         Ok(())
     }
 
     /// What was written may have raised an interrupt, or ended the machine.
-    fn look_at_devices(&mut self) {
+    pub(super) fn check_devices(&mut self) {
         if self.has_interrupt() {
             crate::machine::pending().store(1, std::sync::atomic::Ordering::Release);
         }
@@ -519,217 +427,21 @@ impl Machine {
         let port = instruction.try_immediate(operand).map_err(|_| Exception::UNDEFINED)?;
         Ok(port as u16)
     }
-
-    /// An instruction that trapped because it may not be executed in a process, and has no slot: does it, if it is
-    /// sensitive and the kernel's.
-    pub fn trapped(&mut self) -> Option<()> {
-        let address = self.block().registers.rip.get();
-        if self.privilege() == Privilege::User || layout::is_user(address) {
-            return None;
-        }
-        let instruction = self.instruction()?;
-        Kind::of(&instruction)?;
-        self.counters.trapped += 1;
-        self.block().registers.rip.set(instruction.next_ip());
-        if let Err(exception) = self.perform(&instruction) {
-            self.block().registers.rip.set(address);
-            self.inject(exception);
-        }
-        Some(())
-    }
-
-    /// The instruction that the guest is at.
-    fn instruction(&self) -> Option<Instruction> {
-        let address = self.block().registers.rip.get();
-        let replaced = self.guards.instruction(address).filter(|_| !self.has_breakpoint(address));
-        if replaced.is_some() {
-            return replaced;
-        }
-        let mut bytes = [0; 15];
-        let length = (1..=bytes.len())
-            .rev()
-            .find(|&length| self.read_code(address, &mut bytes[..length]).is_some())?;
-        let code = &bytes[..length];
-        Some(Decoder::with_ip(64, code, address, DecoderOptions::NONE).decode())
-    }
-
-    fn read_code(&self, address: u64, into: &mut [u8]) -> Option<()> {
-        const THUNKS: std::ops::Range<u64> = layout::THUNKS..layout::THUNKS + layout::THUNKS_SIZE - 15;
-        if !THUNKS.contains(&address) {
-            return self.read(address, into).ok();
-        }
-        let from: *const u8 = std::ptr::with_exposed_provenance(address as usize);
-        // SAFETY: All of the thunks' range is mapped for reading.
-        unsafe { std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
-        Some(())
-    }
-
-    /// Does moves between registers and a program's memory, as long as one follows the other, for a kernel that does not have
-    /// the memory mapped. Says whether it did any.
-    pub fn perform_moves(&mut self) -> bool {
-        const MOST: usize = 64;
-        let most = if self.is_stepping() { 1 } else { MOST };
-        let mut done = false;
-        for _ in 0..most {
-            let Some(instruction) = self.instruction() else { break };
-            let is_move = self.is_simple_move(&instruction);
-            let is_done = instruction.mnemonic() == Mnemonic::Nop
-                || (is_move || done && self.is_simple_load(&instruction))
-                    && self.perform_move(&instruction).is_ok();
-            if !is_done {
-                break;
-            }
-            done |= is_move;
-            self.block().registers.rip.set(instruction.next_ip());
-        }
-        // It may have come to what a jump has displaced.
-        let registers = &self.block().registers;
-        registers.rip.set(self.guards.displaced(registers.rip.get()).unwrap_or(registers.rip.get()));
-        done
-    }
-
-    /// Whether it moves between a register, or a number, and a program's memory.
-    fn is_simple_move(&self, instruction: &Instruction) -> bool {
-        let is_simple = |register: Register| {
-            register.is_gpr()
-                && !matches!(register, Register::AH | Register::BH | Register::CH | Register::DH)
-        };
-        let kinds = [instruction.op0_kind(), instruction.op1_kind()];
-        matches!(instruction.mnemonic(), Mnemonic::Mov | Mnemonic::Movzx)
-            && kinds.contains(&OpKind::Memory)
-            && (0..2).all(|at| kinds[at] != OpKind::Register || is_simple(instruction.op_register(at as u32)))
-            && self.uses_a_program_s_memory(instruction)
-    }
-
-    /// Whether it reads a register from the kernel's own memory, as those do that are between two moves to a program's.
-    fn is_simple_load(&self, instruction: &Instruction) -> bool {
-        let last = self.address(instruction).saturating_add(instruction.memory_size().size() as u64);
-        instruction.mnemonic() == Mnemonic::Mov
-            && instruction.op0_kind() == OpKind::Register
-            && instruction.op0_register().is_gpr()
-            && instruction.op0_register().size() >= 4
-            && instruction.op1_kind() == OpKind::Memory
-            && self.memory.direct(self.address(instruction)).is_some()
-            && self.memory.direct(last).is_some()
-    }
-
-    /// Whether all of an instruction's operand in memory may be a program's; of one that copies, one of both.
-    fn uses_a_program_s_memory(&self, instruction: &Instruction) -> bool {
-        let count = self.block().registers.general[block::RCX].get();
-        let length = match instruction.memory_size().size() as u64 {
-            _ if user_access::is_extended_state(instruction) => cpuid::size_of(self.vcpu.xcr0).into(),
-            size if instruction.has_rep_prefix() => size.saturating_mul(count),
-            size => size,
-        };
-        user_access::memory_operands(instruction)
-            .any(|operand| self.are_a_program_s(self.address_of(instruction, operand), length))
-    }
-
-    /// The guest has executed INT3. Says whether it is in place of an instruction that uses a program's memory.
-    pub fn guarded(&mut self) -> bool {
-        let at = self.block().registers.rip.get().wrapping_sub(1);
-        if self.guards.at(at).is_none() {
-            return false;
-        }
-        self.counters.trapped += 1;
-        self.use_guarded(at);
-        true
-    }
-
-    /// The guest has come to an instruction that uses a program's memory. It is done if it is a move, or else executed where it
-    /// is still itself. If the address is not a program's, the guest gets a fault, as for one that is above programs' memory.
-    pub fn use_guarded(&mut self, at: u64) {
-        let Some(&guard) = self.guards.at(at) else { return };
-        self.counters.guarded += 1;
-        self.block().registers.rip.set(at);
-        if !self.uses_a_program_s_memory(&guard.instruction) {
-            self.counters.refused += 1;
-            // Of a page fault the kernel would try to do something about the page, by a length of its own.
-            let is_state = user_access::is_state(&guard.instruction);
-            self.inject(if is_state { Exception::PROTECTION } else { Exception::page(0, layout::USER_END) });
-        } else if !self.perform_moves() {
-            self.block().registers.rip.set(guard.code);
-        }
-    }
-
-    /// A fault of what stands for such an instruction is one of the instruction.
-    pub fn leave_stand_in(&mut self) {
-        let registers = &self.block().registers;
-        let site = self.guards.site(registers.rip.get()).filter(|_| self.privilege() == Privilege::Kernel);
-        registers.rip.set(site.unwrap_or(registers.rip.get()));
-    }
-
-    fn perform_move(&mut self, instruction: &Instruction) -> Done {
-        if instruction.op0_kind() == OpKind::Memory {
-            let value = match instruction.try_immediate(1) {
-                Ok(value) => value,
-                Err(_) => self.get(instruction, 1)?,
-            };
-            return self.set(instruction, 0, value);
-        }
-        let value = self.get(instruction, 1)?;
-        self.set_register(instruction.op0_register(), value);
-        Ok(())
-    }
-
-    /// Reads a device's register in memory. `None` if there is none.
-    fn read_register(&self, physical: u64, size: usize) -> Option<u64> {
-        match (&self.apic, physical.checked_sub(apic::BASE)) {
-            (Some(apic), Some(offset @ 0..apic::SIZE)) => Some(apic.read(offset).into()),
-            _ => self.devices.read_memory(physical, size),
-        }
-    }
-
-    /// Writes one. `None` if there is none.
-    fn write_register(&mut self, physical: u64, value: u64) -> Option<()> {
-        match (&mut self.apic, physical.checked_sub(apic::BASE)) {
-            (Some(apic), Some(offset @ 0..apic::SIZE)) => {
-                apic.write(offset, value as u32);
-                Some(())
-            }
-            _ => self.devices.write_memory(physical, value, &self.memory),
-        }
-    }
-
-    /// Does a move to or from a device's register in memory. `None` if there is no device, or it is no simple move.
-    ///
-    /// # Errors
-    /// The exception that the guest gets.
-    pub fn perform_access(&mut self, physical: u64) -> Result<Option<()>, Exception> {
-        let Some(instruction) = self.instruction() else { return Ok(None) };
-        if !matches!(instruction.mnemonic(), Mnemonic::Mov | Mnemonic::Movzx) {
-            return Ok(None);
-        }
-        if instruction.op0_kind() == OpKind::Memory {
-            let value = match instruction.try_immediate(1) {
-                Ok(value) => value,
-                Err(_) => self.get(&instruction, 1)?,
-            };
-            if self.write_register(physical, value).is_none() {
-                return Ok(None);
-            }
-        } else {
-            let size = instruction.memory_size().size();
-            let Some(value) = self.read_register(physical, size) else { return Ok(None) };
-            self.set_register(instruction.op0_register(), value);
-        }
-        self.block().registers.rip.set(instruction.next_ip());
-        self.look_at_devices();
-        Ok(Some(()))
-    }
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use iced_x86::{Decoder, DecoderOptions};
+
     use super::*;
-    use crate::{layout::DIRECT_MAP, machine::tests::with_machine};
+    use crate::{layout::DIRECT_MAP, machine::tests::with_machine, mmu::Privilege};
 
     /// Does what instructions do, one after the other.
-    fn perform(machine: &mut Machine, code: &[u8]) {
+    fn emulate(machine: &mut Machine, code: &[u8]) {
         for instruction in &mut Decoder::with_ip(64, code, DIRECT_MAP + 0x1000, DecoderOptions::NONE) {
             machine.block().registers.rip.set(instruction.next_ip());
-            machine.perform(&instruction).unwrap();
+            machine.emulate(&instruction).unwrap();
         }
     }
 
@@ -739,7 +451,7 @@ mod tests {
             let block = machine.block();
             block.gs.set(1);
             block.gs_other.set(2);
-            perform(machine, &[0x0F, 0x01, 0xF8]);
+            emulate(machine, &[0x0F, 0x01, 0xF8]);
             assert_eq!((block.gs.get(), block.gs_other.get()), (2, 1));
         });
     }
@@ -750,11 +462,11 @@ mod tests {
             let block = machine.block();
             block.registers.general[block::RSP].set(DIRECT_MAP + 0x2000);
             // STI; PUSHFQ; CLI
-            perform(machine, &[0xFB, 0x9C, 0xFA]);
+            emulate(machine, &[0xFB, 0x9C, 0xFA]);
             assert!(!machine.interruptible());
             assert_eq!(machine.read_long(DIRECT_MAP + 0x1FF8), Ok(2 | IF));
             // POPFQ
-            perform(machine, &[0x9D]);
+            emulate(machine, &[0x9D]);
             assert!(machine.interruptible());
             assert_eq!(block.registers.general[block::RSP].get(), DIRECT_MAP + 0x2000);
         });
@@ -768,11 +480,11 @@ mod tests {
             block.registers.general[block::RAX].set(0x9ABC_DEF0);
             block.registers.general[block::RDX].set(0x1234);
             // WRMSR to the base of GS; the register is read back into RAX and RDX after they were cleared.
-            perform(machine, &[0x0F, 0x30]);
+            emulate(machine, &[0x0F, 0x30]);
             assert_eq!(block.gs.get(), 0x1234_9ABC_DEF0);
             block.registers.general[block::RAX].set(0);
             block.registers.general[block::RDX].set(0);
-            perform(machine, &[0x0F, 0x32]);
+            emulate(machine, &[0x0F, 0x32]);
             let general = &block.registers.general;
             assert_eq!((general[block::RAX].get(), general[block::RDX].get()), (0x9ABC_DEF0, 0x1234));
         });
@@ -789,7 +501,7 @@ mod tests {
             }
             block.registers.general[block::RSP].set(top);
             // IRETQ
-            perform(machine, &[0x48, 0xCF]);
+            emulate(machine, &[0x48, 0xCF]);
             assert_eq!(
                 (block.registers.rip.get(), block.registers.general[block::RSP].get()),
                 (0x40_1000, 0x7000)

@@ -1,9 +1,16 @@
 //! The machine: a processor, its memory and its devices, and what it does when the guest is left.
 
+mod calls;
+mod debugging;
 mod emulate;
+mod faults;
+mod interrupts;
+mod moves;
+mod operands;
 mod program_memory;
 mod resident;
 mod retry;
+mod turns;
 
 use std::{
     collections::HashMap,
@@ -18,28 +25,23 @@ use std::{
 use crate::{
     block::{self, Block, IF},
     boot::Bringup,
-    entry,
+    entry, error,
     gdb::Debugger,
-    isolation::{Spaces, mappings::Mappings, stub::Stop},
+    isolation::stub::Stop,
     layout::{self, PAGE},
-    machine::retry::Faulted,
-    memory::{Memory, Rights},
+    load::Loaded,
+    memory::Memory,
     mmu::{self, Access, Privilege, Translation},
-    patched::{self, Mapped, Shadows},
-    process::per_space::{Common, Home, Request},
+    patched,
+    process::{Common, Placement, per_space::SpaceProcess},
     signal,
-    smp::{
-        self, Processor,
-        apic::{self, Apic},
-        bus::Bus,
-    },
-    thunks::{self, Cause, Exit},
-    user_access::Guards,
-    vcpu::{ALIGNMENT, DEBUG_STATUS, DEBUG_STEP, PROGRAMS_OWN, TRAP, Vcpu},
+    smp::{Processor, apic::Apic, bus::Bus},
+    thunks::{Cause, Exit, Gates},
+    user_access::UserAccesses,
+    vcpu::{PROGRAMS_OWN, Vcpu},
 };
-
-/// Pages mapped beside the one that was missing, at most, to each side.
-const NEIGHBOURS: u64 = 64;
+pub use resident::Resident;
+use retry::Faulted;
 
 /// The process' exit status after the guest has asked for a reset, as it does after a panic.
 pub const RESET_STATUS: i32 = 10;
@@ -51,7 +53,7 @@ static MACHINE: AtomicPtr<Machine> = AtomicPtr::new(ptr::null_mut());
 /// Set while the monitor uses the machine.
 static IN_USE: AtomicBool = AtomicBool::new(false);
 /// The process' home, if it is one, for handlers of signals that interrupt the monitor.
-static HOME: OnceLock<Home> = OnceLock::new();
+static SPACE_PROCESS: OnceLock<SpaceProcess> = OnceLock::new();
 
 /// How the machine has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -108,63 +110,206 @@ pub struct Counters {
     /// Instructions recognized by their trap, not by their slot.
     pub trapped: u64,
     /// Traps in place of what uses a program's memory.
-    pub guarded: u64,
+    pub user_accesses: u64,
     /// Uses of an address that is not a program's.
     pub refused: u64,
 }
 
-/// All of it.
+/// The parts of the machine that the processes of one processor have in common, besides the block.
+#[derive(Debug)]
+pub struct State {
+    vcpu: Common<Vcpu>,
+    counters: Common<Counters>,
+    rewriting: &'static patched::Counters,
+}
+
+impl State {
+    /// Maps the state. Processes that are made afterwards have it in common.
+    ///
+    /// # Errors
+    /// If the host refuses the memory.
+    pub fn new() -> error::Result<Self> {
+        Ok(Self {
+            vcpu: Common::new(Vcpu::default())?,
+            counters: Common::new(Counters::default())?,
+            rewriting: Common::new(patched::Counters::default())?.share(),
+        })
+    }
+
+    /// Returns the counters of rewritten system calls.
+    #[must_use]
+    pub fn rewriting(&self) -> &'static patched::Counters {
+        self.rewriting
+    }
+}
+
+/// Addresses in the kernel's code that the monitor has put there. The addresses of exit jumps are in order.
+#[derive(Debug, Default)]
+pub struct LoadedCode {
+    exits: Vec<Exit>,
+    exit_jumps: Vec<u64>,
+    accesses: UserAccesses,
+    kernel_root: u64,
+    returning: Range<u64>,
+}
+
+impl LoadedCode {
+    /// Takes the exits of a loaded kernel, and adds the exit of its gates.
+    #[must_use]
+    pub fn new(loaded: &mut Loaded, gates: &Gates) -> Self {
+        let mut exits = std::mem::take(&mut loaded.exits);
+        let exit_jumps = exits.iter().map(Exit::jump).collect();
+        exits.push(gates.exit);
+        Self {
+            exits,
+            exit_jumps,
+            accesses: loaded.accesses.clone(),
+            kernel_root: loaded.root,
+            returning: gates.returning.clone(),
+        }
+    }
+
+    fn is_exit_jump(&self, address: u64) -> bool {
+        self.exit_jumps.binary_search(&address).is_ok()
+    }
+}
+
+/// The parts that a process has if it is one of several processors.
+#[derive(Debug)]
+pub struct LocalProcessor {
+    processor: Processor,
+    apic: Apic,
+    bringup: Bringup,
+}
+
+impl LocalProcessor {
+    /// Makes the parts of a processor whose time stamp counter has this frequency.
+    ///
+    /// # Errors
+    /// If the host refuses a timer.
+    pub fn new(processor: Processor, clock_khz: u64, bringup: Bringup) -> error::Result<Self> {
+        Ok(Self { processor, apic: Apic::new(processor, clock_khz)?, bringup })
+    }
+}
+
+/// The machine as one process has it. Only this module and its children use the fields.
 #[derive(Debug)]
 pub struct Machine {
-    /// The processor, but for what is in the block.
-    pub vcpu: Common<Vcpu>,
-    /// Model-specific registers that mean nothing here, as far as they were written.
-    pub other_registers: HashMap<u32, u64>,
-    /// Memory.
-    pub memory: Memory,
-    /// Devices, or the way to them.
-    pub devices: Bus,
-    /// Which processor this is, if there are several.
-    pub processor: Option<Processor>,
-    /// Its interrupt controller, then.
-    pub apic: Option<Apic>,
-    /// How it begins, then, if it is not the first.
-    pub bringup: Option<Bringup>,
-    /// Places where slots leave the guest.
-    pub exits: Vec<Exit>,
-    /// Where they jump to the monitor, in order.
-    pub exit_jumps: Vec<u64>,
-    /// Instructions of the kernel's that have become traps, for they use programs' memory.
-    pub guards: Guards,
-    /// The kernel's own page tables.
-    pub kernel_root: u64,
-    /// What has been counted.
-    pub counters: Common<Counters>,
-    /// What has been counted of rewritten system calls.
-    pub rewriting: &'static patched::Counters,
-    /// Mappings made since all were dropped.
-    pub mapped: u64,
-    /// Those of them that are programs'.
-    pub programs: Mappings,
-    /// How many the host allows.
-    pub most_mapped: u64,
-    /// Copies of programs' pages, in which system calls are rewritten; unless they are to be left.
-    pub shadows: Option<Shadows>,
-    /// The processes that programs run in, if they do not run in this one.
-    pub spaces: Option<Spaces>,
-    /// Which process this is, if each address space has one.
-    pub home: Option<Home>,
-    /// The code that returns from a system call, behind its look at what waits.
-    pub returning: Range<u64>,
-    /// The debugger's end.
-    pub debugger: Option<Debugger>,
-    /// The last fault that the guest's kernel was given, unless programs run in other processes.
-    pub faulted: Option<Faulted>,
-    /// Say what is strange.
-    pub verbose: bool,
+    /// The processor, except for its registers in the block.
+    vcpu: Common<Vcpu>,
+    /// Values of model-specific registers without effect, as the guest has written them.
+    other_registers: HashMap<u32, u64>,
+    memory: Memory,
+    devices: Bus,
+    /// None if the machine has one processor.
+    local: Option<LocalProcessor>,
+    code: LoadedCode,
+    resident: Resident,
+    placement: Placement,
+    debugger: Option<Debugger>,
+    /// The last fault that the guest's kernel was given. It stays empty if programs are isolated.
+    faulted: Option<Faulted>,
+    counters: Common<Counters>,
+    rewriting: &'static patched::Counters,
+    verbose: bool,
 }
 
 impl Machine {
+    /// Puts a machine together. It has one processor and no debugger.
+    #[must_use]
+    pub fn new(
+        state: State,
+        memory: Memory,
+        devices: Bus,
+        placement: Placement,
+        code: LoadedCode,
+        resident: Resident,
+    ) -> Self {
+        Self {
+            vcpu: state.vcpu,
+            other_registers: HashMap::new(),
+            memory,
+            devices,
+            local: None,
+            code,
+            resident,
+            placement,
+            debugger: None,
+            faulted: None,
+            counters: state.counters,
+            rewriting: state.rewriting,
+            verbose: false,
+        }
+    }
+
+    /// Makes this process one of several processors.
+    #[must_use]
+    pub fn with_local(self, local: Option<LocalProcessor>) -> Self {
+        Self { local, ..self }
+    }
+
+    /// Adds a debugger.
+    #[must_use]
+    pub fn with_debugger(self, debugger: Option<Debugger>) -> Self {
+        Self { debugger, ..self }
+    }
+
+    /// Makes the machine report strange events and its counters.
+    #[must_use]
+    pub fn with_reports(self, verbose: bool) -> Self {
+        Self { verbose, ..self }
+    }
+
+    /// Returns the processes in which programs run.
+    #[must_use]
+    pub fn placement(&self) -> &Placement {
+        &self.placement
+    }
+
+    /// Returns the processor that this process is, if there are several.
+    #[must_use]
+    pub fn processor(&self) -> Option<Processor> {
+        self.local.as_ref().map(|local| local.processor)
+    }
+
+    fn apic(&self) -> Option<&Apic> {
+        self.local.as_ref().map(|local| &local.apic)
+    }
+
+    fn apic_mut(&mut self) -> Option<&mut Apic> {
+        self.local.as_mut().map(|local| &mut local.apic)
+    }
+
+    /// Gives the processor the state in which the guest begins.
+    pub fn begin_with(&mut self, vcpu: Vcpu) {
+        *self.vcpu = vcpu;
+        self.other_registers.clear();
+    }
+
+    /// Returns true if an address lies in the direct map.
+    #[must_use]
+    pub fn is_direct(&self, address: u64) -> bool {
+        self.memory.direct(address).is_some()
+    }
+
+    /// Drops a patched copy of a page to which a debugger has written.
+    pub fn note_write(&mut self, physical: u64) {
+        if let Some(copies) = &mut self.resident.copies {
+            copies.written(&self.memory, physical);
+        }
+    }
+
+    /// Gives the terminal back as it was.
+    pub fn restore_terminal(&mut self) {
+        self.devices.restore();
+    }
+
+    /// Returns true if the guest goes on in another process.
+    #[must_use]
+    pub fn is_left(&self) -> bool {
+        self.placement.per_space().is_some_and(|space| space.is_left())
+    }
+
     /// Returns the block, which is mapped before there is a machine.
     #[must_use]
     pub fn block(&self) -> &'static Block {
@@ -179,21 +324,21 @@ impl Machine {
 
     /// Lets the guest run. Comes back never: the process ends when the machine does.
     pub fn run(self) -> ! {
-        let home = self.home;
-        if let Some(home) = home {
-            let _ = HOME.set(home);
+        let space = self.placement.per_space();
+        if let Some(space) = space {
+            let _ = SPACE_PROCESS.set(space);
         }
         MACHINE.store(Box::into_raw(Box::new(self)), Ordering::Release);
         let mut machine = Turn::expect();
-        if home.is_none_or(|home| home.is_first()) {
+        if space.is_none_or(|space| space.is_first()) {
             // SAFETY: The area is as large as the processor says, and at a multiple of 64.
             unsafe { entry::hosted_save_extended(machine.block().extended.get()) };
             machine.attend_debugger();
         }
-        match home {
+        match space {
             None => machine.attend(),
-            Some(home) if home.is_first() => machine.serve_homes(home),
-            Some(_) => machine.move_in(),
+            Some(space) if space.is_first() => machine.serve_space_processes(space),
+            Some(_) => machine.await_guest(),
         }
         drop(machine);
         // SAFETY: The block holds a stack, a base of FS, and the registers of a guest that is ready.
@@ -203,10 +348,10 @@ impl Machine {
 
     /// Says why, gives the terminal back, and ends the process.
     pub fn end(&mut self, how: End, why: &str) -> ! {
-        if let Some(home) = self.home.filter(|home| !home.is_first()) {
+        if let Some(space) = self.placement.per_space().filter(|space| !space.is_first()) {
             loop {
-                home.demand_end(how, why);
-                let _ = home.hand_over();
+                space.demand_end(how, why);
+                let _ = space.hand_over();
             }
         }
         self.devices.restore();
@@ -219,8 +364,11 @@ impl Machine {
         if self.verbose {
             eprintln!("mercury hosted: {:?}", *self.counters);
             eprintln!("mercury hosted: {:?}", self.rewriting);
-            eprintln!("mercury hosted: {:?}", self.home.as_ref().map(Home::counters));
-            eprintln!("mercury hosted: {:?}", self.spaces.as_ref().map(|spaces| spaces.counters));
+            eprintln!(
+                "mercury hosted: {:?}",
+                self.placement.per_space().as_ref().map(SpaceProcess::counters)
+            );
+            eprintln!("mercury hosted: {:?}", self.placement.isolated().map(|isolated| isolated.counters));
         }
         std::process::exit(match how {
             End::Halted | End::Ended => 0,
@@ -237,7 +385,11 @@ impl Machine {
 
     /// The page tables that an address is looked up in: those of the kernel's low addresses are not in programs' tables.
     fn root(&self, address: u64) -> u64 {
-        if (layout::FIXMAP..layout::DIRECT_MAP).contains(&address) { self.kernel_root } else { self.vcpu.cr3 }
+        if (layout::FIXMAP..layout::DIRECT_MAP).contains(&address) {
+            self.code.kernel_root
+        } else {
+            self.vcpu.cr3
+        }
     }
 
     /// Translates for the guest.
@@ -321,111 +473,10 @@ impl Machine {
         self.block().flags.get() & IF != 0
     }
 
-    /// An interrupt may come between a slot's naming the exit and its jump to the monitor, and whatever handles it will use
-    /// others: the name has to be written again afterwards.
-    pub fn begin_exit_again(&mut self) {
-        let registers = &self.block().registers;
-        if self.exit_jumps.binary_search(&registers.rip.get()).is_ok() {
-            registers.rip.set(registers.rip.get() - thunks::NAMING_LENGTH);
-        }
-    }
-
-    /// Looks at the devices, and delivers an interrupt if there is one and the guest takes it.
-    pub fn service(&mut self) {
-        if self.ask_first(Request::Look) {
-            return;
-        }
-        pending().store(0, Ordering::Release);
-        self.attend_debugger();
-        if self.is_stepping() {
-            // Interrupts come when the step is over.
-            return;
-        }
-        self.attend();
-        self.devices.poll(&self.memory);
-        if let (Some(one), Some(apic)) = (&self.processor, &mut self.apic) {
-            one.look();
-            apic.poll();
-        }
-        if self.interruptible()
-            && let Some(vector) = self.acknowledge()
-        {
-            self.counters.interrupts += 1;
-            self.inject(Exception { vector, error: None, address: None });
-        }
-        if self.has_interrupt() {
-            pending().store(1, Ordering::Release);
-        }
-        if let Some(how) = self.devices.ended() {
-            self.end(how, "");
-        }
-    }
-
-    /// Looks at what waits, and delivers an interrupt if the guest takes it.
-    pub fn look(&mut self) {
-        self.attend();
-        if self.interruptible() && pending().load(Ordering::Acquire) != 0 {
-            self.service();
-        }
-    }
-
-    /// The vector of the interrupt that is delivered now.
-    fn acknowledge(&mut self) -> Option<u8> {
-        let vector = self.apic.as_mut().and_then(Apic::acknowledge);
-        vector.or_else(|| self.devices.acknowledge())
-    }
-
-    /// Whether an interrupt waits.
-    #[must_use]
-    pub fn has_interrupt(&self) -> bool {
-        self.devices.has_interrupt() || self.apic.as_ref().is_some_and(Apic::has_interrupt)
-    }
-
-    /// Looks at what does not wait until the guest takes interrupts. Another processor may have called: it has a question for the
-    /// first one, or has reset this one, which waits to be started, then. Or the machine has to end.
-    pub fn attend(&mut self) {
-        if self.ask_first(Request::Look) {
-            return;
-        }
-        smp::called().store(0, Ordering::SeqCst);
-        if signal::is_end_wanted() {
-            self.end(End::Ended, "ended by a signal");
-        }
-        if signal::is_child_gone() {
-            self.end(End::Broken, &signal::how_child_has_ended());
-        }
-        let Some(one) = self.processor else { return };
-        if one.is_first() {
-            self.devices.serve(&one, &self.memory);
-            if self.has_interrupt() {
-                pending().store(1, Ordering::Release);
-            }
-        } else if one.is_reset() {
-            while !one.starts() {
-                smp::sleep();
-                pending().store(0, Ordering::Release);
-            }
-            self.begin();
-        }
-    }
-
-    /// This processor, which is not the first, begins where the first wants it to.
-    fn begin(&mut self) {
-        self.drop_all();
-        if let (Some(one), Some(apic)) = (&self.processor, &mut self.apic) {
-            one.look();
-            apic.reset();
-        }
-        let begun = self.bringup.is_some_and(|bringup| bringup.begin(self).is_ok());
-        if !begun {
-            self.end(End::Broken, "a processor was started without a stack");
-        }
-    }
-
     /// Whether a program is to run now, in another process.
     #[must_use]
     pub fn is_program_elsewhere(&self) -> bool {
-        self.spaces.is_some() && self.privilege() == Privilege::User
+        self.placement.isolated().is_some() && self.privilege() == Privilege::User
     }
 
     /// Lets programs run in their processes until the guest's kernel has to.
@@ -436,8 +487,8 @@ impl Machine {
                 continue;
             }
             let block = self.block();
-            let Some(spaces) = &mut self.spaces else { return };
-            match spaces.run(&self.memory, self.vcpu.cr3, block) {
+            let Some(isolated) = self.placement.isolated_mut() else { return };
+            match isolated.run(&self.memory, self.vcpu.cr3, block) {
                 Ok(Stop::Fault(fault)) => signal::answer(self, fault),
                 Ok(Stop::Interrupted | Stop::Refused) => {}
                 Ok(Stop::Astray) => self.inject(Exception::PROTECTION),
@@ -446,362 +497,25 @@ impl Machine {
         }
     }
 
-    /// An address that is not mapped, or not so: maps what the guest's page tables have there, or gives it the fault.
-    pub fn page_fault(&mut self, address: u64, code: u64) {
-        let access = match code {
-            _ if code & 16 != 0 => Access::Execute,
-            _ if code & 2 != 0 => Access::Write,
-            _ => Access::Read,
-        };
-        if self.privilege() == Privilege::User && !self.may_belong_to_program(address) {
-            // The kernel gives no program these addresses, and finds nothing there.
-            self.counters.faults += 1;
-            return self.inject(Exception::page(mmu::missing(access), address));
-        }
-        if self.is_for_a_copy(address, access) {
-            return;
-        }
-        if self.is_a_single_use(address) && self.perform_moves() {
-            return;
-        }
-        match self.fill(address, access) {
-            Ok(()) => self.counters.fills += 1,
-            Err(exception) => {
-                self.counters.faults += 1;
-                if self.is_program_elsewhere()
-                    && let Some(spaces) = &mut self.spaces
-                {
-                    spaces.ask(self.vcpu.cr3, address, access);
-                } else if self.spaces.is_none() {
-                    self.note_fault(address, access);
-                }
-                self.inject(exception);
-            }
-        }
-    }
-
-    /// Whether the kernel writes to a page by its direct map, which was only forbidden for a copy's sake.
-    fn is_for_a_copy(&mut self, address: u64, access: Access) -> bool {
-        let physical = self.memory.direct(address).filter(|_| access == Access::Write);
-        let (Some(physical), Some(shadows)) = (physical, &mut self.shadows) else { return false };
-        shadows.written(&self.memory, physical)
-    }
-
-    /// Whether a program could have this address if its kernel said so.
-    fn may_belong_to_program(&self, address: u64) -> bool {
-        const ANYWHERE: std::ops::Range<u64> = layout::USER_START..layout::USER_END;
-        !ANYWHERE.contains(&address) || layout::is_user(address) && self.memory.direct(address).is_none()
-    }
-
-    /// Whether all of these addresses may be a program's: neither the kernel's memory nor what the monitor has among them.
-    #[must_use]
-    pub fn are_a_program_s(&self, address: u64, length: u64) -> bool {
-        let Some(last) = address.checked_add(length.saturating_sub(1)) else { return false };
-        let below = layout::USER_START..layout::THUNKS;
-        let above = layout::DIRECT_MAP + self.memory.size()..layout::USER_END;
-        [below, above].iter().any(|range| range.contains(&address) && range.contains(&last))
-    }
-
-    /// Whether the kernel uses a page of a program's, that runs in another process, for the first time since the address space
-    /// was changed. Mapping it is only worth it for more.
-    fn is_a_single_use(&mut self, address: u64) -> bool {
-        let is_kernel = self.privilege() == Privilege::Kernel && layout::is_user(address);
-        match &mut self.spaces {
-            Some(spaces) if is_kernel => spaces.is_first_use(address & !(PAGE - 1)),
-            _ => false,
-        }
-    }
-
-    fn fill(&mut self, address: u64, access: Access) -> Result<(), Exception> {
-        let found = self.translate(address, access, self.privilege())?;
-        if self.memory.direct(address).is_some() || !layout::is_translated(address) {
-            if self.privilege() == Privilege::User {
-                return Err(Exception::PROTECTION);
-            }
-            if address < layout::USER_END {
-                // A program's address that its process cannot have: the kernel takes this fault as one of the program's memory.
-                return Err(Exception::page(0, layout::USER_END));
-            }
-            let why = format!("the guest cannot have the address {address:#x}");
-            self.end(End::Broken, &why);
-        }
-        let page = address & !(PAGE - 1);
-        let physical = found.physical & !(PAGE - 1);
-        if !self.memory.contains(physical, PAGE) || self.apic.is_some() && physical == apic::BASE {
-            return self.touch_device(found.physical);
-        }
-        if self.is_program_elsewhere()
-            && let Some(spaces) = &mut self.spaces
-        {
-            spaces.map(&self.memory, self.vcpu.cr3, address, &found);
-            return Ok(());
-        }
-        self.map_found(page, &found);
-        Ok(())
-    }
-
-    /// Maps what a page that the guest translates leads to before it is used, if it leads to memory.
-    pub(crate) fn fill_ahead(&mut self, address: u64, access: Access) {
-        if !layout::is_translated(address) || self.memory.direct(address).is_some() {
-            return;
-        }
-        let Ok(found) = self.translate(address, access, self.privilege()) else { return };
-        let physical = found.physical & !(PAGE - 1);
-        let is_controller = self.apic.is_some() && physical == apic::BASE;
-        if self.memory.contains(physical, PAGE) && !is_controller {
-            self.map_found(address & !(PAGE - 1), &found);
-        }
-    }
-
-    fn map_found(&mut self, page: u64, found: &Translation) {
-        let physical = found.physical & !(PAGE - 1);
-        let rights = Rights { write: found.write, execute: found.execute };
-        let size = found.size.min(2 << 20);
-        let (aligned, whole) = (page & !(size - 1), found.physical & !(size - 1));
-        let is_large = found.size > PAGE;
-        let (start, from, length) = match is_large {
-            true if self.memory.contains(whole, size) && self.memory.has_room(aligned, size) => {
-                (aligned, whole, size)
-            }
-            true => (page, physical, PAGE),
-            false => {
-                let (before, after) = mmu::neighbours(&self.memory, found, NEIGHBOURS);
-                (page - before * PAGE, physical - before * PAGE, (before + after) * PAGE)
-            }
-        };
-        if is_large && layout::is_user(page) {
-            self.programs.insert_large_page(page, found.size);
-        }
-        self.place(start, length, from, rights);
-    }
-
-    /// Maps a range, and keeps account of it.
-    pub(crate) fn place(&mut self, start: u64, length: u64, physical: u64, rights: Rights) {
-        self.map(start, length, physical, rights);
-        let by_program = layout::is_user(start);
-        if by_program {
-            self.programs.insert(start, length, physical, rights);
-        }
-        if let Some(shadows) = &mut self.shadows {
-            let how = match rights {
-                Rights { write: true, .. } => Mapped::Writable { by_program },
-                Rights { execute: true, .. } => Mapped::Code,
-                _ => Mapped::Data,
-            };
-            shadows.range_mapped(&self.memory, start, physical..physical + length, how);
-        }
-    }
-
-    /// Does an access to a device's registers in memory, which is not mapped for that.
-    pub(crate) fn touch_device(&mut self, physical: u64) -> Result<(), Exception> {
-        if self.ask_first(Request::Access(physical)) {
-            return Ok(());
-        }
-        if self.perform_access(physical)?.is_none() {
-            let rip = self.block().registers.rip.get();
-            let why = format!(
-                "the guest uses the physical address {physical:#x}, where it has nothing, at {rip:#x}"
-            );
-            self.end(End::Broken, &why);
-        }
-        Ok(())
-    }
-
-    fn map(&mut self, address: u64, length: u64, physical: u64, rights: Rights) {
-        self.mapped += 1;
-        if self.mapped > self.most_mapped {
-            self.drop_all();
-        }
-        if self.memory.map(address, length, physical, rights).is_ok() {
-            return;
-        }
-        self.drop_all();
-        if let Err(error) = self.memory.map(address, length, physical, rights) {
-            self.end(End::Broken, &format!("cannot map the guest's memory: {error}"));
-        }
-    }
-
-    /// Delivers an exception or an interrupt as the processor would.
-    pub fn inject(&mut self, exception: Exception) {
-        self.step_was_left();
-        if let Some(address) = exception.address {
-            self.block().cr2.set(address);
-        }
-        if let Err(second) = self.deliver(exception) {
-            let why = format!("the guest cannot take {exception:x?}: {second:x?}");
-            self.end(End::Broken, &why);
-        }
-    }
-
-    fn deliver(&mut self, exception: Exception) -> Result<(), Exception> {
-        let at = u64::from(exception.vector) * 16;
-        if at + 15 > u64::from(self.vcpu.idt.limit) {
-            return Err(Exception::PROTECTION);
-        }
-        let low = self.read_long(self.vcpu.idt.base.wrapping_add(at))?;
-        let high = self.read_long(self.vcpu.idt.base.wrapping_add(at + 8))?;
-        if low >> 47 & 1 == 0 {
-            return Err(Exception::PROTECTION);
-        }
-        let target = low & 0xFFFF | low >> 32 & 0xFFFF_0000 | high << 32;
-        let from_user = self.privilege() == Privilege::User;
-        let registers = &self.block().registers;
-        let stack = match low >> 32 & 7 {
-            0 if from_user => self.read_long(self.vcpu.task_base + 4)?,
-            0 => registers.general[block::RSP].get(),
-            list => self.read_long(self.vcpu.task_base + 0x24 + (list - 1) * 8)?,
-        } & !15;
-        let rip = self.visible(registers.rip.get());
-        let words = [
-            rip,
-            u64::from(self.block().segments.get().cs),
-            self.flags(),
-            registers.general[block::RSP].get(),
-            u64::from(self.block().segments.get().ss),
-        ];
-        let mut frame = Vec::with_capacity(48);
-        frame.extend(exception.error.map(u64::from).iter().chain(&words).flat_map(|word| word.to_le_bytes()));
-        let top = stack - frame.len() as u64;
-        self.write(top, &frame)?;
-        let is_trap = low >> 40 & 0xF == 0xF;
-        self.set_flags(self.flags() & !(ALIGNMENT | PROGRAMS_OWN | if is_trap { 0 } else { IF }));
-        registers.general[block::RSP].set(top);
-        registers.rip.set(target);
-        self.block().set_code_segment((low >> 16 & 0xFFFF) as u16);
-        if from_user {
-            self.block().set_stack_segment(0);
-        }
-        Ok(())
-    }
-
-    /// What the guest is to see of its instruction pointer.
-    pub(crate) fn visible(&self, rip: u64) -> u64 {
-        match (self.home, &self.shadows) {
-            (Some(home), _) if home.is_first() => home.visible(rip),
-            (_, Some(shadows)) => shadows.visible(rip),
-            _ => rip,
-        }
-    }
-
-    /// A program's system call.
-    pub fn system_call(&mut self) {
-        const LENGTH: u64 = 2;
-        self.counters.system_calls += 1;
-        self.rewrite(self.block().registers.rip.get().wrapping_sub(LENGTH));
-        let flags = self.flags();
-        let registers = &self.block().registers;
-        registers.general[block::RCX].set(registers.rip.get());
-        registers.general[block::R11].set(flags);
-        registers.rip.set(self.block().lstar.get());
-        self.block().segments.set(self.block().call_segments.get());
-        self.set_flags(flags & !self.vcpu.syscall_mask);
-    }
-
-    /// Has a site rewritten if it is worth it, and a program cannot write there.
-    fn rewrite(&mut self, site: u64) {
-        let mask = VISIBLE | IF;
-        let is_stepped = self.block().registers.rflags.get() & TRAP != 0;
-        if is_stepped
-            || self.shadows.is_none()
-            || self.vcpu.syscall_mask & mask != mask
-            || !layout::is_user(site)
-        {
-            return;
-        }
-        let Ok(found) = self.translate(site, Access::Execute, Privilege::User) else { return };
-        if found.may_write || found.size != PAGE || !self.memory.contains(found.physical, 2) {
-            return;
-        }
-        if let Some(shadows) = &mut self.shadows
-            && shadows.trapped(&self.memory, site, found.physical)
-        {
-            let rights = Rights { write: false, execute: true };
-            self.programs.insert(site & !(PAGE - 1), PAGE, found.physical & !(PAGE - 1), rights);
-            self.mapped += 1;
-        }
-    }
-
-    /// An instruction that there is not: if it lies below the jump of a rewritten site, the program goes on where it would have.
-    pub fn resume_below_a_jump(&mut self) -> bool {
-        let registers = &self.block().registers;
-        let shadows = self.shadows.as_mut().filter(|_| layout::is_user(registers.rip.get()));
-        let found = shadows.and_then(|shadows| shadows.below_a_jump(&self.memory, registers.rip.get()));
-        if let Some(to) = found {
-            registers.rip.set(to);
-        }
-        found.is_some()
-    }
-
-    /// A program was trapped: after an instruction, for it is stepped, or by INT1.
-    pub fn debug_trap(&mut self, is_step: bool) {
-        let rip = self.block().registers.rip.get();
-        let visible = self.visible(rip);
-        if is_step && visible != rip {
-            // It has made the jump of a rewritten site, which it has not got.
-            self.block().registers.rip.set(visible);
-            return self.show_stepped_code();
-        }
-        self.vcpu.debug[6] = DEBUG_STATUS | if is_step { DEBUG_STEP } else { 0 };
-        self.inject(Exception { vector: 1, error: None, address: None });
-    }
-
-    /// The kernel goes back to a program. If that is stepped, it gets its own code at the next instruction, not a copy with
-    /// rewritten system calls: in what stands for these it must not be trapped.
-    pub(crate) fn show_stepped_code(&mut self) {
-        const LONGEST: u64 = 15;
-        let registers = &self.block().registers;
-        if registers.rflags.get() & TRAP == 0 || self.privilege() == Privilege::Kernel {
-            return;
-        }
-        let Some(shadows) = &mut self.shadows else { return };
-        let rip = registers.rip.get();
-        for address in [rip, rip.wrapping_add(LONGEST - 1)] {
-            shadows.show_original(&self.memory, address);
-        }
-    }
-
-    /// A program has executed INT with this number, and the host has taken it for a system call of its own: does what the
-    /// guest's processor would.
-    pub fn software_interrupt(&mut self, vector: u8) {
-        const LENGTH: u64 = 2;
-        let gate = self.read_long(self.vcpu.idt.base.wrapping_add(u64::from(vector) * 16)).unwrap_or(0);
-        let (is_present, privilege) = (gate >> 47 & 1 == 1, gate >> 45 & 3);
-        if is_present && privilege == 3 {
-            return self.inject(Exception { vector, error: None, address: None });
-        }
-        let rip = &self.block().registers.rip;
-        rip.set(rip.get().wrapping_sub(LENGTH));
-        // The gate's number, and that it is one of the table of gates.
-        self.inject(Exception { error: Some(u32::from(vector) * 8 + 2), ..Exception::PROTECTION });
-    }
-
-    /// Something waits, and the guest is on its way back from a system call behind its look at that: it is back.
-    pub fn finish_return(&mut self) {
-        if self.returning.contains(&self.block().registers.rip.get()) {
-            self.block().registers.general[block::RSP].set(self.block().scratch.get());
-            self.system_return();
-        }
-    }
-
     fn exit(&mut self) {
         self.counters.exits += 1;
         let index = self.block().exit.get() as usize;
-        let Some(exit) = self.exits.get(index).copied() else {
+        let Some(exit) = self.code.exits.get(index).copied() else {
             self.end(End::Broken, &format!("a slot with the unknown number {index}"));
         };
         self.block().registers.rip.set(exit.resume);
         match exit.cause {
             Cause::Sensitive(instruction) => {
-                if let Err(exception) = self.perform(&instruction) {
+                if let Err(exception) = self.emulate(&instruction) {
                     self.block().registers.rip.set(exit.original);
                     self.inject(exception);
                 }
             }
             Cause::Uses(what) => self.use_program(what),
-            Cause::Guarded => self.use_guarded(exit.original),
+            Cause::UserAccess => self.use_program_address(exit.original),
             Cause::Pending => {}
         }
-        if self.home.is_some_and(|home| home.is_left()) {
+        if self.placement.per_space().is_some_and(|space| space.is_left()) {
             return;
         }
         if pending().load(Ordering::Acquire) != 0 && self.interruptible() {
@@ -826,8 +540,8 @@ pub(crate) fn is_there() -> bool {
 
 /// Returns this process' home, if address spaces have processes and this one is there for one of them.
 #[must_use]
-pub fn home() -> Option<Home> {
-    HOME.get().copied()
+pub fn space_process() -> Option<SpaceProcess> {
+    SPACE_PROCESS.get().copied()
 }
 
 /// The machine, while the guest does not run in this process. There is one at a time: whoever has it is the only one who uses the
@@ -926,7 +640,7 @@ pub extern "C" fn handle_program() {
 /// Another processor has called, or something waits and the guest takes interrupts.
 pub extern "C" fn handle_pending() {
     let mut machine = Turn::expect();
-    machine.look();
+    machine.deliver_pending();
     machine.go_on();
 }
 
@@ -946,31 +660,9 @@ pub(crate) mod tests {
             block.registers.rflags.set(2);
             block.segments.set(Segments::default());
             [&block.registers.rip, &block.gs, &block.gs_other].iter().for_each(|value| value.set(0));
-            let mut machine = Machine {
-                vcpu: Common::new(Vcpu::default()).unwrap(),
-                other_registers: HashMap::new(),
-                memory,
-                devices: Bus::Absent,
-                processor: None,
-                apic: None,
-                bringup: None,
-                exits: Vec::new(),
-                guards: Guards::default(),
-                exit_jumps: Vec::new(),
-                kernel_root: 0,
-                counters: Common::new(Counters::default()).unwrap(),
-                rewriting: Common::new(patched::Counters::default()).unwrap().share(),
-                mapped: 0,
-                programs: Mappings::default(),
-                most_mapped: u64::MAX,
-                shadows: None,
-                spaces: None,
-                home: None,
-                returning: 0..0,
-                debugger: None,
-                faulted: None,
-                verbose: false,
-            };
+            let (state, resident) = (State::new().unwrap(), Resident::new(u64::MAX, None));
+            let code = LoadedCode::default();
+            let mut machine = Machine::new(state, memory, Bus::Absent, Placement::One, code, resident);
             let result = test(&mut machine);
             (machine.memory, result)
         })

@@ -36,7 +36,7 @@ impl Machine {
         let copied = general[RDX] & 0xFFFF_FFFF;
         let (address, length) = match what {
             // One of them is the kernel's.
-            Use::Copy if self.are_a_program_s(general[RDI], copied) => (general[RDI], copied),
+            Use::Copy if self.are_program_addresses(general[RDI], copied) => (general[RDI], copied),
             Use::Copy => (general[RSI], copied),
             Use::Get(size) => (general[RAX], size as u64),
             Use::Put(size) => (general[RCX], size as u64),
@@ -48,7 +48,7 @@ impl Machine {
             Use::Sum(register) => (general[register], copied),
             Use::Give(_) => return None,
         };
-        let is_reached = length == 0 || self.are_a_program_s(address, length);
+        let is_reached = length == 0 || self.are_program_addresses(address, length);
         self.counters.refused += u64::from(!is_reached);
         match what {
             Use::Copy if !is_reached => Some((RAX, copied)),
@@ -127,7 +127,7 @@ impl Machine {
         while done < most && most <= ALL >> 1 {
             let at = address.checked_add(done)?;
             let some = Memory::rest_of_page(at).min(most - done);
-            self.are_a_program_s(at, some).then_some(())?;
+            self.are_program_addresses(at, some).then_some(())?;
             let before = self.memory.before_zero(self.find(at, Access::Read)?, some)?;
             done += before;
             if before < some {

@@ -6,9 +6,11 @@
 //! they say, if it was used there before; the rest goes.
 
 use crate::{
+    isolation::mappings::Mappings,
     layout::{self, PAGE},
     machine::Machine,
-    mmu::Looker,
+    mmu::TableReader,
+    patched::PatchedCopies,
     process::per_space::Event,
 };
 
@@ -17,19 +19,46 @@ const MOST_COMPARED: u64 = 2048;
 /// Pieces that are mapped at once as the page tables say.
 const MOST_EXCHANGED: usize = 16;
 
+/// The guest's memory that is mapped in this process, besides the direct map.
+#[derive(Debug)]
+pub struct Resident {
+    /// Mappings made since all were dropped.
+    mapped: u64,
+    /// The number of mappings that the host allows.
+    most_mapped: u64,
+    /// The mappings of programs' addresses.
+    pub(super) programs: Mappings,
+    /// None if programs' system calls are not rewritten here.
+    pub(super) copies: Option<PatchedCopies>,
+}
+
+impl Resident {
+    /// Describes a process in which nothing is mapped.
+    #[must_use]
+    pub fn new(most_mapped: u64, copies: Option<PatchedCopies>) -> Self {
+        Self { mapped: 0, most_mapped, programs: Mappings::default(), copies }
+    }
+
+    /// Counts a mapping. Returns true if the host may refuse the next one.
+    pub(super) fn count_mapping(&mut self) -> bool {
+        self.mapped += 1;
+        self.mapped > self.most_mapped
+    }
+}
+
 impl Machine {
     /// CR3 is written: `flush` unless translations are to be kept.
     pub fn load_tables(&mut self, cr3: u64, flush: bool) {
         let is_same = self.vcpu.cr3 == cr3;
         self.vcpu.cr3 = cr3;
-        if let Some(spaces) = &mut self.spaces {
-            spaces.load(cr3, flush);
+        if let Some(isolated) = self.placement.isolated_mut() {
+            isolated.load(cr3, flush);
         }
         if !flush && is_same {
             return;
         }
-        if let Some(home) = self.home {
-            return home.load(cr3, flush);
+        if let Some(space) = self.placement.per_space() {
+            return space.load(cr3, flush);
         }
         self.compare_with_tables();
     }
@@ -37,7 +66,7 @@ impl Machine {
     /// Has nothing mapped of programs that the page tables do not say.
     pub(crate) fn compare_with_tables(&mut self) {
         // What runs elsewhere has next to nothing here.
-        if self.spaces.is_some() || self.programs.pages() > MOST_COMPARED {
+        if self.placement.isolated().is_some() || self.resident.programs.pages() > MOST_COMPARED {
             self.drop_programs();
         } else {
             self.exchange_programs();
@@ -46,11 +75,11 @@ impl Machine {
 
     /// Has mapped what the page tables say of all that was mapped: most of it the next program will use, too.
     fn exchange_programs(&mut self) {
-        let mut looker = Looker::new(&self.memory, self.vcpu.cr3);
-        let look = |page| looker.page(page).filter(|(physical, _)| self.memory.contains(*physical, PAGE));
-        let changes = self.programs.exchange(MOST_EXCHANGED, layout::THUNKS, look);
-        if let Some(shadows) = &mut self.shadows {
-            shadows.kept(&self.memory, &self.programs);
+        let mut tables = TableReader::new(&self.memory, self.vcpu.cr3);
+        let look = |page| tables.page(page).filter(|(physical, _)| self.memory.contains(*physical, PAGE));
+        let changes = self.resident.programs.exchange(MOST_EXCHANGED, layout::THUNKS, look);
+        if let Some(copies) = &mut self.resident.copies {
+            copies.kept(&self.memory, &self.resident.programs);
         }
         for change in changes {
             match change.to {
@@ -62,23 +91,23 @@ impl Machine {
 
     /// Drops the mappings of programs' memory.
     fn drop_programs(&mut self) {
-        if self.programs.count() == 0 {
+        if self.resident.programs.count() == 0 {
             return;
         }
         self.memory.unmap(layout::USER_START, layout::THUNKS - layout::USER_START);
         let above = layout::DIRECT_MAP + self.memory.size();
         self.memory.unmap(above, layout::USER_END - above);
-        self.programs.clear();
-        if let Some(shadows) = &mut self.shadows {
-            shadows.all_dropped(false);
+        self.resident.programs.clear();
+        if let Some(copies) = &mut self.resident.copies {
+            copies.all_dropped(false);
         }
     }
 
     /// All translations are to be dropped.
     pub fn flush_all(&mut self) {
-        let Some(home) = self.home else { return self.drop_all() };
-        home.flush_all();
-        home.tell(Event::KernelDropped);
+        let Some(space) = self.placement.per_space() else { return self.drop_all() };
+        space.flush_all();
+        space.tell(Event::KernelDropped);
         self.drop_kernel();
     }
 
@@ -86,8 +115,8 @@ impl Machine {
     pub(crate) fn drop_kernel(&mut self) {
         self.memory.unmap(layout::FIXMAP, layout::POINTERS - layout::FIXMAP);
         self.memory.unmap(layout::VMALLOC, layout::ENTRY_AREA_END - layout::VMALLOC);
-        if let Some(shadows) = &mut self.shadows {
-            shadows.kernel_dropped();
+        if let Some(copies) = &mut self.resident.copies {
+            copies.kernel_dropped();
         }
     }
 
@@ -95,35 +124,35 @@ impl Machine {
     pub fn drop_all(&mut self) {
         self.drop_programs();
         self.drop_kernel();
-        self.mapped = 0;
-        if let Some(spaces) = &mut self.spaces {
-            spaces.flush_all();
+        self.resident.mapped = 0;
+        if let Some(isolated) = self.placement.isolated_mut() {
+            isolated.flush_all();
         }
-        if let Some(shadows) = &mut self.shadows {
-            shadows.all_dropped(true);
+        if let Some(copies) = &mut self.resident.copies {
+            copies.all_dropped(true);
         }
     }
 
     /// Drops one.
     pub fn drop_page(&mut self, address: u64) {
         let page = address & !(PAGE - 1);
-        for (start, length) in self.programs.drop_large_page(page) {
+        for (start, length) in self.resident.programs.drop_large_page(page) {
             self.memory.unmap(start, length);
-            if let Some(shadows) = &mut self.shadows {
-                (start..start + length).step_by(PAGE as usize).for_each(|page| shadows.page_dropped(page));
+            if let Some(copies) = &mut self.resident.copies {
+                (start..start + length).step_by(PAGE as usize).for_each(|page| copies.page_dropped(page));
             }
         }
         if layout::is_translated(page) && self.memory.direct(page).is_none() {
             self.memory.unmap(page, PAGE);
-            self.programs.remove(page, PAGE);
-            if let Some(home) = self.home.filter(|_| layout::is_kernel_translated(page)) {
-                home.tell(Event::KernelPageDropped(page));
+            self.resident.programs.remove(page, PAGE);
+            if let Some(space) = self.placement.per_space().filter(|_| layout::is_kernel_translated(page)) {
+                space.tell(Event::KernelPageDropped(page));
             }
-            if let Some(spaces) = &mut self.spaces {
-                spaces.flush_page(self.vcpu.cr3, page);
+            if let Some(isolated) = self.placement.isolated_mut() {
+                isolated.flush_page(self.vcpu.cr3, page);
             }
-            if let Some(shadows) = &mut self.shadows {
-                shadows.page_dropped(page);
+            if let Some(copies) = &mut self.resident.copies {
+                copies.page_dropped(page);
             }
         }
     }

@@ -1,3 +1,246 @@
-//! Processes of the machine.
+//! The seam between the machine and the processes that it is made of.
+//!
+//! A machine is one process of the host or several. All kinds of processes use the functions of this file: [`fork`], [`begin`],
+//! [`await_ready`], the futex ([`wait_for`], [`wake`]) and memory in common ([`map_common`], [`Common`]).
+//!
+//! | kind | made by |
+//! |---|---|
+//! | a processor | [`crate::smp`], for `--cpus` |
+//! | an address space of the guest, with its kernel and the monitor | [`per_space`], without isolation |
+//! | the programs of an address space | [`crate::isolation`], for `--isolation=process` |
+//!
+//! [`Placement`] says which of the last two a machine has. [`tags`] assigns address spaces to processes in both.
 
 pub mod per_space;
+pub mod tags;
+
+use std::{
+    ffi::{CStr, c_void},
+    ops::{Deref, DerefMut},
+    ptr::{self, NonNull},
+    sync::atomic::{AtomicI32, AtomicU32, Ordering},
+};
+
+use crate::{
+    error::{Error, Result},
+    isolation::ProgramProcesses,
+    signal,
+};
+use per_space::SpaceProcess;
+
+/// The processes in which programs run.
+#[derive(Debug)]
+pub enum Placement {
+    /// One process shows all address spaces.
+    One,
+    /// Each address space has a process, with programs, kernel and monitor in it. The value is this process.
+    PerSpace(SpaceProcess),
+    /// Programs run in processes of their own; kernel and monitor stay in this one.
+    Isolated(Box<ProgramProcesses>),
+}
+
+impl Placement {
+    /// Returns this process if each address space has one.
+    #[must_use]
+    pub fn per_space(&self) -> Option<SpaceProcess> {
+        match self {
+            Self::PerSpace(space) => Some(*space),
+            Self::One | Self::Isolated(_) => None,
+        }
+    }
+
+    /// Returns the processes of programs if programs are isolated.
+    #[must_use]
+    pub fn isolated(&self) -> Option<&ProgramProcesses> {
+        match self {
+            Self::Isolated(programs) => Some(programs),
+            Self::One | Self::PerSpace(_) => None,
+        }
+    }
+
+    /// Returns the processes of programs, to change them, if programs are isolated.
+    pub fn isolated_mut(&mut self) -> Option<&mut ProgramProcesses> {
+        match self {
+            Self::Isolated(programs) => Some(programs),
+            Self::One | Self::PerSpace(_) => None,
+        }
+    }
+
+    /// Returns true if the guest's kernel runs in this process.
+    #[must_use]
+    pub fn runs_guest(&self) -> bool {
+        self.per_space().is_none_or(|space| !space.is_first())
+    }
+
+    /// Returns true if this process prepares the processor's first state.
+    #[must_use]
+    pub fn prepares_processor(&self) -> bool {
+        self.per_space().is_none_or(|space| space.is_first())
+    }
+}
+
+/// The result of a fork.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Fork {
+    /// This is the new process.
+    Child,
+    /// This is the old process; the new one has this number.
+    Parent(i32),
+    /// The host has refused.
+    Refused,
+}
+
+/// Forks this process, which must have one thread.
+pub(crate) fn fork() -> Fork {
+    // SAFETY: The caller has one thread, so no lock is held by another one.
+    match unsafe { libc::fork() } {
+        0 => {
+            signal::forget_children();
+            Fork::Child
+        }
+        pid if pid > 0 => Fork::Parent(pid),
+        _ => Fork::Refused,
+    }
+}
+
+/// In a process that the first one of a machine has made: it ends with that one, and leaves signals of the terminal to it.
+///
+/// # Errors
+/// If the first one has ended.
+pub(crate) fn begin(first: i32, name: &CStr) -> Result<()> {
+    // SAFETY: All of these take numbers, or a string with its end.
+    unsafe {
+        if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 || libc::getppid() != first {
+            return Err(Error::system("begin as a process of the machine"));
+        }
+        libc::setpgid(0, 0);
+        libc::prctl(libc::PR_SET_NAME, name.as_ptr());
+    }
+    Ok(())
+}
+
+/// Waits until such a process is prepared. Says whether it is, or has ended before.
+pub(crate) fn await_ready(ready: &AtomicU32, process: &AtomicI32) -> bool {
+    while ready.load(Ordering::Acquire) == 0 {
+        let pid = process.load(Ordering::Acquire);
+        // A signal may have told of its end already, and it is no child any more.
+        // SAFETY: It is not asked for the status.
+        if unsafe { libc::waitpid(pid, ptr::null_mut(), libc::WNOHANG) } != 0 {
+            return false;
+        }
+        wait(ready, 0);
+    }
+    true
+}
+
+/// Waits while a word is this, for a moment at most.
+pub(crate) fn wait(word: &AtomicU32, value: u32) {
+    wait_for(word, value, 10_000_000);
+}
+
+/// Waits while a word is this, for so many nanoseconds, below a second, at most. The word may be other processes', too.
+pub(crate) fn wait_for(word: &AtomicU32, value: u32, nanoseconds: i64) {
+    let moment = libc::timespec { tv_sec: 0, tv_nsec: nanoseconds };
+    // SAFETY: The word stays, and so does the time during the call.
+    unsafe {
+        libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT, value, &raw const moment, 0, 0);
+    }
+}
+
+/// Wakes all who wait for a word.
+pub(crate) fn wake(word: &AtomicU32) {
+    let none = ptr::null::<c_void>();
+    // SAFETY: The word stays.
+    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX, none, none, 0) };
+}
+
+/// Memory that processes have in common which are made afterwards. It is zero, and stays.
+///
+/// # Errors
+/// If the host refuses.
+pub fn map_common(length: usize) -> Result<*mut c_void> {
+    #[cfg(miri)]
+    return Ok(crate::memory::without_host(length).cast());
+    let rights = libc::PROT_READ | libc::PROT_WRITE;
+    let how = libc::MAP_SHARED | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    // SAFETY: A new mapping where the host likes.
+    let memory = unsafe { libc::mmap(ptr::null_mut(), length, rights, how, -1, 0) };
+    if memory == libc::MAP_FAILED {
+        return Err(Error::system("map what processes have in common"));
+    }
+    Ok(memory)
+}
+
+/// A value that processes have in common which are made afterwards. Only the one that has the turn uses it.
+#[derive(Debug)]
+pub struct Common<T>(NonNull<T>);
+
+impl<T> Common<T> {
+    /// Puts a value there. It stays.
+    ///
+    /// # Errors
+    /// If the host refuses the memory.
+    pub fn new(value: T) -> Result<Self> {
+        let memory = map_common(size_of::<T>())?.cast::<T>();
+        // SAFETY: The memory was mapped above, is large enough, at a page's beginning, and nobody else's.
+        unsafe { memory.write(value) };
+        NonNull::new(memory).map(Self).ok_or_else(|| Error::new("the host maps memory at 0"))
+    }
+
+    /// For all who only share it.
+    #[must_use]
+    pub fn share(self) -> &'static T
+    where
+        T: Sync,
+    {
+        // SAFETY: The memory holds a value and is never unmapped; there is no other way to it any more.
+        unsafe { self.0.as_ref() }
+    }
+}
+
+impl<T> Deref for Common<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        // SAFETY: The memory holds a value and is never unmapped. No other process writes to it while this one has the turn, and it
+        // is not handed over while somebody looks.
+        unsafe { self.0.as_ref() }
+    }
+}
+
+impl<T> DerefMut for Common<T> {
+    fn deref_mut(&mut self) -> &mut T {
+        // SAFETY: As above, and in this process this is the only way to it.
+        unsafe { self.0.as_mut() }
+    }
+}
+
+/// Maps private memory at an address where nothing is.
+///
+/// # Errors
+/// If something is there.
+pub fn map_private(address: u64, length: u64, protection: i32) -> Result<()> {
+    map_new(address, length, protection, libc::MAP_PRIVATE)
+}
+
+/// Maps anonymous memory at an address where nothing is.
+///
+/// # Errors
+/// If something is there.
+pub(crate) fn map_new(address: u64, length: u64, protection: i32, how: i32) -> Result<()> {
+    // SAFETY: What is mapped already is not replaced: the flag forbids it.
+    let mapped = unsafe {
+        libc::mmap(
+            ptr::with_exposed_provenance_mut(address as usize),
+            length as usize,
+            protection,
+            how | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE,
+            -1,
+            0,
+        )
+    };
+    if mapped.addr() as u64 == address {
+        return Ok(());
+    }
+    Err(Error::system(&format!("map memory at {address:#x}")).hint("something else of this process is there"))
+}

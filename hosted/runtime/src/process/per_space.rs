@@ -15,10 +15,8 @@
 
 use std::{
     cell::UnsafeCell,
-    ffi::c_void,
     mem::size_of,
-    ops::{Deref, DerefMut},
-    ptr::{self, NonNull},
+    ptr,
     sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering},
 };
 
@@ -27,10 +25,13 @@ use iced_x86::Instruction;
 use crate::{
     devices::now,
     error::{Error, Result},
-    isolation::{Found, Tags},
     layout::PAGE,
-    machine::{self, End, Machine},
+    machine::End,
     memory::Memory,
+    process::{
+        self, Common, Fork, map_common,
+        tags::{Found, Tags},
+    },
     signal, smp,
 };
 
@@ -49,9 +50,9 @@ const REASON: usize = 1024;
 #[derive(Clone, Copy, Debug)]
 pub enum Request {
     /// To look at what waits, and deliver an interrupt if the guest takes it.
-    Look,
+    Service,
     /// To do what this instruction does; the guest's instruction pointer is already behind it.
-    Perform(Instruction),
+    Emulate(Instruction),
     /// To do the guest's access to a device's register, at this physical address.
     Access(u64),
     /// To end the machine; why is in the turn.
@@ -76,7 +77,7 @@ pub enum Event {
 struct Turn {
     request: Option<Request>,
     /// The number of the home that the guest's address space has.
-    home: usize,
+    space: usize,
     tags: Tags,
     events: [Event; EVENTS],
     /// How many there have been.
@@ -143,7 +144,7 @@ impl Shared {
             || Gate { is_open: AtomicU32::new(0), process: AtomicI32::new(0), ready: AtomicU32::new(0) };
         let turn = Turn {
             request: None,
-            home: 0,
+            space: 0,
             tags: Tags::new(0),
             events: [Event::KernelDropped; EVENTS],
             happened: 0,
@@ -168,7 +169,7 @@ impl Shared {
 
 /// A process' way to the others: the first one's has the number 0, homes have the numbers from 1 on.
 #[derive(Clone, Copy, Debug)]
-pub struct Home {
+pub struct SpaceProcess {
     number: usize,
     count: usize,
     shared: &'static Shared,
@@ -176,68 +177,7 @@ pub struct Home {
     pages: &'static [AtomicU32],
 }
 
-/// Memory that processes have in common which are made afterwards. It is zero, and stays.
-///
-/// # Errors
-/// If the host refuses.
-pub fn map_common(length: usize) -> Result<*mut c_void> {
-    #[cfg(miri)]
-    return Ok(crate::memory::without_host(length).cast());
-    let rights = libc::PROT_READ | libc::PROT_WRITE;
-    let how = libc::MAP_SHARED | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-    // SAFETY: A new mapping where the host likes.
-    let memory = unsafe { libc::mmap(ptr::null_mut(), length, rights, how, -1, 0) };
-    if memory == libc::MAP_FAILED {
-        return Err(Error::system("map what processes have in common"));
-    }
-    Ok(memory)
-}
-
-/// A value that processes have in common which are made afterwards. Only the one that has the turn uses it.
-#[derive(Debug)]
-pub struct Common<T>(NonNull<T>);
-
-impl<T> Common<T> {
-    /// Puts a value there. It stays.
-    ///
-    /// # Errors
-    /// If the host refuses the memory.
-    pub fn new(value: T) -> Result<Self> {
-        let memory = map_common(size_of::<T>())?.cast::<T>();
-        // SAFETY: The memory was mapped above, is large enough, at a page's beginning, and nobody else's.
-        unsafe { memory.write(value) };
-        NonNull::new(memory).map(Self).ok_or_else(|| Error::new("the host maps memory at 0"))
-    }
-
-    /// For all who only share it.
-    #[must_use]
-    pub fn share(self) -> &'static T
-    where
-        T: Sync,
-    {
-        // SAFETY: The memory holds a value and is never unmapped; there is no other way to it any more.
-        unsafe { self.0.as_ref() }
-    }
-}
-
-impl<T> Deref for Common<T> {
-    type Target = T;
-
-    fn deref(&self) -> &T {
-        // SAFETY: The memory holds a value and is never unmapped. No other process writes to it while this one has the turn, and it
-        // is not handed over while somebody looks.
-        unsafe { self.0.as_ref() }
-    }
-}
-
-impl<T> DerefMut for Common<T> {
-    fn deref_mut(&mut self) -> &mut T {
-        // SAFETY: As above, and in this process this is the only way to it.
-        unsafe { self.0.as_mut() }
-    }
-}
-
-impl Home {
+impl SpaceProcess {
     /// Makes the homes, `most` at most, which are copies of this process: there must be no threads yet. Gives, in each, which one it
     /// is; nothing if there is to be none, or the host lets this user have no more processes.
     ///
@@ -253,30 +193,26 @@ impl Home {
         // SAFETY: It takes nothing.
         let own = unsafe { libc::getpid() };
         shared.gates[0].process.store(own, Ordering::Release);
-        let mut homes = Vec::new();
+        let mut processes = Vec::new();
         for number in 1..=MOST.min(usize::try_from(most).unwrap_or(MOST)) {
-            // SAFETY: There is one thread.
-            match unsafe { libc::fork() } {
-                0 => {
-                    signal::forget_children();
-                    return Self { number, ..first }.begin().map(Some);
-                }
-                pid if pid > 0 => homes.push(pid),
-                _ => {
+            match process::fork() {
+                Fork::Child => return Self { number, ..first }.begin().map(Some),
+                Fork::Parent(pid) => processes.push(pid),
+                Fork::Refused => {
                     // The host limits a user's processes: fewer homes will do, but devices need threads.
-                    let kept = homes.len().saturating_sub(THREADS);
-                    homes.drain(kept..).for_each(end_child);
+                    let kept = processes.len().saturating_sub(THREADS);
+                    processes.drain(kept..).for_each(end_child);
                     break;
                 }
             }
         }
-        for (gate, pid) in shared.gates[1..].iter().zip(&homes) {
+        for (gate, pid) in shared.gates[1..].iter().zip(&processes) {
             gate.process.store(*pid, Ordering::Release);
             signal::watch_child(*pid);
         }
         shared.complete.store(1, Ordering::Release);
-        smp::wake(&shared.complete);
-        first.count = homes.len();
+        process::wake(&shared.complete);
+        first.count = processes.len();
         if first.count == 0 {
             return Ok(None);
         }
@@ -286,9 +222,9 @@ impl Home {
 
     /// In the new process: waits until all of them are known.
     fn begin(self) -> Result<Self> {
-        smp::begin_process(self.shared.gates[0].process.load(Ordering::Acquire), c"mercury-space")?;
+        process::begin(self.shared.gates[0].process.load(Ordering::Acquire), c"mercury-space")?;
         while self.shared.complete.load(Ordering::Acquire) == 0 {
-            smp::wait(&self.shared.complete, 0);
+            process::wait(&self.shared.complete, 0);
         }
         Ok(self)
     }
@@ -297,7 +233,7 @@ impl Home {
     pub fn is_ready(&self) {
         let gate = self.own();
         gate.ready.store(1, Ordering::Release);
-        smp::wake(&gate.ready);
+        process::wake(&gate.ready);
     }
 
     /// Waits until all homes are prepared.
@@ -307,7 +243,7 @@ impl Home {
     pub fn await_others(&self) -> Result<()> {
         match self.shared.gates[1..=self.count]
             .iter()
-            .all(|gate| smp::await_ready(&gate.ready, &gate.process))
+            .all(|gate| process::await_ready(&gate.ready, &gate.process))
         {
             true => Ok(()),
             false => Err(Error::host("a process for an address space could not be started")),
@@ -377,11 +313,17 @@ impl Home {
     /// Whether the guest cannot just go on here: another process is next, or something has to be compared first.
     #[must_use]
     pub fn is_left(&self) -> bool {
-        self.next() != self.number || self.turn(|turn| turn.tags.is_stale(self.number - 1))
+        self.is_elsewhere() || self.turn(|turn| turn.tags.is_stale(self.number - 1))
+    }
+
+    /// Returns true if another process goes on with the guest.
+    #[must_use]
+    pub fn is_elsewhere(&self) -> bool {
+        self.next() != self.number
     }
 
     fn next(&self) -> usize {
-        self.turn(|turn| if turn.request.is_some() { 0 } else { turn.home })
+        self.turn(|turn| if turn.request.is_some() { 0 } else { turn.space })
     }
 
     /// The guest's instruction pointer, and what of it the guest is to see, when the first process is asked.
@@ -424,7 +366,7 @@ impl Home {
         let gate = &self.shared.gates[to];
         self.shared.active.store(to as u32, Ordering::SeqCst);
         gate.is_open.store(1, Ordering::Release);
-        smp::wake(&gate.is_open);
+        process::wake(&gate.is_open);
         self.await_turn()
     }
 
@@ -475,7 +417,7 @@ impl Home {
             if signal::is_child_gone() {
                 return None;
             }
-            smp::wait_for(own, 0, PATIENCE_NS);
+            process::wait_for(own, 0, PATIENCE_NS);
         }
         Some(())
     }
@@ -484,7 +426,7 @@ impl Home {
     pub fn load(&self, cr3: u64, flush: bool) {
         self.turn(|turn| {
             turn.tags.load(cr3, flush);
-            turn.home = 1 + match turn.tags.choose(cr3) {
+            turn.space = 1 + match turn.tags.choose(cr3) {
                 Found::Own(index) => index,
                 Found::Other(index) => {
                     turn.counters.taken_over += 1;
@@ -581,87 +523,6 @@ impl Home {
     }
 }
 
-impl Machine {
-    /// In a home: asks the first process, and says so. Whoever is not in one does it himself.
-    pub(crate) fn ask_first(&self, request: Request) -> bool {
-        let home = self.home.filter(|home| !home.is_first());
-        home.inspect(|home| home.ask(request)).is_some()
-    }
-
-    /// In a home: the guest goes on, here or in another process. In the latter case this comes back when the guest has come here
-    /// again, with other registers.
-    pub(crate) fn go_on(&mut self) {
-        let Some(home) = self.home else { return };
-        while home.next() != home.number {
-            let rip = self.block().registers.rip.get();
-            home.show(rip, self.visible(rip));
-            // The first process looks after those that have ended.
-            let _ = home.hand_over();
-            self.catch_up(home);
-        }
-        if home.take_stale() {
-            self.compare_with_tables();
-        }
-    }
-
-    /// A home waits until the guest comes.
-    pub(crate) fn move_in(&mut self) {
-        let Some(home) = self.home else { return };
-        let _ = home.await_turn();
-        self.catch_up(home);
-        self.go_on();
-    }
-
-    /// Does what others have done that concerns all.
-    fn catch_up(&mut self, home: Home) {
-        let Some(events) = home.take_events() else {
-            self.drop_kernel();
-            if let Some(shadows) = &mut self.shadows {
-                shadows.begin_anew(&self.memory);
-            }
-            return;
-        };
-        for event in events {
-            match (event, &mut self.shadows) {
-                (Event::KernelPageDropped(page), _) => self.memory.unmap(page, PAGE),
-                (Event::KernelDropped, _) => self.drop_kernel(),
-                (Event::Copied(page), Some(shadows)) => shadows.copied_elsewhere(page),
-                (Event::Written(page), Some(shadows)) => shadows.written_elsewhere(&self.memory, page),
-                _ => {}
-            }
-        }
-    }
-
-    /// The first process: does what the homes ask for, and lets the guest go on in that of its address space.
-    pub(crate) fn serve_homes(&mut self, home: Home) -> ! {
-        home.load(self.vcpu.cr3, true);
-        loop {
-            match home.take_request() {
-                None => {}
-                Some(Request::Look) => self.look(),
-                Some(Request::Perform(instruction)) => {
-                    if let Err(exception) = self.perform(&instruction) {
-                        self.block().registers.rip.set(instruction.ip());
-                        self.inject(exception);
-                    }
-                }
-                Some(Request::Access(physical)) => {
-                    if let Err(exception) = self.touch_device(physical) {
-                        self.inject(exception);
-                    }
-                }
-                Some(Request::End(how)) => self.end(how, &home.reason()),
-            }
-            if self.interruptible() && machine::pending().load(Ordering::Acquire) != 0 {
-                self.service();
-            }
-            if home.hand_over().is_none() {
-                self.end(End::Broken, &signal::how_child_has_ended());
-            }
-        }
-    }
-}
-
 /// The host's processors that this process may be on, if they are more than one.
 fn processors() -> Option<libc::cpu_set_t> {
     // SAFETY: All zeros are a valid set, which is written by the call.
@@ -692,75 +553,76 @@ mod tests {
     use crate::devices::testing::with_memory;
 
     /// Homes of which none has a process.
-    fn empty(count: usize) -> Vec<Home> {
+    fn empty(count: usize) -> Vec<SpaceProcess> {
         let shared = Common::new(Shared::new()).unwrap().share();
         let pages = Vec::leak((0..16).map(|_| AtomicU32::new(0)).collect());
-        let homes: Vec<Home> = (0..=count).map(|number| Home { number, count, shared, pages }).collect();
-        homes[0].turn(|turn| turn.tags = Tags::new(count));
-        homes
+        let processes: Vec<SpaceProcess> =
+            (0..=count).map(|number| SpaceProcess { number, count, shared, pages }).collect();
+        processes[0].turn(|turn| turn.tags = Tags::new(count));
+        processes
     }
 
     #[test]
     fn who_comes_back_is_told_all_that_has_happened_or_that_it_was_too_much() {
-        let homes = empty(3);
-        homes[1].tell(Event::KernelPageDropped(0x1000));
-        assert_eq!(homes[2].take_events(), Some(vec![Event::KernelPageDropped(0x1000)]));
-        homes[2].tell(Event::Copied(0x2000));
-        assert_eq!(homes[2].take_events(), Some(Vec::new()));
-        assert_eq!(homes[1].take_events(), Some(vec![Event::Copied(0x2000)]));
-        assert_eq!(homes[3].take_events().map(|events| events.len()), Some(2));
+        let processes = empty(3);
+        processes[1].tell(Event::KernelPageDropped(0x1000));
+        assert_eq!(processes[2].take_events(), Some(vec![Event::KernelPageDropped(0x1000)]));
+        processes[2].tell(Event::Copied(0x2000));
+        assert_eq!(processes[2].take_events(), Some(Vec::new()));
+        assert_eq!(processes[1].take_events(), Some(vec![Event::Copied(0x2000)]));
+        assert_eq!(processes[3].take_events().map(|events| events.len()), Some(2));
         for _ in 0..EVENTS {
-            homes[1].tell(Event::KernelDropped);
+            processes[1].tell(Event::KernelDropped);
         }
-        assert_eq!(homes[2].take_events().map(|events| events.len()), Some(EVENTS));
-        homes[1].tell(Event::Written(0x2000));
-        assert_eq!(homes[3].take_events(), None);
-        assert_eq!(homes[3].take_events(), Some(Vec::new()));
+        assert_eq!(processes[2].take_events().map(|events| events.len()), Some(EVENTS));
+        processes[1].tell(Event::Written(0x2000));
+        assert_eq!(processes[3].take_events(), None);
+        assert_eq!(processes[3].take_events(), Some(Vec::new()));
     }
 
     #[test]
     #[should_panic(expected = "used twice")]
     fn there_is_one_reference_to_what_goes_with_the_turn() {
-        let homes = empty(1);
-        homes[0].turn(|_| homes[0].counters());
+        let processes = empty(1);
+        processes[0].turn(|_| processes[0].counters());
     }
 
     #[test]
     fn pages_have_writers_and_copies() {
-        let homes = empty(3);
-        homes[1].set_writer(0x2000..0x4000, true);
-        homes[2].tell(Event::Copied(0x3000));
-        assert!(homes[2].has_other_writer(0x2000) && homes[2].has_other_writer(0x3000));
-        assert!(!homes[1].has_other_writer(0x3000) && !homes[2].has_other_writer(0x4000));
+        let processes = empty(3);
+        processes[1].set_writer(0x2000..0x4000, true);
+        processes[2].tell(Event::Copied(0x3000));
+        assert!(processes[2].has_other_writer(0x2000) && processes[2].has_other_writer(0x3000));
+        assert!(!processes[1].has_other_writer(0x3000) && !processes[2].has_other_writer(0x4000));
         // Memory that the guest has not got is not known to be safe.
-        assert!(homes[1].has_other_writer(0x10_0000));
-        homes[1].set_writer(0x2000..0x3000, false);
-        assert!(!homes[2].has_other_writer(0x2000) && homes[2].has_other_writer(0x3000));
-        assert_eq!(homes[1].copied().collect::<Vec<_>>(), [0x3000]);
-        let _ = homes[2].take_events();
-        let _ = homes[1].take_events();
-        homes[1].tell(Event::Written(0x3000));
-        assert_eq!(homes[1].copied().count(), 0);
+        assert!(processes[1].has_other_writer(0x10_0000));
+        processes[1].set_writer(0x2000..0x3000, false);
+        assert!(!processes[2].has_other_writer(0x2000) && processes[2].has_other_writer(0x3000));
+        assert_eq!(processes[1].copied().collect::<Vec<_>>(), [0x3000]);
+        let _ = processes[2].take_events();
+        let _ = processes[1].take_events();
+        processes[1].tell(Event::Written(0x3000));
+        assert_eq!(processes[1].copied().count(), 0);
     }
 
     #[test]
     fn an_address_space_keeps_its_home_and_the_oldest_is_taken_over() {
-        let homes = empty(2);
+        let processes = empty(2);
         let load = |cr3| {
-            homes[0].load(cr3, false);
-            homes[0].turn(|turn| turn.home)
+            processes[0].load(cr3, false);
+            processes[0].turn(|turn| turn.space)
         };
         let (first, second) = (load(0x1001), load(0x2002));
         assert!(first != second && first > 0 && second > 0);
-        assert!(homes[first].take_stale() && !homes[first].take_stale());
+        assert!(processes[first].take_stale() && !processes[first].take_stale());
         assert_eq!(load(0x1001), first);
-        assert!(!homes[first].is_left());
+        assert!(!processes[first].is_left());
         // What the third finds is another's.
         assert_eq!(load(0x3003), second);
-        assert!(homes[first].is_left() && homes[second].is_left() && homes[second].take_stale());
-        homes[second].ask(Request::Look);
-        homes[second].ask(Request::End(End::Reset));
-        assert!(matches!(homes[0].take_request(), Some(Request::Look)));
+        assert!(processes[first].is_left() && processes[second].is_left() && processes[second].take_stale());
+        processes[second].ask(Request::Service);
+        processes[second].ask(Request::End(End::Reset));
+        assert!(matches!(processes[0].take_request(), Some(Request::Service)));
     }
 
     /// Each process in its turn counts, and wants another address space, until there were enough.
@@ -768,9 +630,9 @@ mod tests {
     #[cfg_attr(miri, ignore = "Miri has one process")]
     fn one_process_after_the_other_has_the_turn() {
         const TURNS: u64 = 500;
-        assert!(with_memory(|memory| Home::multiply(memory, 0).unwrap().is_none()));
+        assert!(with_memory(|memory| SpaceProcess::multiply(memory, 0).unwrap().is_none()));
         let counts = Common::new([AtomicU64::new(0), AtomicU64::new(0)]).unwrap().share();
-        let first = with_memory(|memory| Home::multiply(memory, u64::MAX).unwrap().unwrap());
+        let first = with_memory(|memory| SpaceProcess::multiply(memory, u64::MAX).unwrap().unwrap());
         if !first.is_first() {
             first.is_ready();
             first.await_turn().unwrap();
@@ -780,7 +642,7 @@ mod tests {
                 let turn = turns.fetch_add(1, Ordering::SeqCst);
                 match turn < TURNS {
                     true => first.load(0x1000 * (turn * 7 % 50 + 1), false),
-                    false => first.ask(Request::Look),
+                    false => first.ask(Request::Service),
                 }
                 inside.fetch_sub(1, Ordering::SeqCst);
                 if first.next() != first.number {
@@ -791,7 +653,7 @@ mod tests {
         first.await_others().unwrap();
         first.load(0x1000, true);
         first.hand_over().unwrap();
-        assert!(matches!(first.take_request(), Some(Request::Look)));
+        assert!(matches!(first.take_request(), Some(Request::Service)));
         assert_eq!(counts[0].load(Ordering::SeqCst), TURNS + 1);
         let counters = first.counters();
         assert!(

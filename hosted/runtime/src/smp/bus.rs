@@ -5,11 +5,16 @@ use std::{
     sync::atomic::{AtomicU32, AtomicU64, Ordering},
 };
 
-use super::{Processor, wait, wake};
-use crate::{devices::Devices, machine::End, memory::Memory};
+use super::Processor;
+use crate::{
+    devices::Devices,
+    machine::End,
+    memory::Memory,
+    process::{wait, wake},
+};
 
 /// Looks at the answer so many times before it sleeps.
-const LOOKS: u32 = 2000;
+const SPINS: u32 = 2000;
 
 /// What a processor asks for, and the answer.
 #[repr(C)]
@@ -174,11 +179,11 @@ impl Processor {
         question.value.store(value, Ordering::Relaxed);
         question.stage.store(stage::ASKED, Ordering::Release);
         self.call(0);
-        let mut looks = 0;
+        let mut spins = 0;
         loop {
             match question.stage.load(Ordering::Acquire) {
-                stage::ASKED if looks < LOOKS => {
-                    looks += 1;
+                stage::ASKED if spins < SPINS => {
+                    spins += 1;
                     hint::spin_loop();
                 }
                 stage::ASKED => wait(&question.stage, stage::ASKED),

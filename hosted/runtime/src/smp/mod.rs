@@ -11,7 +11,6 @@ pub mod apic;
 pub mod bus;
 
 use std::{
-    ffi::{CStr, c_void},
     ptr,
     sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering},
 };
@@ -20,7 +19,7 @@ use crate::{
     block,
     error::{Error, Result},
     layout::PAGE,
-    process::per_space::map_common,
+    process::{self, Fork},
     signal,
 };
 
@@ -86,7 +85,7 @@ impl Processor {
     /// If the host refuses a page of memory.
     pub fn first(count: usize) -> Result<Self> {
         debug_assert!((1..=MOST).contains(&count));
-        let page = map_common(PAGE as usize)?;
+        let page = process::map_common(PAGE as usize)?;
         // SAFETY: The page is never unmapped, is large enough, and zero, which is a valid value; all of it is atomic.
         let shared: &'static Shared = unsafe { &*page.cast::<Shared>() };
         let first = Self { number: 0, count, shared };
@@ -106,32 +105,28 @@ impl Processor {
     /// If the host refuses.
     pub fn multiply(self) -> Result<Self> {
         for number in 1..self.count {
-            // SAFETY: There is one thread.
-            match unsafe { libc::fork() } {
-                0 => {
-                    signal::forget_children();
-                    return Self { number, ..self }.begin();
-                }
-                pid if pid > 0 => {
+            match process::fork() {
+                Fork::Child => return Self { number, ..self }.begin(),
+                Fork::Parent(pid) => {
                     self.cpu(number).process.store(pid, Ordering::Release);
                     signal::watch_child(pid);
                 }
-                _ => {
+                Fork::Refused => {
                     return Err(Error::system("start a process for a processor")
                         .hint("the host limits a user's processes (ulimit -u)"));
                 }
             }
         }
         self.shared.complete.store(1, Ordering::Release);
-        wake(&self.shared.complete);
+        process::wake(&self.shared.complete);
         Ok(self)
     }
 
     /// In the new process: it ends with the first one, and leaves signals of the terminal to it.
     fn begin(self) -> Result<Self> {
-        begin_process(self.cpu(0).process.load(Ordering::Acquire), c"mercury-cpu")?;
+        process::begin(self.cpu(0).process.load(Ordering::Acquire), c"mercury-cpu")?;
         while self.shared.complete.load(Ordering::Acquire) == 0 {
-            wait(&self.shared.complete, 0);
+            process::wait(&self.shared.complete, 0);
         }
         Ok(self)
     }
@@ -139,7 +134,7 @@ impl Processor {
     /// Says that this process is prepared.
     pub fn is_ready(&self) {
         self.own().ready.store(1, Ordering::Release);
-        wake(&self.own().ready);
+        process::wake(&self.own().ready);
     }
 
     /// Waits until all others are prepared.
@@ -149,7 +144,7 @@ impl Processor {
     pub fn await_others(&self) -> Result<()> {
         for number in 1..self.count {
             let cpu = self.cpu(number);
-            if !await_ready(&cpu.ready, &cpu.process) {
+            if !process::await_ready(&cpu.ready, &cpu.process) {
                 return Err(Error::host(format!("processor {number} could not be started")));
             }
         }
@@ -195,7 +190,7 @@ impl Processor {
     }
 
     /// This processor is about to look at what was asked of it.
-    pub fn look(&self) {
+    pub fn acknowledge_call(&self) {
         self.own().called.store(0, Ordering::SeqCst);
     }
 
@@ -246,36 +241,6 @@ impl Processor {
     }
 }
 
-/// In a process that the first one of a machine has made: it ends with that one, and leaves signals of the terminal to it.
-///
-/// # Errors
-/// If the first one has ended.
-pub(crate) fn begin_process(first: i32, name: &CStr) -> Result<()> {
-    // SAFETY: All of these take numbers, or a string with its end.
-    unsafe {
-        if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 || libc::getppid() != first {
-            return Err(Error::system("begin as a process of the machine"));
-        }
-        libc::setpgid(0, 0);
-        libc::prctl(libc::PR_SET_NAME, name.as_ptr());
-    }
-    Ok(())
-}
-
-/// Waits until such a process is prepared. Says whether it is, or has ended before.
-pub(crate) fn await_ready(ready: &AtomicU32, process: &AtomicI32) -> bool {
-    while ready.load(Ordering::Acquire) == 0 {
-        let pid = process.load(Ordering::Acquire);
-        // A signal may have told of its end already, and it is no child any more.
-        // SAFETY: It is not asked for the status.
-        if unsafe { libc::waitpid(pid, ptr::null_mut(), libc::WNOHANG) } != 0 {
-            return false;
-        }
-        wait(ready, 0);
-    }
-    true
-}
-
 /// Sleeps until a signal comes, unless one has come since the block's byte was cleared.
 pub fn sleep() {
     // SAFETY: The sets are initialized by the calls; the thread's mask is put back.
@@ -289,27 +254,6 @@ pub fn sleep() {
         }
         libc::sigprocmask(libc::SIG_SETMASK, &raw const before, ptr::null_mut());
     }
-}
-
-/// Waits while a word is this, for a moment at most.
-pub(crate) fn wait(word: &AtomicU32, value: u32) {
-    wait_for(word, value, 10_000_000);
-}
-
-/// Waits while a word is this, for so many nanoseconds, below a second, at most. The word may be other processes', too.
-pub(crate) fn wait_for(word: &AtomicU32, value: u32, nanoseconds: i64) {
-    let moment = libc::timespec { tv_sec: 0, tv_nsec: nanoseconds };
-    // SAFETY: The word stays, and so does the time during the call.
-    unsafe {
-        libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT, value, &raw const moment, 0, 0);
-    }
-}
-
-/// Wakes all who wait for a word.
-pub(crate) fn wake(word: &AtomicU32) {
-    let none = ptr::null::<c_void>();
-    // SAFETY: The word stays.
-    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX, none, none, 0) };
 }
 
 /// The block's byte that says that another processor has called.

@@ -1,0 +1,93 @@
+//! System calls of programs, and the rewriting of the places that make them.
+
+use super::{Machine, VISIBLE};
+use crate::{
+    block::{self, IF},
+    layout::{self, PAGE},
+    memory::Rights,
+    mmu::{Access, Privilege},
+    vcpu::TRAP,
+};
+
+impl Machine {
+    /// A program's system call.
+    pub fn system_call(&mut self) {
+        const LENGTH: u64 = 2;
+        self.counters.system_calls += 1;
+        self.rewrite(self.block().registers.rip.get().wrapping_sub(LENGTH));
+        let flags = self.flags();
+        let registers = &self.block().registers;
+        registers.general[block::RCX].set(registers.rip.get());
+        registers.general[block::R11].set(flags);
+        registers.rip.set(self.block().lstar.get());
+        self.block().segments.set(self.block().call_segments.get());
+        self.set_flags(flags & !self.vcpu.syscall_mask);
+    }
+
+    /// Has a site rewritten if it is worth it, and a program cannot write there.
+    fn rewrite(&mut self, site: u64) {
+        let mask = VISIBLE | IF;
+        let is_stepped = self.block().registers.rflags.get() & TRAP != 0;
+        if is_stepped
+            || self.resident.copies.is_none()
+            || self.vcpu.syscall_mask & mask != mask
+            || !layout::is_user(site)
+        {
+            return;
+        }
+        let Ok(found) = self.translate(site, Access::Execute, Privilege::User) else { return };
+        if found.may_write || found.size != PAGE || !self.memory.contains(found.physical, 2) {
+            return;
+        }
+        if let Some(copies) = &mut self.resident.copies
+            && copies.trapped(&self.memory, site, found.physical)
+        {
+            let rights = Rights { write: false, execute: true };
+            self.resident.programs.insert(site & !(PAGE - 1), PAGE, found.physical & !(PAGE - 1), rights);
+            self.resident.count_mapping();
+        }
+    }
+
+    /// An instruction that there is not: if it lies below the jump of a rewritten site, the program goes on where it would have.
+    pub fn resume_below_a_jump(&mut self) -> bool {
+        let registers = &self.block().registers;
+        let copies = self.resident.copies.as_mut().filter(|_| layout::is_user(registers.rip.get()));
+        let found = copies.and_then(|copies| copies.below_a_jump(&self.memory, registers.rip.get()));
+        if let Some(to) = found {
+            registers.rip.set(to);
+        }
+        found.is_some()
+    }
+
+    /// The kernel goes back to a program. If that is stepped, it gets its own code at the next instruction, not a copy with
+    /// rewritten system calls: in what stands for these it must not be trapped.
+    pub(crate) fn show_stepped_code(&mut self) {
+        const LONGEST: u64 = 15;
+        let registers = &self.block().registers;
+        if registers.rflags.get() & TRAP == 0 || self.privilege() == Privilege::Kernel {
+            return;
+        }
+        let Some(copies) = &mut self.resident.copies else { return };
+        let rip = registers.rip.get();
+        for address in [rip, rip.wrapping_add(LONGEST - 1)] {
+            copies.show_original(&self.memory, address);
+        }
+    }
+
+    /// Something waits, and the guest is on its way back from a system call behind its look at that: it is back.
+    pub fn finish_return(&mut self) {
+        if self.code.returning.contains(&self.block().registers.rip.get()) {
+            self.block().registers.general[block::RSP].set(self.block().scratch.get());
+            self.system_return();
+        }
+    }
+
+    /// What the guest is to see of its instruction pointer.
+    pub(crate) fn visible(&self, rip: u64) -> u64 {
+        match (self.placement.per_space(), &self.resident.copies) {
+            (Some(space), _) if space.is_first() => space.visible(rip),
+            (_, Some(copies)) => copies.visible(rip),
+            _ => rip,
+        }
+    }
+}

@@ -1,0 +1,91 @@
+//! The machine in several processes, of which one at a time has the turn ([`crate::process::per_space`]).
+
+use std::sync::atomic::Ordering;
+
+use super::{End, Machine, pending};
+use crate::{
+    layout::PAGE,
+    process::per_space::{Event, Request, SpaceProcess},
+    signal,
+};
+
+impl Machine {
+    /// In a home: asks the first process, and says so. Whoever is not in one does it himself.
+    pub(crate) fn ask_first_process(&self, request: Request) -> bool {
+        let space = self.placement.per_space().filter(|space| !space.is_first());
+        space.inspect(|space| space.ask(request)).is_some()
+    }
+
+    /// In a home: the guest goes on, here or in another process. In the latter case this comes back when the guest has come here
+    /// again, with other registers.
+    pub(crate) fn go_on(&mut self) {
+        let Some(space) = self.placement.per_space() else { return };
+        while space.is_elsewhere() {
+            let rip = self.block().registers.rip.get();
+            space.show(rip, self.visible(rip));
+            // The first process looks after those that have ended.
+            let _ = space.hand_over();
+            self.catch_up(space);
+        }
+        if space.take_stale() {
+            self.compare_with_tables();
+        }
+    }
+
+    /// A home waits until the guest comes.
+    pub(crate) fn await_guest(&mut self) {
+        let Some(space) = self.placement.per_space() else { return };
+        let _ = space.await_turn();
+        self.catch_up(space);
+        self.go_on();
+    }
+
+    /// Does what others have done that concerns all.
+    fn catch_up(&mut self, space: SpaceProcess) {
+        let Some(events) = space.take_events() else {
+            self.drop_kernel();
+            if let Some(copies) = &mut self.resident.copies {
+                copies.begin_anew(&self.memory);
+            }
+            return;
+        };
+        for event in events {
+            match (event, &mut self.resident.copies) {
+                (Event::KernelPageDropped(page), _) => self.memory.unmap(page, PAGE),
+                (Event::KernelDropped, _) => self.drop_kernel(),
+                (Event::Copied(page), Some(copies)) => copies.copied_elsewhere(page),
+                (Event::Written(page), Some(copies)) => copies.written_elsewhere(&self.memory, page),
+                _ => {}
+            }
+        }
+    }
+
+    /// The first process: does what the homes ask for, and lets the guest go on in that of its address space.
+    pub(crate) fn serve_space_processes(&mut self, space: SpaceProcess) -> ! {
+        space.load(self.vcpu.cr3, true);
+        loop {
+            match space.take_request() {
+                None => {}
+                Some(Request::Service) => self.deliver_pending(),
+                Some(Request::Emulate(instruction)) => {
+                    if let Err(exception) = self.emulate(&instruction) {
+                        self.block().registers.rip.set(instruction.ip());
+                        self.inject(exception);
+                    }
+                }
+                Some(Request::Access(physical)) => {
+                    if let Err(exception) = self.touch_device(physical) {
+                        self.inject(exception);
+                    }
+                }
+                Some(Request::End(how)) => self.end(how, &space.reason()),
+            }
+            if self.interruptible() && pending().load(Ordering::Acquire) != 0 {
+                self.service();
+            }
+            if space.hand_over().is_none() {
+                self.end(End::Broken, &signal::how_child_has_ended());
+            }
+        }
+    }
+}
