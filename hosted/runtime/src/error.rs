@@ -1,8 +1,8 @@
-//! What can go wrong, in words for whoever starts a machine.
+//! Errors, in words for the person who starts a machine.
 
 use std::{fmt, io, path::Path};
 
-/// An error: what was tried, why it failed, and what to do if something can be done.
+/// An error: the step that failed, the reason, and the remedy if there is one.
 #[derive(Debug)]
 pub struct Error {
     message: String,
@@ -10,58 +10,58 @@ pub struct Error {
     is_hosts: bool,
 }
 
-/// This crate's results.
+/// The result of a function of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// With a text of its own.
+    /// Makes an error with a text of its own.
     pub fn new(text: impl Into<String>) -> Self {
         Self { message: text.into(), hint: None, is_hosts: false }
     }
 
-    /// The same with a way out.
+    /// Adds a remedy.
     #[must_use]
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
         self.hint = Some(hint.into());
         self
     }
 
-    /// The same, with something before it.
+    /// Puts a subject before the text.
     #[must_use]
     pub fn about(mut self, what: impl fmt::Display) -> Self {
         self.message = format!("{what}: {}", self.message);
         self
     }
 
-    /// Something that this host cannot do as it is.
+    /// Makes an error about something that this host cannot do as it is.
     pub fn host(text: impl Into<String>) -> Self {
         Self { is_hosts: true, ..Self::new(text) }
     }
 
-    /// Whether it is for this host as it is, and not for what was asked.
+    /// Returns true if the host as it is causes the error, and not the request.
     #[must_use]
     pub fn is_hosts(&self) -> bool {
         self.is_hosts
     }
 
-    /// Something that was done to a file.
+    /// Makes an error about a file.
     pub fn file(what: &str, path: &Path, error: impl fmt::Display) -> Self {
         Self::new(format!("cannot {what} {}: {error}", path.display()))
     }
 
-    /// Something that the host's kernel refused.
+    /// Makes an error about a call that the host's kernel refused.
     #[must_use]
     pub fn system(what: &str) -> Self {
         Self::host(format!("cannot {what}: {}", io::Error::last_os_error()))
     }
 
-    /// What was tried and why it failed.
+    /// Returns the step that failed, and the reason.
     #[must_use]
     pub fn message(&self) -> &str {
         &self.message
     }
 
-    /// What to do.
+    /// Returns the remedy.
     #[must_use]
     pub fn remedy(&self) -> Option<&str> {
         self.hint.as_deref()

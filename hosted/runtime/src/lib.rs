@@ -1,23 +1,32 @@
-//! The hosted machine: a pre-virtualized Linux kernel as an ordinary process of a Linux host, without hardware
-//! virtualization, privileges, `ptrace` or changes of the host.
+//! The hosted machine: a pre-virtualized Linux kernel as an ordinary process of a Linux host. It
+//! needs no hardware virtualization, no privileges, no `ptrace` and no changes of the host.
 //!
-//! The kernel's image is moved to where a process can have it, and the slots that the afterburner made in it are filled with
-//! jumps to code that works on the state of a processor in memory. What the kernel maps, a signal handler maps. Its
-//! programs' system calls come as signals. Guest kernel, guest programs and this monitor share one address space,
-//! unless programs are asked to be in processes of their own: otherwise the kernel is not protected from its programs. The
-//! monitor is never protected from the kernel.
+//! The kernel's image is moved to addresses that a process can have. The slots that the afterburner
+//! made in it are filled with jumps to code that works on a processor's state in memory. A signal
+//! handler maps the pages that the kernel's page tables map. System calls of the guest's programs
+//! come as signals. Guest kernel, guest programs and this monitor share one address space, so the
+//! kernel is not protected from its programs. Programs in processes of their own are the exception.
+//! The monitor is never protected from the kernel.
 //!
-//! - [`layout`]: where everything is.
-//! - [`kernel`] reads the `vmlinux`, [`load`] moves it and fills its slots ([`thunks`], [`constants`]), [`boot`] tells it what
-//!   it runs on, [`run`] does these in order, unless the host's `limits` are in the way.
-//! - [`machine`] is left for and gone back to through [`entry`] and [`signal`]; [`block`] is what they share with slots.
-//! - [`machine`] does what sensitive instructions do, on [`vcpu`], with [`mmu`] for page tables and [`cpuid`].
-//! - [`sites`] decides how programs' system calls are rewritten, in [`patched`] copies of their pages.
-//! - [`isolation`]: if it is asked for, programs run in processes of their own; [`user_access`] keep the kernel's own accesses from
-//!   what is not theirs.
-//! - [`process`]: otherwise each address space has a process, in which what it has mapped stays mapped.
-//! - [`smp`]: more processors than one, each a process.
-//! - [`devices`]: those of a small PC. [`gdb`]: a debugger. `sandbox`: what is left of the host once the guest runs.
+//! - [`layout`]: the address space.
+//! - [`kernel`] reads the `vmlinux`. [`load`] moves it and fills its slots ([`thunks`],
+//!   [`constants`]). [`boot`] tells the kernel about its machine. [`run`] does these in order,
+//!   after `limits` has checked the host.
+//! - [`machine`]: faults, interrupts and emulated instructions, on [`vcpu`], with [`mmu`] for page
+//!   tables and [`cpuid`].
+//! - [`entry`] and [`signal`]: the ways from the guest to the monitor and back. [`block`] is the
+//!   memory that they share with slots.
+//! - [`sites`] decides how programs' system calls are rewritten, in [`patched`] copies of their
+//!   pages.
+//! - [`process`]: the processes of the machine, and which of them show address spaces.
+//! - [`isolation`]: programs in processes of their own. [`user_access`] checks the addresses that
+//!   the kernel uses for them.
+//! - [`smp`]: several processors, each a process.
+//! - [`devices`]: the devices of a small PC. [`gdb`]: a debugger. `sandbox`: the rights that remain
+//!   once the guest runs.
+
+// Names of registers and fields need no sentence.
+#![allow(missing_docs)]
 
 pub mod block;
 pub mod boot;

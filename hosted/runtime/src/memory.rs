@@ -1,9 +1,10 @@
-//! The guest's memory: a file without a name, mapped once as the kernel's direct map, and in parts wherever the guest's page
-//! tables say.
+//! The guest's memory: a file without a name. It is mapped once as the kernel's direct map, and in
+//! parts at the addresses in the guest's page tables.
 //!
-//! Other processors of the guest, which are other processes, the host's kernel and a disk's ring write to it at any time. So Rust has no
-//! reference to it: the monitor copies out of it and into it, as if each byte were accessed atomically ([`Memory::read`]),
-//! and uses the entries of page tables as atomic numbers.
+//! Other processors of the guest, which are other processes, the host's kernel and a disk's ring
+//! write to the memory at any time. So Rust has no reference to it. The monitor copies out of it
+//! and into it, as if each byte were accessed atomically ([`Memory::read`]). It uses the entries of
+//! page tables as atomic numbers.
 
 use std::{
     io,
@@ -18,17 +19,15 @@ use crate::{
     layout::{self, DIRECT_MAP, PAGE},
 };
 
-/// What may be done with mapped memory.
+/// The rights to mapped memory. Reading is always allowed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rights {
-    /// Written to.
     pub write: bool,
-    /// Executed.
     pub execute: bool,
 }
 
 impl Rights {
-    /// Whether they are no more than others.
+    /// Returns true if these rights are no more than others.
     #[must_use]
     pub fn are_within(self, others: Self) -> bool {
         self.write <= others.write && self.execute <= others.execute
@@ -41,20 +40,21 @@ impl Rights {
     }
 }
 
-/// All of the guest's memory.
+/// The guest's memory.
 #[derive(Debug)]
 pub struct Memory {
     file: OwnedFd,
     size: u64,
-    /// Where the monitor sees it: it may write to what it has made read-only for the kernel.
+    /// The address of the monitor's own mapping, which may write to pages that are read-only for
+    /// the kernel.
     window: usize,
 }
 
 impl Memory {
-    /// Makes it, and maps it where [`crate::layout`] says.
+    /// Makes the memory, and maps it at the addresses of [`crate::layout`].
     ///
     /// # Errors
-    /// If the host has not so much, or the addresses are taken.
+    /// If the host does not have so much memory, or the addresses are taken.
     #[cfg(not(miri))]
     pub fn new(size: u64) -> Result<Self> {
         // SAFETY: The name is a string with its end, and the descriptor is checked.
@@ -62,7 +62,7 @@ impl Memory {
         if file < 0 {
             return Err(Error::system("make the guest's memory"));
         }
-        // SAFETY: The descriptor was made above and belongs to nobody else.
+        // SAFETY: The descriptor was made above and has no other owner.
         let mut memory = Self { file: unsafe { OwnedFd::from_raw_fd(file) }, size, window: 0 };
         // SAFETY: It takes a descriptor and a number.
         if unsafe { libc::ftruncate(file, size.cast_signed()) } != 0 {
@@ -81,7 +81,8 @@ impl Memory {
         Ok(memory)
     }
 
-    /// Makes it of the program's own memory: Miri knows no mappings. Only the monitor's view is there.
+    /// Makes the memory of the program's own: Miri knows no mappings. Only the monitor's mapping
+    /// exists.
     ///
     /// # Errors
     /// If the host does not open `/dev/null`, which stands for the file.
@@ -115,10 +116,10 @@ impl Memory {
         ))
     }
 
-    /// Maps a part of it where the guest wants it, over what was there.
+    /// Maps a part of the memory at an address of the guest's choice, over any mapping there.
     ///
     /// # Errors
-    /// What the host said.
+    /// The error of the host.
     pub fn map(&self, address: u64, length: u64, physical: u64, rights: Rights) -> io::Result<()> {
         debug_assert!(layout::is_translated(address) && self.contains(physical, length));
         // SAFETY: The addresses are the guest's own, of which the monitor keeps nothing (layout).
@@ -135,11 +136,12 @@ impl Memory {
         if mapped == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
-    /// Removes mappings of a range that the guest translates. If the host has no room for what would be left on both sides, all
-    /// that lies between the same borders goes: the guest's faults bring back what it uses.
+    /// Removes mappings of a range that the guest translates. The host may have no room for the
+    /// remains on both sides. Then all mappings between the same borders go, and the guest's faults
+    /// bring back the pages that it uses.
     ///
     /// # Panics
-    /// If the host lets nothing go: the guest must not go on with what it has.
+    /// If the host removes nothing: the guest must not go on with these mappings.
     pub fn unmap(&self, address: u64, length: u64) {
         debug_assert!(layout::is_translated(address));
         let all = self.translated_around(address);
@@ -147,7 +149,7 @@ impl Memory {
         assert!(is_done, "the host does not unmap {address:#x}: {}", io::Error::last_os_error());
     }
 
-    /// What the guest translates around an address, up to what it does not.
+    /// Returns the range around an address that the guest translates.
     fn translated_around(&self, address: u64) -> Range<u64> {
         match address {
             layout::USER_START..layout::THUNKS => layout::USER_START..layout::THUNKS,
@@ -157,47 +159,49 @@ impl Memory {
         }
     }
 
-    /// Whether the guest has this memory.
+    /// Returns true if the guest has this memory.
     #[must_use]
     pub fn contains(&self, physical: u64, length: u64) -> bool {
         physical < self.size && length <= self.size - physical
     }
 
-    /// The file's number in this process.
+    /// Returns the file's descriptor in this process.
     #[must_use]
     pub fn descriptor(&self) -> i32 {
         self.file.as_raw_fd()
     }
 
-    /// Where the monitor sees it.
+    /// Returns the address of guest memory in the monitor's own mapping.
     #[must_use]
     pub fn pointer(&self, physical: u64, length: u64) -> Option<*mut u8> {
         self.contains(physical, length)
             .then(|| ptr::with_exposed_provenance_mut(self.window + physical as usize))
     }
 
-    /// Whether an address lies in the direct map, and the physical one if so.
+    /// Returns the physical address of an address in the direct map.
     #[must_use]
     pub fn direct(&self, address: u64) -> Option<u64> {
         let physical = address.checked_sub(DIRECT_MAP)?;
         self.contains(physical, 1).then_some(physical)
     }
 
-    /// Whether all of a large page lies where the guest translates addresses: its direct map may end in the midst of one.
+    /// Returns true if all of a large page lies at addresses that the guest translates. Its direct
+    /// map may end in the middle of one.
     #[must_use]
     pub fn has_room(&self, address: u64, size: u64) -> bool {
         let is_free = |at| layout::is_translated(at) && self.direct(at).is_none();
         is_free(address) && is_free(address + size - 1)
     }
 
-    /// How much it is.
+    /// Returns the size in bytes.
     #[must_use]
     pub fn size(&self) -> u64 {
         self.size
     }
 
-    /// Copies into it. `None` if it is not there. Another processor that reads meanwhile may see a part of it; each aligned word of
-    /// eight bytes it sees whole if the range is aligned so.
+    /// Copies into the memory. Returns nothing if the range is outside. Another processor that
+    /// reads meanwhile may see a part of the copy; of a range aligned to eight bytes it sees each
+    /// word whole.
     #[must_use]
     pub fn write(&self, physical: u64, bytes: &[u8]) -> Option<()> {
         let to = self.pointer(physical, bytes.len() as u64)?;
@@ -206,7 +210,8 @@ impl Memory {
         Some(())
     }
 
-    /// Copies out of it, as [`Self::write`] copies into it. `None` if it is not there.
+    /// Copies out of the memory, as [`Self::write`] copies into it. Returns nothing if the range is
+    /// outside.
     #[must_use]
     pub fn read(&self, physical: u64, into: &mut [u8]) -> Option<()> {
         let from = self.pointer(physical, into.len() as u64)?;
@@ -215,7 +220,8 @@ impl Memory {
         Some(())
     }
 
-    /// Copies from one place of it to another, from the lowest address on. `None` if one of them is not there.
+    /// Copies from one range of the memory to another, from the lowest address on. Returns nothing
+    /// if a range is outside.
     #[must_use]
     pub fn copy(&self, to: u64, from: u64, length: u64) -> Option<()> {
         let (to, from) = (self.pointer(to, length)?, self.pointer(from, length)?);
@@ -224,7 +230,7 @@ impl Memory {
         Some(())
     }
 
-    /// Fills a range with zeros. `None` if it is not there.
+    /// Fills a range with zeros. Returns nothing if the range is outside.
     #[must_use]
     pub fn clear(&self, physical: u64, length: u64) -> Option<()> {
         let to = self.pointer(physical, length)?;
@@ -233,7 +239,8 @@ impl Memory {
         Some(())
     }
 
-    /// Returns the number of bytes before the first zero of a range; all of them if there is none. `None` if it is not there.
+    /// Returns the number of bytes before the first zero of a range, or its length if it has no
+    /// zero. Returns nothing if the range is outside.
     #[must_use]
     pub fn before_zero(&self, physical: u64, length: u64) -> Option<u64> {
         self.pointer(physical, length)?;
@@ -267,21 +274,21 @@ impl Memory {
         self.write(physical, &value.to_le_bytes())
     }
 
-    /// Returns a word of it. `None` if it is not there, or not aligned.
+    /// Returns a word of the memory. Returns nothing if the address is outside or not aligned.
     fn word(&self, physical: u64) -> Option<&AtomicU64> {
         // SAFETY: `pointer` has checked the range, which stays mapped as long as this lives.
         self.pointer(physical, 8).and_then(|at| unsafe { word(at) })
     }
 
-    /// Sets bits of an entry of a page table if it is still what it was. Other processors may clear it at any time. Says
-    /// whether it was.
+    /// Sets bits of a page table's entry if the entry is unchanged: other processors may clear it
+    /// at any time. Returns true if it was unchanged.
     #[must_use]
     pub fn mark(&self, physical: u64, was: u64, bits: u64) -> bool {
         let Some(entry) = self.word(physical) else { return false };
         entry.compare_exchange(was, was | bits, Ordering::SeqCst, Ordering::Relaxed).is_ok()
     }
 
-    /// Bytes of a page that are left behind an address.
+    /// Returns the number of bytes from an address to the end of its page.
     #[must_use]
     pub fn rest_of_page(address: u64) -> u64 {
         PAGE - address % PAGE
@@ -360,8 +367,9 @@ unsafe fn store(to: *mut u8, bytes: &[u8]) {
     }
 }
 
-/// Copies bytes by an instruction of which the compiler knows nothing: it assumes nothing of what the memory holds, and keeps
-/// nothing of it. The copy is one of single bytes, each accessed atomically, from the lowest address on.
+/// Copies bytes by an instruction that the compiler cannot see into. So the compiler assumes
+/// nothing about the content and keeps no copy of it. Single bytes are copied, each atomically,
+/// from the lowest address on.
 ///
 /// # Safety
 /// Both ranges are mapped, and each is the guest's memory or the caller's.
@@ -422,7 +430,7 @@ unsafe fn clear(to: *mut u8, length: usize) {
     }
 }
 
-/// Removes mappings of addresses that the guest translates. Says whether the host did.
+/// Removes mappings of addresses that the guest translates. Returns true if the host did.
 fn unmap(address: u64, length: u64) -> bool {
     // SAFETY: The addresses are the guest's own, of which the monitor keeps nothing (layout).
     unsafe { libc::munmap(ptr::with_exposed_provenance_mut(address as usize), length as usize) == 0 }
@@ -438,7 +446,7 @@ mod tests {
     use super::*;
     use crate::devices::testing::with_memory;
 
-    /// Whether the host has anything mapped at an address.
+    /// Returns true if the host has a mapping at an address.
     fn is_mapped(address: u64) -> bool {
         let maps = fs::read_to_string("/proc/self/maps").expect("the host's list");
         maps.lines().any(|line| {
@@ -449,7 +457,8 @@ mod tests {
         })
     }
 
-    /// Takes all mappings that the host has for this process: pages that cannot be one with their neighbours.
+    /// Uses up all mappings that the host allows this process: pages that cannot be joined with
+    /// their neighbours.
     fn take_all_mappings() {
         let rights = [libc::PROT_READ, libc::PROT_NONE];
         for count in 0.. {
@@ -465,7 +474,8 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
-        /// Every alignment, and lengths on both sides of what is left to the processor's instruction.
+        /// Tries every alignment, and lengths on both sides of the limit for the processor's own
+        /// instruction.
         #[test]
         fn what_is_copied_in_comes_out_and_nothing_beside_it(
             at in 0_u64..24, bytes in proptest::collection::vec(any::<u8>(), 0..200), to in 1000_u64..1024,
@@ -493,7 +503,7 @@ mod tests {
         }
     }
 
-    /// What other processors do to the entries of page tables while the monitor walks them.
+    /// Stands for other processors that write to page tables while the monitor walks them.
     #[test]
     fn a_word_is_read_and_written_whole_while_another_thread_does_the_same() {
         const ROUNDS: u64 = if cfg!(miri) { 200 } else { 200_000 };
@@ -518,7 +528,7 @@ mod tests {
         });
     }
 
-    /// In a process of its own, for it leaves the host no mapping.
+    /// Runs in a process of its own, because it leaves the host no mapping.
     #[test]
     #[cfg_attr(miri, ignore = "Miri knows no mappings")]
     fn a_page_goes_though_the_host_has_no_room_for_the_rest() {

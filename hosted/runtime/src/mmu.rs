@@ -5,47 +5,36 @@ use crate::{
     memory::{Memory, Rights},
 };
 
-/// What is tried.
+/// The kind of an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// To read.
     Read,
-    /// To write.
     Write,
-    /// To execute.
     Execute,
 }
 
-/// On whose behalf.
+/// The privilege of an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Privilege {
-    /// The kernel's.
     Kernel,
-    /// A program's.
     User,
 }
 
-/// Bits of an entry.
+/// Bits of a page table's entry (SDM 3A 4.5).
 pub mod bits {
-    /// It is valid.
     pub const PRESENT: u64 = 1;
-    /// It can be written to.
     pub const WRITE: u64 = 1 << 1;
-    /// Programs may use it.
     pub const USER: u64 = 1 << 2;
-    /// It was used.
     pub const ACCESSED: u64 = 1 << 5;
-    /// It was written to.
     pub const DIRTY: u64 = 1 << 6;
-    /// A large page.
+    /// The entry maps a large page.
     pub const LARGE: u64 = 1 << 7;
-    /// No code.
     pub const NO_EXECUTE: u64 = 1 << 63;
-    /// The physical address.
+    /// The bits of the physical address.
     pub const ADDRESS: u64 = 0x000F_FFFF_FFFF_F000;
 }
 
-/// Bits of a page fault's error code.
+/// Bits of a page fault's error code (SDM 3A 4.7).
 mod error {
     pub const PRESENT: u32 = 1;
     pub const WRITE: u32 = 2;
@@ -53,20 +42,19 @@ mod error {
     pub const FETCH: u32 = 16;
 }
 
-/// Where an address leads.
+/// The result of a walk through the page tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Translation {
-    /// The physical address.
     pub physical: u64,
-    /// Size of its page.
+    /// The size of the page, in bytes.
     pub size: u64,
-    /// Where the entry is.
+    /// The physical address of the last entry.
     pub entry: u64,
-    /// All levels allow to write, and the entry is marked dirty.
+    /// True if all levels allow writes and the entry is marked dirty.
     pub write: bool,
-    /// All levels allow to write.
+    /// True if all levels allow writes.
     pub may_write: bool,
-    /// All levels allow code.
+    /// True if all levels allow code.
     pub execute: bool,
 }
 
@@ -82,14 +70,14 @@ pub fn walk(
     privilege: Privilege,
 ) -> Result<Translation, u32> {
     loop {
-        // An entry that another processor has changed in between is looked up again.
+        // The entry was changed by another processor in between, so the walk begins again.
         if let Some(found) = try_walk(memory, root, address, access, privilege) {
             return found;
         }
     }
 }
 
-/// Does it, unless the last entry is changed meanwhile.
+/// Walks the tables once. Returns nothing if the last entry was changed meanwhile.
 fn try_walk(
     memory: &Memory,
     root: u64,
@@ -141,18 +129,19 @@ fn try_walk(
     Some(Err(code))
 }
 
-/// What programs may do with pages, by the page tables, whose entries are not marked. Pages in order are looked up fast.
+/// A reader of page tables that says what programs may do with pages. It marks no entries. Pages in
+/// order are read fast.
 #[derive(Debug)]
 pub struct TableReader<'a> {
     memory: &'a Memory,
     root: u64,
-    /// The last table, and what the levels above it allow: of which 2 MiB.
+    /// The last table with the rights of the levels above it, and the 2 MiB that it covers.
     table: Option<(u64, Option<Upper>)>,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Upper {
-    /// Of a table, or of a large page's entry.
+    /// The entry of a table or of a large page.
     entry: u64,
     size: u64,
     write: bool,
@@ -160,14 +149,14 @@ struct Upper {
 }
 
 impl<'a> TableReader<'a> {
-    /// For one address space.
+    /// Makes a reader for one address space.
     #[must_use]
     pub fn new(memory: &'a Memory, root: u64) -> Self {
         Self { memory, root, table: None }
     }
 
-    /// Where a page leads, and whether it may be written to and executed: as long as the entry is marked as used, and written
-    /// to.
+    /// Returns the frame to which a page leads, and its rights. The page counts as writable if its
+    /// entry is marked dirty, and as mapped if its entry is marked used.
     pub fn page(&mut self, page: u64) -> Option<(u64, Rights)> {
         const USED: u64 = bits::PRESENT | bits::USER | bits::ACCESSED;
         let of = page >> 21;
@@ -231,8 +220,9 @@ fn code(access: Access, privilege: Privilege) -> u32 {
     access | if privilege == Privilege::User { error::USER } else { 0 }
 }
 
-/// Pages beside one of 4 KiB that its table maps in the same way, to memory that lies beside its own: how many before it, and
-/// how many from it on. They are marked used, as a processor may that looks ahead.
+/// Returns the number of pages before a page of 4 KiB, and from the page on, that its table maps
+/// alike to adjacent memory. These pages are marked used, as a processor may mark them that reads
+/// ahead.
 #[must_use]
 pub fn neighbours(memory: &Memory, of: &Translation, most: u64) -> (u64, u64) {
     const SAME: u64 = bits::PRESENT | bits::WRITE | bits::USER | bits::NO_EXECUTE | bits::LARGE;
@@ -266,14 +256,15 @@ mod tests {
     const ANY: u64 =
         bits::PRESENT | bits::WRITE | bits::USER | bits::ACCESSED | bits::DIRTY | bits::NO_EXECUTE;
 
-    /// Bits of an entry: mostly those that allow more.
+    /// Bits of an entry. Most of the bits that allow more are set.
     fn flags() -> impl Strategy<Value = u64> {
         const MOST: u64 = ANY & !bits::NO_EXECUTE;
         (any::<u64>(), any::<u64>()).prop_map(|(one, other)| MOST ^ (one & other & ANY))
     }
 
     proptest! {
-        /// What is kept at a change of the address space is what a processor would use without changing an entry.
+        /// The rights that survive a change of the address space are those that a processor uses
+        /// without changing an entry.
         #[test]
         fn what_is_looked_up_is_what_a_processor_does_without_marking(
             upper in prop::array::uniform3(flags()),
@@ -292,7 +283,7 @@ mod tests {
                 for page in (0..PAGES).map(|number| number * PAGE).chain([LARGE_PAGE + 3 * PAGE]) {
                     let entry_at = if page < LARGE_PAGE { TABLES[3] + page / PAGE * 8 } else { TABLES[2] + 8 };
                     let was = memory.read_long(entry_at);
-                    // Where the processor comes to, if the entry stays as it is.
+                    // The frame that the processor reaches if the entry stays unchanged.
                     let goes = |access| {
                         let found = walk(memory, TABLES[0], page, access, Privilege::User).ok();
                         let is_marked = memory.read_long(entry_at) != was;
