@@ -1,13 +1,15 @@
 //! The ways between guest and monitor, in assembler.
 //!
-//! - From a slot: [`hosted_exit`] keeps the registers in the block, takes the monitor's stack and base of FS, and calls
-//!   [`handle_exit`](crate::machine::handle_exit). The guest's stack is not touched: it may be a program's.
-//! - By a signal: [`hosted_signal`] runs on the signal stack; the registers are in the signal's frame.
-//! - Back: [`hosted_resume`]. A signal that comes between its last look at what waits and its jump makes it begin again: until
-//!   then it has only read.
+//! - From a slot: [`hosted_exit`] keeps the registers in the block, takes the monitor's stack and
+//!   base of FS, and calls [`handle_exit`](crate::machine::handle_exit). The guest's stack is not
+//!   touched, because it may be a program's.
+//! - By a signal: [`hosted_signal`] runs on the signal stack. The registers are in the signal's
+//!   frame.
+//! - Back: [`hosted_resume`]. A signal between its last check for waiting interrupts and its jump
+//!   makes it begin again. Until then it has only read.
 //!
-//! While the guest runs, the selector of Syscall User Dispatch says that system calls are its own, but for the one that
-//! returns from a signal, [`hosted_restorer`].
+//! While the guest runs, the selector of Syscall User Dispatch says that system calls are the
+//! guest's own. The call in [`hosted_restorer`], which returns from a signal, is excepted.
 
 use std::arch::global_asm;
 
@@ -17,30 +19,30 @@ use crate::{
 };
 
 unsafe extern "C" {
-    /// Where slots jump to.
+    /// Leaves the guest. Slots jump here.
     pub fn hosted_exit();
-    /// Makes the guest run.
+    /// Resumes the guest from the block.
     pub fn hosted_resume();
-    /// The part of it that may be begun again ...
+    /// The start of the part of `hosted_resume` that may begin again.
     pub fn hosted_resume_start();
-    /// ... up to here.
+    /// The end of that part.
     pub fn hosted_resume_end();
-    /// Where it is begun again.
+    /// Begins `hosted_resume` again, after waiting events are answered.
     pub fn hosted_resume_pending();
-    /// Where a program of the guest's is gone on with that runs in a process of its own; its registers are in the block,
-    /// but for the floating-point registers.
+    /// Goes on with a program that runs in a process of its own. Its registers are in the block,
+    /// except the floating-point registers.
     pub fn hosted_enter_program();
-    /// All signals' handler.
+    /// Handles all signals.
     pub fn hosted_signal();
     /// Returns from a signal.
     pub fn hosted_restorer();
-    /// Behind it.
+    /// The end of `hosted_restorer`.
     pub fn hosted_restorer_end();
-    /// Keeps the floating-point registers at an address.
+    /// Saves the floating-point registers at an address.
     pub fn hosted_save_extended(area: u64);
 }
 
-/// Loads all general registers from the block but the stack's.
+/// Loads all general registers from the block, except the stack's.
 macro_rules! load_registers {
     () => {
         concat!(
@@ -128,7 +130,8 @@ global_asm!(
     load_registers!(),
     "mov rsp, qword ptr [{regs} + 32]",
     "jmp qword ptr [{rip}]",
-    // A program that is stepped must not be trapped before its own instruction, and one of 32 bits needs its selector.
+    // A stepped program must not be trapped before its own instruction, and 32-bit code needs its
+    // selector.
     "2:",
     "movzx eax, word ptr [{segments} + 2]",
     "push rax",
@@ -175,7 +178,8 @@ global_asm!(
     "push rbx",
     "push r12",
     "push r13",
-    // The host leaves the flags as they are, but for two: the monitor's accesses are not always aligned.
+    // The host leaves the flags unchanged, except two. The monitor's accesses are not always
+    // aligned, so AC must be clear.
     "pushfq",
     "and qword ptr [rsp], {no_programs_flags}",
     "popfq",
@@ -198,7 +202,7 @@ global_asm!(
     "mov rax, qword ptr [{gs}]",
     "wrgsbase rax",
     "mov byte ptr [{selector}], 1",
-    // Those that the return from the signal leaves as they are now.
+    // The return from the signal leaves these flags as they are now.
     "push qword ptr [{rflags}]",
     "and qword ptr [rsp], {kept_flags}",
     "popfq",

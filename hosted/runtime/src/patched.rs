@@ -1,13 +1,16 @@
-//! Pages of programs whose system calls are rewritten ([`crate::sites`]).
+//! Patched copies of programs' pages, in which system calls are rewritten ([`crate::sites`]).
 //!
-//! Not the guest's memory is changed, but a copy of a page, which the program gets mapped in its place where it executes it.
-//! Whoever reads the file, or the page by its physical address, sees what was always there. A copy is good as long as
-//! the page is what it was: it is only made of what the program cannot write to; the kernel's own way to the page is
-//! made read-only, and a write there, or a mapping that allows one, drops the copy; and before a copy is mapped it is
-//! compared.
+//! The guest's memory itself is not changed. The program gets a copy of the page mapped in its
+//! place where it executes it. Readers of the file, or of the page by its physical address, see the
+//! original. A copy is valid as long as the page is unchanged:
 //!
-//! A copy is mapped when the program has trapped in its page twice since a change of the address space last dropped any: mapping
-//! costs about as much.
+//! - Only pages that the program cannot write to are copied.
+//! - The kernel's own mapping of the page is made read-only. A write there, or a mapping that
+//!   allows one, drops the copy.
+//! - Before a copy is mapped it is compared with the page.
+//!
+//! A copy is mapped when the program has trapped in its page twice since a change of the address
+//! space last dropped a copy. A mapping costs about as much as two traps.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -30,27 +33,27 @@ use crate::{
     thunks,
 };
 
-/// Pages at most. Each takes two mappings of the host's.
+/// The largest number of copies. Each takes two mappings of the host.
 const MOST_PAGES: usize = 512;
-/// Bytes of code for a site.
+/// The room for a site's code, in bytes.
 const CELL: u64 = 64;
-/// So many traps make a site worth it.
+/// The number of traps that make rewriting a site pay.
 const WORTH: u32 = 3;
-/// So many traps since a change of the address space dropped copies make a mapping worth it.
+/// The number of traps, since a change of the address space dropped copies, that make a mapping
+/// pay.
 const WORTH_MAPPING: u32 = 2;
-/// Sites whose traps are counted.
+/// The largest number of sites whose traps are counted.
 const MOST_COUNTED: usize = 1 << 16;
-/// A page that changes so often is left alone.
+/// A page that has changed so often gets no copy any more.
 const MOST_CHANGES: u32 = 4;
 
-/// What has been counted.
+/// Events that are counted.
 #[derive(Debug, Default)]
 pub struct Counters {
     /// Sites that were rewritten.
     pub rewritten: AtomicU64,
     /// Sites that were left as they are.
     pub refused: AtomicU64,
-    /// Copies mapped.
     pub mapped: AtomicU64,
     /// Copies dropped because their page was changed, or could be.
     pub dropped: AtomicU64,
@@ -58,15 +61,15 @@ pub struct Counters {
     pub recovered: AtomicU64,
 }
 
-/// A page's copy.
+/// The patched copy of one page.
 #[derive(Debug)]
 struct Copy {
-    /// Its place in the file, and that of its address.
+    /// The place of the copy in the file, and of its address in the list.
     index: usize,
     original: Box<[u8; PAGE]>,
     sites: Vec<Site>,
     refused: Vec<usize>,
-    /// Traps in this generation.
+    /// The current generation, and the traps in it.
     traps: (u64, u32),
 }
 
@@ -76,39 +79,39 @@ struct Site {
     cell: u64,
 }
 
-/// Where a cell belongs.
+/// The site to which a cell belongs.
 #[derive(Clone, Copy, Debug)]
 struct Cell {
     index: usize,
     start: usize,
-    /// Bytes that are executed from a copy.
+    /// The number of bytes of displaced instructions in the cell.
     displaced: usize,
 }
 
-/// All of it.
+/// The patched copies of this process.
 #[derive(Debug)]
 pub struct PatchedCopies {
     file: OwnedFd,
-    /// Where the monitor writes copies.
+    /// The address at which the monitor writes copies.
     window: usize,
     copies: BTreeMap<u64, Copy>,
-    /// Which process this is, if there are others with copies.
+    /// This process, if other processes have copies, too.
     space: Option<SpaceProcess>,
-    /// Pages of which only others have copies.
+    /// Pages of which only other processes have copies.
     foreign: BTreeSet<u64>,
     cells: Vec<Cell>,
     pointers: [Vec<u32>; 2],
-    /// By the program's address: whose copy is mapped there.
+    /// The page whose copy is mapped, by the program's address.
     mapped: BTreeMap<u64, u64>,
-    /// What programs, and the kernel, have mapped to be written to.
+    /// Ranges that the kernel, and programs, have mapped writable.
     writable: [Vec<Range<u64>>; 2],
-    /// Traps by physical address, until there is a copy.
+    /// Traps by physical address, for sites without a copy.
     traps: HashMap<u64, u32>,
     changes: HashMap<u64, u32>,
     generation: u64,
-    /// Where the code of all sites goes on.
+    /// The address at which the code of all sites goes on.
     system_call: u64,
-    /// What has been counted.
+    /// Events that are counted.
     pub counters: &'static Counters,
 }
 
@@ -124,7 +127,8 @@ fn page_of(address: u64) -> u64 {
     address & !(PAGE as u64 - 1)
 }
 
-/// Addresses for pointers: any, and those of which each byte that is asked for is a trap. They do not overlap.
+/// Returns addresses for pointers: first any, then those of which each relevant byte is a trap.
+/// They do not overlap.
 fn pointers() -> [Vec<u32>; 2] {
     let mut both = [Vec::new(), Vec::new()];
     for row in 0..POINTERS_SIZE as u32 / 256 {
@@ -145,7 +149,7 @@ fn pointers() -> [Vec<u32>; 2] {
 }
 
 impl PatchedCopies {
-    /// None yet. Sites go on at `system_call`.
+    /// Starts without copies. Sites go on at `system_call`.
     ///
     /// # Errors
     /// If the host refuses the memory.
@@ -155,7 +159,7 @@ impl PatchedCopies {
         if file < 0 {
             return Err(Error::system("make memory for copies of programs"));
         }
-        // SAFETY: The descriptor was made above and belongs to nobody else.
+        // SAFETY: The descriptor was made above and has no other owner.
         let file = unsafe { OwnedFd::from_raw_fd(file) };
         let size = MOST_PAGES * PAGE;
         // SAFETY: It takes a descriptor and a number.
@@ -189,8 +193,8 @@ impl PatchedCopies {
         })
     }
 
-    /// A program has trapped at a site, at this address and physical address. Rewrites it if it is worth that. Says whether a
-    /// copy was mapped.
+    /// Counts a program's trap at a site, and rewrites the site after enough of them. Returns true
+    /// if a copy was mapped.
     pub fn trapped(&mut self, memory: &Memory, address: u64, physical: u64) -> bool {
         let (page, offset) = (page_of(physical), physical as usize % PAGE);
         let generation = self.generation;
@@ -243,8 +247,8 @@ impl PatchedCopies {
         let behind = (offset + 2) as u32;
         let code = thunks::site(displaced, virtual_at, behind, cell, self.system_call).ok()?;
         assert!(code.len() as u64 <= CELL, "a site's code is too long");
-        // SAFETY: The cell and the pointer are mapped for as long as the process lives, and nobody else's; the guest does not
-        // run.
+        // SAFETY: The cell and the pointer are mapped for as long as the process lives, and no
+        // other site uses them. The guest does not run.
         unsafe {
             ptr::copy_nonoverlapping(code.as_ptr(), at::<u8>(cell), code.len());
             at::<u64>(pointer.into()).write_unaligned(cell);
@@ -282,7 +286,7 @@ impl PatchedCopies {
         Some(())
     }
 
-    /// Maps the copy of a page where the program has the page.
+    /// Maps the copy of a page at the program's address.
     fn map(&mut self, memory: &Memory, address: u64, page: u64) -> bool {
         let Some(copy) = self.copies.get(&page) else { return false };
         let mut now = [0; PAGE];
@@ -317,7 +321,7 @@ impl PatchedCopies {
         true
     }
 
-    /// The program gets its own page mapped where it has a copy.
+    /// Maps the program's own page in place of the copy.
     pub fn show_original(&mut self, memory: &Memory, address: u64) {
         let address = page_of(address);
         let Some(page) = self.mapped.remove(&address) else { return };
@@ -327,7 +331,7 @@ impl PatchedCopies {
         }
     }
 
-    /// A range has been mapped, to be written to by the program or the kernel, or not.
+    /// Records that a range has been mapped, writable by the program or the kernel, or not.
     pub fn range_mapped(&mut self, memory: &Memory, address: u64, physical: Range<u64>, how: Mapped) {
         if let Mapped::Writable { by_program } = how {
             self.drop_copies(memory, physical.clone());
@@ -346,7 +350,8 @@ impl PatchedCopies {
         }
     }
 
-    /// The kernel writes to a page, by its own way: if that was forbidden for a copy's sake, the copy is dropped.
+    /// Drops the copy of a page to which the kernel writes by its own mapping. Returns true if a
+    /// copy has forbidden that write.
     pub fn written(&mut self, memory: &Memory, physical: u64) -> bool {
         let page = page_of(physical);
         let known = self.copies.contains_key(&page) || self.foreign.contains(&page);
@@ -354,14 +359,14 @@ impl PatchedCopies {
         known
     }
 
-    /// Drops the copies of a range's pages, wherever they are.
+    /// Drops the copies of a range's pages, in all processes.
     fn drop_copies(&mut self, memory: &Memory, physical: Range<u64>) {
         let own = self.copies.range(physical.clone()).map(|(page, _)| *page);
         let changed: Vec<u64> = own.chain(self.foreign.range(physical).copied()).collect();
         changed.into_iter().for_each(|page| self.drop_copy(memory, page));
     }
 
-    /// Drops all copies of a page, wherever they are.
+    /// Drops the copies of a page, in all processes.
     fn drop_copy(&mut self, memory: &Memory, page: u64) {
         if !self.copies.contains_key(&page) && !self.foreign.contains(&page) {
             return;
@@ -373,7 +378,8 @@ impl PatchedCopies {
         self.drop_own(memory, page);
     }
 
-    /// Another home has a copy of a page: the kernel's writes to it are to be noticed here.
+    /// Records that another process has a copy of a page, and makes the kernel's writes to the page
+    /// fault.
     pub fn copied_elsewhere(&mut self, page: u64) {
         if self.copies.contains_key(&page) || self.foreign.contains(&page) {
             return;
@@ -381,23 +387,24 @@ impl PatchedCopies {
         if protect(page, libc::PROT_READ | libc::PROT_EXEC) {
             self.foreign.insert(page);
         } else if let Some(space) = self.space {
-            // The host has no room for that: nobody has a copy any more.
+            // The host has no room for that change, so all processes drop their copies.
             space.tell(Event::Written(page));
         }
     }
 
-    /// Another home has noticed that a page may be written to.
+    /// Records that another process has noticed a write to a page.
     pub fn written_elsewhere(&mut self, memory: &Memory, page: u64) {
         *self.changes.entry(page).or_default() += u32::from(self.copies.contains_key(&page));
         self.drop_own(memory, page);
     }
 
-    /// Nobody knows what others have done: there is no copy here, and the kernel's writes to all pages are noticed that others
-    /// may have copies of.
+    /// Begins anew, because the events of other processes are not known. All copies of this process
+    /// go. The kernel's writes fault for all pages of which other processes may have copies.
     pub fn begin_anew(&mut self, memory: &Memory) {
         let pages: Vec<u64> = self.copies.keys().chain(&self.foreign).copied().collect();
         pages.into_iter().for_each(|page| self.drop_own(memory, page));
-        // No program is in a cell: one that was interrupted there is shown to its kernel where it would be.
+        // No program is in a cell. One that was interrupted there is shown to its kernel at its own
+        // address.
         self.cells.clear();
         self.pointers = pointers();
         if let Some(space) = self.space {
@@ -405,7 +412,7 @@ impl PatchedCopies {
         }
     }
 
-    /// Drops this process' copy of a page, or forgets that others have one.
+    /// Drops this process's copy of a page, or forgets that other processes have one.
     fn drop_own(&mut self, memory: &Memory, page: u64) {
         if self.copies.remove(&page).is_none() {
             if self.foreign.remove(&page) {
@@ -422,18 +429,18 @@ impl PatchedCopies {
         protect(page, libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC);
     }
 
-    /// All places are used: begins anew.
+    /// Drops all copies, because all places are used.
     fn drop_all(&mut self, memory: &Memory) {
         self.begin_anew(memory);
         self.changes.clear();
     }
 
-    /// The mapping of a page was dropped.
+    /// Records that the mapping of a page was dropped.
     pub fn page_dropped(&mut self, address: u64) {
         self.mapped.remove(&page_of(address));
     }
 
-    /// Only these mappings of programs were kept.
+    /// Records that only these mappings of programs were kept.
     pub fn kept(&mut self, memory: &Memory, programs: &Mappings) {
         let before = self.mapped.len();
         self.mapped.retain(|at, page| {
@@ -444,7 +451,8 @@ impl PatchedCopies {
         }
         self.set_writable(1, programs.writable().collect());
         if self.space.is_some() {
-            // Others have run meanwhile, and their kernel may have read another file into the page, and mapped it here.
+            // Other processes have run meanwhile. Their kernel may have read another file into the
+            // page, and mapped it here.
             let changed = |page: &u64| {
                 let mut now = [0; PAGE];
                 let copy = self.copies.get(page);
@@ -455,7 +463,7 @@ impl PatchedCopies {
         }
     }
 
-    /// What programs, or the kernel, have mapped to be written to, in place of what that was.
+    /// Replaces the ranges that programs, or the kernel, have mapped writable.
     fn set_writable(&mut self, by_program: usize, ranges: Vec<Range<u64>>) {
         let before = std::mem::replace(&mut self.writable[by_program], ranges);
         if let Some(space) = self.space {
@@ -464,12 +472,13 @@ impl PatchedCopies {
         }
     }
 
-    /// All mappings of the kernel's were dropped.
+    /// Records that all mappings of the kernel were dropped.
     pub fn kernel_dropped(&mut self) {
         self.set_writable(0, Vec::new());
     }
 
-    /// All mappings of programs were dropped, and the kernel's too if it says so.
+    /// Records that all mappings of programs were dropped, and those of the kernel if `kernel` is
+    /// set.
     pub fn all_dropped(&mut self, kernel: bool) {
         self.generation += 1;
         self.mapped.clear();
@@ -479,7 +488,7 @@ impl PatchedCopies {
         }
     }
 
-    /// A program has trapped at an address: where it goes on, if that is below a jump.
+    /// Returns the address at which a program goes on that has trapped below a jump.
     pub fn below_a_jump(&mut self, memory: &Memory, address: u64) -> Option<u64> {
         let page = *self.mapped.get(&page_of(address))?;
         let offset = address as usize % PAGE;
@@ -489,14 +498,15 @@ impl PatchedCopies {
         if site.plan.inside.contains(&offset) {
             return Some(site.cell + (offset - site.plan.start) as u64);
         }
-        // It is at what nobody took for an instruction's beginning: it gets what was there, and keeps it.
+        // The program is at an address that the plan did not take for an instruction's beginning.
+        // It gets its own page back for good.
         self.changes.insert(page, MOST_CHANGES);
         self.drop_copy(memory, page);
         Some(address)
     }
 
-    /// Where a program would be that is between the short jump of a site and the long one in the padding nearby, which is not there
-    /// any more when the copy has gone.
+    /// Returns the program's own address for one between the short jump of a site and the long jump
+    /// in the padding nearby. The long jump is missing when the copy has gone.
     fn start_of_jump(&self, address: u64) -> Option<u64> {
         let page = self.mapped.get(&page_of(address))?;
         let offset = address as usize % PAGE;
@@ -505,7 +515,8 @@ impl PatchedCopies {
         Some(page_of(address) + site.plan.start as u64)
     }
 
-    /// The address that the guest is to see for one in a site's code: where the program would be if it was not rewritten.
+    /// Returns the address that the guest is to see for an address in a site's code: the program's
+    /// own.
     #[must_use]
     pub fn visible(&self, address: u64) -> u64 {
         if let Some(start) = self.start_of_jump(address) {
@@ -524,21 +535,21 @@ impl PatchedCopies {
     }
 }
 
-/// How a range was mapped.
+/// The way in which a range was mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mapped {
-    /// To be written to.
+    /// The range is writable.
     Writable {
-        /// By a program, or by the kernel.
+        /// True if a program can write, false if the kernel can.
         by_program: bool,
     },
-    /// To be executed.
+    /// The range can be executed.
     Code,
-    /// Neither.
+    /// The range can only be read.
     Data,
 }
 
-/// Sets what the kernel may do with a page by the direct map.
+/// Sets the kernel's rights to a page in the direct map. Returns true if the host has done so.
 fn protect(page: u64, rights: i32) -> bool {
     // SAFETY: The page is in the direct map, which the monitor itself does not use.
     unsafe { libc::mprotect(at(DIRECT_MAP + page), PAGE, rights) == 0 }

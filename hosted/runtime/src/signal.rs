@@ -1,4 +1,4 @@
-//! Signals of the host: the guest's faults and system calls, and those that say that a device has something.
+//! Signals of the host: the guest's faults and system calls, and the notices of devices.
 
 use std::{
     ffi::c_void,
@@ -18,9 +18,9 @@ use crate::{
     vcpu::{USER_CODE, USER_STACK},
 };
 
-/// Room for registers of any length.
+/// The size of the signal stack, with room for registers of any length.
 const STACK: usize = 512 << 10;
-/// Numbers of x86's exceptions, as the host's kernel gives them with a signal.
+/// Numbers of x86's exceptions (SDM 3A 6.15), as the host's kernel gives them with a signal.
 mod trap {
     pub const DIVISION: i64 = 0;
     pub const DEBUG: i64 = 1;
@@ -29,35 +29,33 @@ mod trap {
     pub const PROTECTION: i64 = 13;
     pub const PAGE: i64 = 14;
 }
-/// What a signal says that the guest has done.
+/// The event that a signal reports.
 #[derive(Clone, Copy, Debug)]
 pub struct Fault {
-    /// A program's system call, by SYSCALL; the rest means nothing then.
+    /// True for a program's system call by SYSCALL. The other fields mean nothing then.
     pub is_call: bool,
-    /// INT 0x80, which is a system call of the host's; the rest means nothing then.
+    /// True for INT 0x80, which is a system call of the host. The other fields mean nothing then.
     pub is_interrupt: bool,
-    /// Of a trap: after an instruction that was stepped.
+    /// True for a trap after a stepped instruction.
     pub is_step: bool,
     /// The exception's number.
     pub number: i64,
-    /// Its error code.
     pub error: u32,
     /// The address that a page fault is about.
     pub address: u64,
 }
 
-/// The number of INT for calls of 32 bits.
+/// The vector of INT for 32-bit system calls.
 const OLD_CALL: u8 = 0x80;
-/// Of what the host says about a signal: where the code is, and of a system call the processor's architecture.
+/// Offsets in a signal's information: the code, and the processor's architecture of a system call.
 pub const CODE: usize = 8;
-/// See [`CODE`].
 pub const ARCHITECTURE: usize = 28;
-/// The code of a trap after an instruction that was stepped.
+/// The code of a trap after a stepped instruction.
 pub const TRAP_TRACE: u32 = 2;
-/// The monitor's flags: none but those that are always set.
+/// The monitor's flags: only those that are always set.
 const MONITORS_FLAGS: libc::greg_t = 0x202;
 
-/// Of the structure that a signal's handler gets, in the order of the block's.
+/// Indexes into the registers that a signal's handler gets, in the order of the block's.
 pub const ORDER: [i32; 16] = [
     libc::REG_RAX,
     libc::REG_RCX,
@@ -77,16 +75,16 @@ pub const ORDER: [i32; 16] = [
     libc::REG_R15,
 ];
 
-/// Somebody wants the machine's end.
+/// Set if a signal has asked for the machine's end.
 static END: AtomicBool = AtomicBool::new(false);
 
-/// The most processes that one has made: those of other processors, or for programs.
+/// The largest number of processes that one process makes, for other processors or for programs.
 const MOST_CHILDREN: usize = 64;
-/// Their numbers. This process may have other children: of the program that became it, or whose parents have ended, if it is
-/// a container's first.
+/// The process numbers of these children. This process may have other children: those of the
+/// program that became it, or orphans if it is a container's first process.
 static CHILDREN: [AtomicI32; MOST_CHILDREN] = [const { AtomicI32::new(0) }; MOST_CHILDREN];
 
-/// The machine ends with this process.
+/// Makes the machine end when this process ends.
 pub fn watch_child(pid: i32) {
     let free =
         |child: &&AtomicI32| child.compare_exchange(0, pid, Ordering::SeqCst, Ordering::Relaxed).is_ok();
@@ -94,12 +92,12 @@ pub fn watch_child(pid: i32) {
     debug_assert!(found.is_some());
 }
 
-/// In a new process: those were its parent's.
+/// Forgets the children of the parent, in a new process.
 pub fn forget_children() {
     CHILDREN.iter().for_each(|child| child.store(0, Ordering::SeqCst));
 }
 
-/// Whether one of them has ended. One signal may tell of several children.
+/// Returns true if one of the children has ended. One signal may report several children.
 fn has_child_ended() -> bool {
     let pids = CHILDREN.iter().map(|child| child.load(Ordering::SeqCst)).take_while(|pid| *pid != 0);
     let has_ended = |pid| {
@@ -114,14 +112,15 @@ fn has_child_ended() -> bool {
     pids.into_iter().any(has_ended)
 }
 
-/// A process of ours has ended.
+/// Set if one of the children has ended.
 static CHILD_GONE: AtomicBool = AtomicBool::new(false);
-/// Its status, as the host says it.
+/// The wait status of that child.
 static CHILD_STATUS: AtomicI32 = AtomicI32::new(0);
-/// What the machine says then. Somebody has killed it, or the host has.
+/// The message for a child that has ended. A person or the host has killed it.
 pub const CHILD_HAS_ENDED: &str = "a process has ended that a processor or the guest's programs run in";
 
-/// The same, with how it has ended. Its signal may still be on the way to this process.
+/// Returns that message with the way in which the child has ended. Its signal may still be on the
+/// way to this process.
 #[must_use]
 pub fn how_child_has_ended() -> String {
     has_child_ended();
@@ -134,19 +133,19 @@ pub fn how_child_has_ended() -> String {
     format!("{CHILD_HAS_ENDED}{how}")
 }
 
-/// Whether a process has ended that a processor or the guest's programs run in.
+/// Returns true if a process has ended in which a processor or the guest's programs run.
 #[must_use]
 pub fn is_child_gone() -> bool {
     CHILD_GONE.load(Ordering::Acquire)
 }
 
-/// Whether a signal has asked for the machine's end.
+/// Returns true if a signal has asked for the machine's end.
 #[must_use]
 pub fn is_end_wanted() -> bool {
     END.load(Ordering::Acquire)
 }
 
-/// As the kernel wants it; the library's function insists on its own way back.
+/// The kernel's structure for a handler. The library's function insists on a return of its own.
 #[repr(C)]
 pub(crate) struct Action {
     pub(crate) handler: u64,
@@ -155,7 +154,7 @@ pub(crate) struct Action {
     pub(crate) mask: u64,
 }
 
-/// Makes the guest's faults and system calls ours.
+/// Installs the handlers that take the guest's faults and system calls.
 ///
 /// # Errors
 /// If the host refuses.
@@ -199,13 +198,14 @@ pub fn install() -> Result<()> {
     Ok(())
 }
 
-/// A file that may not grow any more (`ulimit -f`) is an error like others, and not this process' end.
+/// Ignores the signal for a file that has reached its limit (`ulimit -f`). The write then fails
+/// with an error.
 pub fn ignore_file_size() {
     // SAFETY: There is no handler.
     unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
 }
 
-/// Makes system calls signals while the selector says so.
+/// Makes the host turn system calls into signals while the selector says so.
 ///
 /// # Errors
 /// If the host's kernel cannot do that.
@@ -222,11 +222,12 @@ pub fn dispatch_system_calls() -> Result<()> {
         .hint("the host's kernel has to be 5.11 or later"))
 }
 
-/// Called by the handler in assembler. Says whether it was the guest that was interrupted: then its bases of FS and GS are
-/// in the block.
+/// Handles a signal; the handler in assembler calls it. Returns 1 if the guest was interrupted and
+/// goes on. Its bases of FS and GS are in the block then.
 ///
 /// # Safety
-/// The arguments are those of a signal's handler, the base of FS before it, and what said whether system calls are the guest's.
+/// The arguments must be those of a signal's handler, the base of FS before it, and the selector's
+/// value.
 pub unsafe extern "C" fn handle_signal(
     signal: i32,
     information: *const libc::siginfo_t,
@@ -245,7 +246,8 @@ pub unsafe extern "C" fn handle_signal(
     if is_end {
         END.store(true, Ordering::Release);
     }
-    // Whether the guest takes interrupts or not: it may wait for ever, without them, for a processor that has ended.
+    // A guest that takes no interrupts may wait for ever for a processor that has ended, so such a
+    // call is urgent.
     let is_urgent = is_end || matches!(signal, smp::CALL | libc::SIGCHLD);
     if is_urgent {
         smp::called().store(1, Ordering::SeqCst);
@@ -257,7 +259,8 @@ pub unsafe extern "C" fn handle_signal(
             space.interrupt(is_urgent);
         }
     }
-    // Wherever the guest's code has jumped to. The code between guest and monitor says it somewhat too early, and too late.
+    // The selector is right wherever the guest's code has jumped to. Only in the code between guest
+    // and monitor it changes too early or too late.
     let is_guest = selector != 0 && !is_between(rip);
     if !is_guest {
         if !is_notice {
@@ -299,27 +302,28 @@ pub unsafe extern "C" fn handle_signal(
     1
 }
 
-/// Whether code is the one between guest and monitor.
+/// Returns true for an address in the code between guest and monitor.
 fn is_between(rip: u64) -> bool {
     let start = entry::hosted_exit as *const () as u64;
     let end = entry::hosted_restorer_end as *const () as u64;
     (start..end).contains(&rip)
 }
 
-/// Goes on in the monitor, which has nothing of a program's flags and selectors: it could not work with them.
+/// Goes on in the monitor, with the monitor's flags and selectors: it could not work with a
+/// program's.
 fn enter_monitor(registers: &mut [libc::greg_t; 23], at: unsafe extern "C" fn()) {
     registers[libc::REG_RIP as usize] = (at as *const () as u64).cast_signed();
     registers[libc::REG_EFL as usize] = MONITORS_FLAGS;
     set_selectors(registers, Segments { cs: USER_CODE, ss: USER_STACK });
 }
 
-/// The host's selectors of code and stack.
+/// Returns the selectors of code and stack.
 pub(crate) fn selectors(registers: &[libc::greg_t; 23]) -> Segments {
     let all = registers[libc::REG_CSGSFS as usize].cast_unsigned();
     Segments { cs: all as u16, ss: (all >> 48) as u16 }
 }
 
-/// Sets them.
+/// Sets the selectors of code and stack.
 pub(crate) fn set_selectors(registers: &mut [libc::greg_t; 23], segments: Segments) {
     const KEPT: u64 = 0x0000_FFFF_FFFF_0000;
     let all = registers[libc::REG_CSGSFS as usize].cast_unsigned();
@@ -335,7 +339,7 @@ fn take(machine: &Machine, from: &[libc::greg_t; 23], fs: u64) {
     block.registers.rip.set(from[libc::REG_RIP as usize].cast_unsigned());
     block.registers.rflags.set(from[libc::REG_EFL as usize].cast_unsigned());
     if machine.privilege() == Privilege::User {
-        // It may have changed to code of 32 bits.
+        // The program may have changed to 32-bit code.
         block.segments.set(selectors(from));
     }
     block.fs.set(fs);
@@ -377,7 +381,7 @@ impl Fault {
     }
 }
 
-/// Does what the guest has asked for, or gives it what the processor would.
+/// Does for the guest what its processor would do at a fault or a system call.
 pub fn answer(machine: &mut Machine, fault: Fault) {
     if fault.is_call {
         return machine.system_call();
@@ -402,13 +406,13 @@ pub fn answer(machine: &mut Machine, fault: Fault) {
             machine.inject(simple(number as u8))
         }
         number @ (10..=12 | 17) => machine.inject(Exception { error: Some(error), ..simple(number as u8) }),
-        // Whatever it is: a program does not end the machine.
+        // A program's fault never ends the machine.
         _ if machine.privilege() == Privilege::User => machine.inject(Exception::PROTECTION),
         other => machine.end(End::Broken, &format!("the host reports exception {other}")),
     }
 }
 
-/// The monitor itself has done something wrong.
+/// Reports a fault of the monitor itself, and ends the process.
 fn die(signal: i32, registers: &[libc::greg_t; 23]) -> ! {
     let of = |index: i32| registers[index as usize];
     eprintln!(

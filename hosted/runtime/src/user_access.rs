@@ -1,23 +1,24 @@
-//! Where the guest's kernel uses a program's memory, if programs are in processes of their own.
+//! The kernel's uses of programs' memory, checked if programs are in processes of their own.
 //!
-//! The kernel asks of a program's address only whether it is below the end of programs' memory. Here its own memory is
-//! below it, too, and what the monitor has beside it; and all of that is mapped where the kernel runs. So the address is
-//! looked at once more, where it is used: by functions that leave the guest at their beginning
-//! ([`USES`](crate::thunks::USES)), and by a jump or a trap
-//! in place of any other instruction that may use a program's memory. Which these are the kernel says itself: a program's
-//! address may be bad, so there is an entry in its table of exceptions for each.
+//! The kernel asks of a program's address only if it is below the end of programs' memory. Here the
+//! kernel's own memory and the monitor's are below, too, and all of them are mapped where the
+//! kernel runs. So the address is checked once more at its use. Functions that leave the guest at
+//! their beginning do that ([`USES`](crate::thunks::USES)). Any other instruction that may use a
+//! program's memory is replaced by a jump or a trap. The kernel itself says which instructions
+//! these are: a program's address may be bad, so each has an entry in the table of exceptions.
 //!
-//! What an entry is for its type tells:
+//! The type of an entry tells its purpose:
 //!
 //! | types | used for |
 //! |---|---|
 //! | `UACCESS`, `COPY`, `UCOPY_LEN`, `FAULT`, `*_MCE_SAFE` | programs' memory |
-//! | `IMM_REG` with -`EFAULT` | programs' memory; saving of floating-point registers in the kernel's |
+//! | `IMM_REG` with -`EFAULT` | programs' memory; saving floating-point registers to the kernel's |
 //! | `IMM_REG` with other numbers, `DEFAULT` and the rest | instructions that fault for themselves, the kernel's memory |
 //!
-//! A few functions use memory of either kind ([`EITHER`]): they are only called by some of those that leave the guest, or, for
-//! the kernel's memory, by the kernel for itself. What copies in one instruction is refused if neither end is a program's; and so are those
-//! copies that survive machine checks, which the kernel is not shown the processor for.
+//! A few functions use memory of either kind ([`EITHER`]). Only functions that leave the guest call
+//! them for a program's memory; the kernel calls them for its own. An instruction that copies is
+//! refused if neither end is a program's. The copies that survive machine checks are refused, too:
+//! the kernel is not shown a processor for them.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -35,7 +36,7 @@ use crate::{
     memory::Memory,
 };
 
-/// Numbers of the types in 6.1.
+/// Numbers of the types in Linux 6.1.
 mod kind {
     pub const DEFAULT: u8 = 1;
     pub const FAULT: u8 = 2;
@@ -52,15 +53,18 @@ mod kind {
     pub const ZEROPAD: u8 = 20;
 }
 
-/// Bytes of an entry of the table of exceptions: where the instruction is, where to go on, what it is, 32 bits each.
+/// The size of an entry of the table of exceptions: the instruction's address, the address to go on
+/// at, and the type, 32 bits each.
 const ENTRY: u64 = 12;
-/// Bytes of an entry of the table of jumps that are switched: where they are, where they lead, by what.
+/// The size of an entry of the table of switched jumps: the jump's address, its target, and its
+/// key.
 const JUMP: u64 = 16;
-/// Bytes of an entry of the table of alternatives: where they are, where their replacement is, what for, their lengths.
+/// The size of an entry of the table of alternatives: the address, the replacement's address, the
+/// feature, and both lengths.
 const ALTERNATIVE: u64 = 12;
 
-/// Functions that use a program's memory or the kernel's, and those that have to be in [`crate::thunks::USES`] for them: the
-/// only ones that call them for a program's.
+/// Functions that use a program's memory or the kernel's, with the functions that must be in
+/// [`crate::thunks::USES`] for them. Only these call them for a program's memory.
 const EITHER: [(&str, &[&str]); 9] = [
     ("copy_user_generic_unrolled", &["copy_user_generic_unrolled"]),
     ("copy_user_generic_string", &["copy_user_generic_string"]),
@@ -73,16 +77,17 @@ const EITHER: [(&str, &[&str]); 9] = [
     ("strncpy_from_kernel_nofault", &[]),
 ];
 
-/// An instruction that has become a trap, or a jump that leaves the guest; or one that was behind it, in the jump's way.
+/// An instruction in whose place there is a trap, or a jump that leaves the guest. It may also be
+/// an instruction after that one, displaced by the jump.
 #[derive(Clone, Copy, Debug)]
 pub struct UserAccess {
     /// The instruction, at its own address.
     pub instruction: Instruction,
-    /// Where it can be executed, with what was behind it.
+    /// The address at which the instruction can be executed, together with those after it.
     pub code: u64,
 }
 
-/// All of them.
+/// The instructions that were replaced.
 #[derive(Clone, Debug, Default)]
 pub struct UserAccesses {
     by_site: BTreeMap<u64, UserAccess>,
@@ -91,67 +96,67 @@ pub struct UserAccesses {
 }
 
 impl UserAccesses {
-    /// One more.
+    /// Adds an instruction.
     pub fn insert(&mut self, access: UserAccess) {
         self.sites.insert(access.code, access.instruction.ip());
         self.by_site.insert(access.instruction.ip(), access);
     }
 
-    /// One that was in the way of the jump before it.
+    /// Adds an instruction that was displaced by the jump before it.
     pub fn insert_displaced(&mut self, access: UserAccess) {
         self.displaced.insert(access.instruction.ip(), access);
     }
 
-    /// Where it can be executed, if it was in the way.
+    /// Returns the address at which a displaced instruction can be executed.
     #[must_use]
     pub fn displaced(&self, address: u64) -> Option<u64> {
         self.displaced.get(&address).map(|access| access.code)
     }
 
-    /// What was at an address where there is something else now.
+    /// Returns the original instruction at an address.
     #[must_use]
     pub fn instruction(&self, address: u64) -> Option<Instruction> {
         self.by_site.get(&address).or_else(|| self.displaced.get(&address)).map(|access| access.instruction)
     }
 
-    /// The one at an address.
+    /// Returns the replaced instruction at an address.
     #[must_use]
     pub fn at(&self, address: u64) -> Option<&UserAccess> {
         self.by_site.get(&address)
     }
 
-    /// Where the instruction has been that is to be executed at this address in its stead.
+    /// Returns the original address of the instruction that is executed at this address.
     #[must_use]
     pub fn site(&self, code: u64) -> Option<u64> {
         self.sites.get(&code).copied()
     }
 
-    /// How many.
+    /// Returns the number of replaced instructions.
     #[must_use]
     pub fn len(&self) -> usize {
         self.by_site.len()
     }
 
-    /// Whether there are none.
+    /// Returns true if no instruction was replaced.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.by_site.is_empty()
     }
 }
 
-/// The kernel is not one that is known.
+/// Makes the error for a kernel of an unknown kind.
 pub fn not_understood(what: impl std::fmt::Display) -> Error {
     Error::new(format!("the kernel's use of programs' memory is not understood: {what}"))
         .hint("--isolation=process is for kernels of 6.1; without isolation it does not matter")
 }
 
-/// The operands of an instruction that are in memory.
+/// Returns the operands of an instruction that are in memory.
 pub fn memory_operands(instruction: &Instruction) -> impl Iterator<Item = u32> {
     const MEMORY: std::ops::RangeInclusive<u32> = OpKind::MemorySegSI as u32..=OpKind::Memory as u32;
     (0..instruction.op_count()).filter(|&at| MEMORY.contains(&(instruction.op_kind(at) as u32)))
 }
 
-/// Whether it saves or restores floating-point registers.
+/// Returns true for an instruction that saves or restores floating-point registers.
 #[must_use]
 pub fn is_state(instruction: &Instruction) -> bool {
     is_extended_state(instruction)
@@ -166,7 +171,8 @@ pub fn is_state(instruction: &Instruction) -> bool {
         )
 }
 
-/// Whether it does so with XSAVE's format, whose length the processor knows.
+/// Returns true for an instruction that does so in XSAVE's format, whose length the processor
+/// knows.
 #[must_use]
 pub fn is_extended_state(instruction: &Instruction) -> bool {
     matches!(
@@ -193,7 +199,8 @@ fn is_supervisor_state(instruction: &Instruction) -> bool {
     )
 }
 
-/// Whether an instruction with such an entry may use a program's memory; `None` if nobody knows.
+/// Returns true if an instruction with such an entry may use a program's memory. Returns nothing if
+/// the type is unknown.
 fn may_use_program(kind: u8, number: i16, instruction: &Instruction) -> Option<bool> {
     const EFAULT: i16 = -(libc::EFAULT as i16);
     Some(match kind {
@@ -208,11 +215,11 @@ fn may_use_program(kind: u8, number: i16, instruction: &Instruction) -> Option<b
     })
 }
 
-/// The instructions that are to become traps, at their addresses now, in a kernel that is loaded. `hooked` are the functions that
-/// leave the guest at their beginning.
+/// Finds the instructions of a loaded kernel that must become traps, with their present addresses.
+/// `hooked` names the functions that leave the guest at their beginning.
 ///
 /// # Errors
-/// If anything is not what it is in kernels that are known.
+/// If the kernel differs from known kernels.
 pub fn find(kernel: &Kernel, memory: &Memory, hooked: &HashSet<&str>) -> Result<Vec<Instruction>> {
     let names = kernel.code_symbols();
     let alternatives = alternatives(kernel, memory)?;
@@ -238,7 +245,7 @@ pub fn find(kernel: &Kernel, memory: &Memory, hooked: &HashSet<&str>) -> Result<
         }
         let replaced = alternatives.iter().filter(|one| one.place.contains(&address));
         for alternative in replaced {
-            // Calls lead to functions that are looked at for themselves.
+            // The functions that a call leads to are checked for themselves.
             if decode(kernel, memory, alternative.replacement)?.flow_control() != FlowControl::Call {
                 return Err(not_understood(format!("an alternative for {}", place())));
             }
@@ -248,7 +255,8 @@ pub fn find(kernel: &Kernel, memory: &Memory, hooked: &HashSet<&str>) -> Result<
     Ok(found)
 }
 
-/// What cannot be moved to another place with the instruction before it, because something leads there or changes it: addresses now.
+/// Places from which no instruction can be displaced, because a jump leads there or the kernel
+/// changes the code. The addresses are the present ones.
 #[derive(Debug)]
 pub struct Fixed {
     targets: HashSet<u64>,
@@ -256,10 +264,10 @@ pub struct Fixed {
 }
 
 impl Fixed {
-    /// Of a kernel that is loaded, and whose slots are as they were.
+    /// Reads the places from a loaded kernel whose slots are still unfilled.
     ///
     /// # Errors
-    /// If its tables are not what they are in kernels that are known.
+    /// If its tables differ from those of known kernels.
     pub fn find(kernel: &Kernel, memory: &Memory) -> Result<Self> {
         let mut targets: HashSet<u64> = kernel.code_symbols().keys().copied().collect();
         for code in &kernel.code {
@@ -278,7 +286,7 @@ impl Fixed {
             targets.extend([pointer(kernel, memory, at)?, pointer(kernel, memory, at + 4)?]);
         }
         let mut targets: HashSet<u64> = targets.into_iter().map(|at| at.wrapping_add(DISTANCE)).collect();
-        // Whatever points somewhere has been moved.
+        // The targets of all pointers were moved with the kernel.
         for relocation in &kernel.relocations {
             let mut bytes = [0; 4];
             targets.extend(match relocation.change {
@@ -292,11 +300,12 @@ impl Fixed {
         Ok(Self { targets, replaced })
     }
 
-    /// Whether an instruction can be moved along with the one before it.
+    /// Returns true if an instruction can be displaced together with the one before it.
     #[must_use]
     pub fn may_move(&self, instruction: &Instruction) -> bool {
         let place = instruction.ip()..instruction.next_ip();
-        // What does nothing is where the kernel puts something else; locks are taken out on one processor.
+        // The kernel replaces instructions without effect, and removes lock prefixes on one
+        // processor.
         instruction.flow_control() == FlowControl::Next
             && !instruction.is_invalid()
             && !instruction.is_ip_rel_memory_operand()
@@ -308,7 +317,7 @@ impl Fixed {
     }
 }
 
-/// The table of exceptions: where each instruction was linked, its type, and the number that goes with it.
+/// Reads the table of exceptions: the linked address of each instruction, its type, and its number.
 fn exceptions(kernel: &Kernel, memory: &Memory) -> Result<Vec<(u64, u8, i16)>> {
     let table = table(kernel, "__start___ex_table", "__stop___ex_table", ENTRY)?;
     let entries = table.map(|at| {
@@ -318,7 +327,7 @@ fn exceptions(kernel: &Kernel, memory: &Memory) -> Result<Vec<(u64, u8, i16)>> {
     entries.collect()
 }
 
-/// Code that the kernel puts something else in the place of.
+/// Code that the kernel replaces.
 struct Alternative {
     place: Range<u64>,
     replacement: u64,
@@ -349,12 +358,12 @@ fn word(kernel: &Kernel, memory: &Memory, address: u64) -> Result<u32> {
         .ok_or_else(|| not_understood(format!("nothing is at {address:#x}")))
 }
 
-/// A pointer relative to itself.
+/// Reads a pointer relative to itself.
 fn pointer(kernel: &Kernel, memory: &Memory, at: u64) -> Result<u64> {
     Ok(at.wrapping_add_signed(i64::from(word(kernel, memory, at)?.cast_signed())))
 }
 
-/// The instruction that was linked to an address, where it is now.
+/// Decodes the instruction that was linked to an address, at its present address.
 fn decode(kernel: &Kernel, memory: &Memory, address: u64) -> Result<Instruction> {
     const LONGEST: usize = 15;
     let mut bytes = [0; LONGEST];

@@ -1,38 +1,40 @@
-//! The filter of system calls that a program's process has.
+//! The filter of system calls for a program's process.
 //!
-//! The program's own calls become signals. The process' own code makes its calls at three places: one that reports to the
-//! monitor and waits, one for the monitor's orders, one for the return from a signal. A program may jump there; so the
-//! last two are only allowed with a secret in the upper halves of two arguments, which the host ignores. It is in the
-//! process' memory only from the monitor's answer until the orders' beginning, while the program does not run.
+//! The program's own calls become signals. The process's own code makes its calls at three places:
+//! the report to the monitor, the monitor's orders, and the return from a signal. A program may
+//! jump there. So orders and returns need a secret in the upper halves of two arguments, which the
+//! host ignores. The secret is in the process's memory only from the monitor's answer until the
+//! orders begin. The program does not run then.
 
 use libc::sock_filter;
 
-/// The call that reports: one that blocks all signals, which the host does as soon as the monitor has answered. So no signal
-/// comes while the secret is there, although a program has jumped to the call, in which signals are not blocked.
+/// The call that reports. It blocks all signals, as soon as the monitor has answered. So no signal
+/// comes while the secret is in memory, even if a program has jumped to the call with signals
+/// unblocked.
 pub const REPORT: u32 = libc::SYS_rt_sigprocmask as u32;
-/// Its arguments beside the set and the place for the old one, of which there is none: what to do, and the set's bytes.
+/// The arguments of the report besides the set and the old set, of which there is none: the
+/// operation, and the size of the set in bytes.
 pub const REPORT_HOW: u32 = libc::SIG_SETMASK as u32;
-/// See [`REPORT_HOW`].
 pub const REPORT_SIZE: u32 = 8;
-/// Orders.
+/// The system calls for orders.
 pub const ORDERS: [i64; 4] = [libc::SYS_mmap, libc::SYS_munmap, libc::SYS_mprotect, libc::SYS_close_range];
 /// The arguments whose upper halves hold the secret.
 pub const SECRET_IN: [u32; 2] = [3, 4];
 
-/// Addresses behind the three places.
+/// The addresses after the three places' system calls.
 #[derive(Clone, Copy, Debug)]
 pub struct Places {
-    /// Behind the report.
+    /// The address after the report.
     pub reported: u64,
-    /// Behind an order.
+    /// The address after an order.
     pub ordered: u64,
-    /// Behind the return from a signal.
+    /// The address after the return from a signal.
     pub returned: u64,
-    /// The set of all signals, which nobody can write to.
+    /// The set of all signals, in read-only memory.
     pub all_signals: u64,
 }
 
-/// Offsets in what a filter looks at.
+/// Offsets in the data of a filter.
 mod data {
     pub const NUMBER: u32 = 0;
     pub const ARCHITECTURE: u32 = 4;
@@ -40,23 +42,23 @@ mod data {
     pub const ARGUMENTS: u32 = 16;
 }
 
-/// Calls of 64-bit programs.
+/// The architecture of 64-bit calls.
 pub const X86_64: u32 = 0xC000_003E;
 const TRAP: u32 = libc::SECCOMP_RET_TRAP;
 
-/// What is tried next if a number is not equal.
+/// A step of the filter.
 enum Test {
-    /// Reads this word.
+    /// Loads this word.
     Load(u32),
-    /// Goes to a part if it is equal.
+    /// Goes to a part if the word is equal.
     To(u32, usize),
-    /// Traps if it is not equal.
+    /// Traps if the word is not equal.
     Must(u32),
-    /// The end.
+    /// Ends with this result.
     Return(u32),
 }
 
-/// Makes it.
+/// Makes the filter.
 #[must_use]
 pub fn program(places: &Places, secret: [u32; 2]) -> Vec<sock_filter> {
     const REPORTING: usize = 1;
@@ -79,7 +81,7 @@ pub fn program(places: &Places, secret: [u32; 2]) -> Vec<sock_filter> {
     let mut reporting = vec![
         Test::Load(data::NUMBER),
         Test::Must(REPORT),
-        // The host looks at the lower half.
+        // The host uses the lower half only.
         Test::Load(data::ARGUMENTS),
         Test::Must(REPORT_HOW),
     ];
@@ -104,7 +106,7 @@ pub fn program(places: &Places, secret: [u32; 2]) -> Vec<sock_filter> {
     assemble(&[start, reporting, ordering, returning, with_secret])
 }
 
-/// The last instruction is where it traps.
+/// Assembles the parts. The last instruction traps.
 fn assemble(parts: &[Vec<Test>]) -> Vec<sock_filter> {
     const LOAD: u32 = libc::BPF_LD | libc::BPF_W | libc::BPF_ABS;
     const EQUAL: u32 = libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K;
@@ -149,7 +151,7 @@ mod tests {
         arguments: [u64; 6],
     }
 
-    /// What the host would do.
+    /// Runs the filter as the host would.
     fn run(call: &Call) -> u32 {
         let mut bytes = (call.number as u32).to_le_bytes().to_vec();
         bytes.extend(call.architecture.to_le_bytes());
@@ -214,7 +216,7 @@ mod tests {
         };
         assert_eq!(report(PLACES.reported, right), libc::SECCOMP_RET_USER_NOTIF);
         assert_eq!(report(PLACES.ordered, right), TRAP);
-        // Whoever comes there with anything else would have signals that are not blocked.
+        // With any other argument, signals would stay unblocked after the call.
         for number in 0..4 {
             for wrong in [1, right[number] | 1 << 32] {
                 let mut arguments = right;

@@ -1,10 +1,10 @@
-//! What one program's process has mapped of the guest's memory, and whether the guest's page tables still allow it.
+//! The mappings of a process, and their comparison with the guest's page tables.
 
 use std::{collections::BTreeMap, ops::Range};
 
 use crate::{layout::PAGE, memory::Rights};
 
-/// Pages that lie beside each other, there and in the guest's memory.
+/// Pages that are adjacent in the process and in the guest's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Run {
     length: u64,
@@ -12,56 +12,53 @@ struct Run {
     rights: Rights,
 }
 
-/// What has to be done to a range, so that the process has no more than the page tables allow.
+/// A change to a range after which the process has no more than the page tables allow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Change {
-    /// Where it begins.
     pub address: u64,
-    /// Its bytes.
+    /// The length in bytes.
     pub length: u64,
-    /// What is left of its rights. If nothing is, it is not mapped any more.
+    /// The rights that remain. Without any the range is unmapped.
     pub rights: Option<Rights>,
 }
 
-/// What has to be done to a range, so that the process has what other page tables say.
+/// A change to a range after which the process has the mappings of other page tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Exchange {
-    /// Where it begins.
     pub address: u64,
-    /// Its bytes.
+    /// The length in bytes.
     pub length: u64,
-    /// Where it leads from now on, and what may be done with it. If nowhere, it is not mapped any more.
+    /// The new frame and its rights. Without them the range is unmapped.
     pub to: Option<(u64, Rights)>,
 }
 
-/// All that is mapped, by address.
+/// The mappings of a process, by address.
 #[derive(Debug, Default)]
 pub struct Mappings {
     runs: BTreeMap<u64, Run>,
-    /// Large pages of the guest's of which something was mapped: where they begin, and their bytes.
+    /// Large pages of the guest of which a part was mapped: their beginnings and sizes.
     large: BTreeMap<u64, u64>,
 }
 
 impl Mappings {
-    /// How many mappings the host has for it, about.
+    /// Returns about the number of mappings that the host has for the process.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.runs.len() as u64
     }
 
-    /// Forgets all.
     pub fn clear(&mut self) {
         self.runs.clear();
         self.large.clear();
     }
 
-    /// What is mapped here is part of a large page of the guest's.
+    /// Records that a mapped address is part of a large page of the guest.
     pub fn insert_large_page(&mut self, address: u64, size: u64) {
         self.large.insert(address & !(size - 1), size);
     }
 
-    /// The guest has dropped the translation of an address. If it was a large page's, all of that page goes with it (SDM 3A
-    /// 4.10.4.1), and it is said what is mapped of it: addresses and bytes.
+    /// Drops the large page of an address whose translation the guest has dropped (SDM 3A
+    /// 4.10.4.1). Returns the mapped parts of it, with their lengths.
     pub fn drop_large_page(&mut self, address: u64) -> Vec<(u64, u64)> {
         const SIZES: [u64; 2] = [2 << 20, 1 << 30];
         let mut pieces = Vec::new();
@@ -87,14 +84,14 @@ impl Mappings {
         pieces
     }
 
-    /// Where a page leads, and what may be done with it.
+    /// Returns the frame of a page, and its rights.
     #[must_use]
     pub fn page(&self, page: u64) -> Option<(u64, Rights)> {
         let (&start, run) = self.runs.range(..=page).next_back()?;
         (page - start < run.length).then(|| (run.physical + (page - start), run.rights))
     }
 
-    /// A range was mapped, over what was there.
+    /// Records a mapping, over any earlier one.
     pub fn insert(&mut self, address: u64, length: u64, physical: u64, rights: Rights) {
         self.remove(address, length);
         let mut run = Run { length, physical, rights };
@@ -118,7 +115,7 @@ impl Mappings {
         self.runs.insert(start, run);
     }
 
-    /// A range is not mapped any more.
+    /// Records that a range was unmapped.
     pub fn remove(&mut self, address: u64, length: u64) {
         let end = address + length;
         if let Some((&before, &run)) = self.runs.range(..address).next_back()
@@ -134,7 +131,7 @@ impl Mappings {
         }
     }
 
-    /// What is left of a run from an address on.
+    /// Keeps the rest of a run from an address on.
     fn insert_rest(&mut self, start: u64, run: Run, from: u64) {
         let gone = from - start;
         if gone < run.length {
@@ -143,22 +140,22 @@ impl Mappings {
         }
     }
 
-    /// How many pages.
+    /// Returns the number of mapped pages.
     #[must_use]
     pub fn pages(&self) -> u64 {
         self.runs.values().map(|run| run.length / PAGE).sum()
     }
 
-    /// What may be written to, by where it leads.
+    /// Returns the frames of writable mappings.
     pub fn writable(&self) -> impl Iterator<Item = Range<u64>> {
         let writable = self.runs.values().filter(|run| run.rights.write);
         writable.map(|run| run.physical..run.physical + run.length)
     }
 
-    /// Compares all pages with other page tables, of which `look` says where a page leads and what may be done with it. What is
-    /// the same there stays; of the rest the first `most` pieces that lead elsewhere are to be mapped as there, and all else
-    /// is to be unmapped: from a first page to a last one, if nothing between them stays, and not across `border`. It is
-    /// changed here already.
+    /// Compares all pages with other page tables, and changes the record. `look` returns the frame
+    /// and rights of a page there. Equal pages stay. The first `most` pieces that lead elsewhere
+    /// are to be mapped as there. All other pages are to be unmapped, in ranges without a kept page
+    /// that do not cross `border`.
     pub fn exchange(
         &mut self,
         most: usize,
@@ -181,8 +178,8 @@ impl Mappings {
         all.changes
     }
 
-    /// Compares all pages with the page tables, of which `look` says where a page leads and what may be done with it, and
-    /// says what has to change. It is changed here already.
+    /// Compares all pages with the page tables, and changes the record. `look` returns the frame
+    /// and rights of a page there. Returns the changes that the process needs.
     pub fn revalidate(&mut self, mut look: impl FnMut(u64) -> Option<(u64, Rights)>) -> Vec<Change> {
         let mut changes: Vec<Change> = Vec::new();
         for (&start, run) in &self.runs {
@@ -219,15 +216,15 @@ impl Mappings {
     }
 }
 
-/// What comes of a comparison with other page tables, page by page in order.
+/// The result of a comparison with other page tables, page by page in order.
 struct Exchanges {
-    /// Pieces that may still be mapped elsewhere.
+    /// The number of pieces that may still be mapped elsewhere.
     most: usize,
     border: u64,
     changes: Vec<Exchange>,
-    /// What is mapped then.
+    /// The mappings after the changes.
     after: BTreeMap<u64, Run>,
-    /// The last page was one to be changed.
+    /// True if the last page was changed.
     is_open: bool,
 }
 
@@ -295,7 +292,7 @@ mod tests {
         assert!(mappings.page(LARGE - PAGE).is_some() && mappings.page(2 * LARGE).is_some());
         assert_eq!(mappings.pages(), 512);
         assert!(mappings.drop_large_page(LARGE).is_empty());
-        // Of a page of 1 GiB all pieces go.
+        // All pieces of a page of 1 GiB go.
         mappings.insert(3 << 30, PAGE, 0, READ);
         mappings.insert((3 << 30) + LARGE, PAGE, 0, READ);
         mappings.insert_large_page((3 << 30) + LARGE, 1 << 30);
@@ -330,7 +327,7 @@ mod tests {
         assert_eq!(changes, [change(0x2000, 0x2000, Some(READ)), change(0x4000, 0x1000, None)]);
         assert_eq!(mappings.page(0x2000), Some((0x9000, READ)));
         assert_eq!(mappings.page(0x4000), None);
-        // More than before is nothing to take away.
+        // More rights than before remove nothing.
         assert!(mappings.revalidate(|page| Some((page + 0x7000, WRITE))).is_empty());
     }
 
@@ -380,13 +377,13 @@ mod tests {
                 mappings.insert(at * PAGE, count * PAGE, to * PAGE, Rights { write, execute: false });
             }
             let before = pages(&mappings);
-            // Many pages lead where they did.
+            // Many pages keep their frame.
             let look = |page: u64| {
                 let &(move_by, write) = there.get(&(page / PAGE))?;
                 let physical = before.get(&(page / PAGE)).map_or(0, |(to, _)| to + move_by / 2 * 64 * PAGE);
                 Some((physical, Rights { write, execute: false }))
             };
-            // What is done to the process.
+            // Applies the changes to a model of the process.
             let mut process = before.clone();
             let changes = mappings.exchange(most, BORDER, look);
             for change in &changes {
@@ -405,7 +402,7 @@ mod tests {
                 let allowed = look(page * PAGE);
                 prop_assert!(allowed.is_some_and(|(at, allowed)| at == to && rights.are_within(allowed)));
             }
-            // What was as it is there has stayed.
+            // Pages that are equal there have stayed.
             for (&page, &(to, rights)) in &before {
                 let stays = look(page * PAGE).is_some_and(|(at, now)| at == to && rights.are_within(now));
                 prop_assert!(!stays || mappings.page(page * PAGE) == Some((to, rights)));
@@ -430,7 +427,7 @@ mod tests {
                         model.retain(|page, _| !(at..at + count).contains(page));
                     }
                     _ => {
-                        // Some pages have gone, some cannot be written to.
+                        // Some pages have gone, others have become read-only.
                         let look = |page: u64| match page / PAGE % 5 {
                             0 => None,
                             1 => model.get(&(page / PAGE)).map(|(to, _)| (*to, READ)),

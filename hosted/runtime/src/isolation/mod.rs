@@ -1,12 +1,13 @@
 //! Programs in processes of their own (`--isolation=process`): one for each address space of the guest.
 //!
-//! Guest kernel and monitor stay in their process; what a program can reach is what its kernel has mapped for it, and
-//! nothing else ([`stub`]). Its process keeps its mappings while others run. What the guest's kernel does to make a
-//! processor forget translations has the same effect here as there, but late: before a program runs again, what its
-//! process has mapped is compared with the page tables ([`mappings`]), and only what they do not allow any more is
-//! taken away.
+//! Guest kernel and monitor stay in their process. A program reaches only the memory that its
+//! kernel has mapped for it ([`stub`]). Its process keeps its mappings while others run. When the
+//! guest's kernel makes the processor forget translations, the effect comes late here: before a
+//! program runs again, the mappings of its process are compared with the page tables
+//! ([`mappings`]). Only mappings that the tables no longer allow are removed.
 //!
-//! [`Tags`] decides when that is needed, by what a processor with process-context identifiers may keep.
+//! [`Tags`] decides when that comparison is needed, by the rules for a processor with
+//! process-context identifiers.
 
 pub mod filter;
 pub mod mappings;
@@ -23,23 +24,25 @@ use crate::{
 use mappings::Mappings;
 use stub::{Common, Order, Stop, Stub};
 
-/// Processes: more address spaces than that take turns.
+/// The number of processes. More address spaces take turns.
 pub const PROCESSES: usize = tags::MOST;
-/// Pages mapped beside a missing one that lie beside it in memory, at most, to each side.
+/// The largest number of adjacent pages mapped to each side of a missing one.
 const NEIGHBOURS: u64 = 64;
-/// The block of pages around a missing one of which those are mapped too that the program has used.
+/// The size of the block of pages around a missing one. Pages in it that the program has used are
+/// mapped, too.
 const AROUND: u64 = 16;
-/// So many pages are looked up by the host at once; of larger ranges it looks up what is used.
+/// The largest range whose pages the host fills in at once. Of larger ranges it fills in the pages
+/// that are used.
 const AT_ONCE: u64 = 32;
-/// If more changes than that are needed, everything goes.
+/// If more changes than this are needed, all mappings go.
 const MOST_CHANGES: usize = 64;
-/// Of pages that the kernel uses so many are remembered.
+/// The number of the kernel's uses of pages that are remembered.
 const MOST_USED: usize = 8;
 
-/// What has been counted.
+/// Events that are counted.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Counters {
-    /// Programs entered.
+    /// Entries into programs.
     pub entries: u64,
     /// System calls that their processes made for the monitor.
     pub orders: u64,
@@ -47,13 +50,13 @@ pub struct Counters {
     pub revalidated: u64,
     /// Address spaces that got another's process.
     pub taken_over: u64,
-    /// Interruptions.
+    /// Interruptions of programs.
     pub interrupted: u64,
     /// Programs found in their process' own code.
     pub astray: u64,
 }
 
-/// What a process is to do, and has.
+/// The orders for a program's process, and its mappings.
 #[derive(Debug, Default)]
 struct ProgramSpace {
     mappings: Mappings,
@@ -62,7 +65,7 @@ struct ProgramSpace {
 
 impl ProgramSpace {
     fn map(&mut self, address: u64, length: u64, physical: u64, rights: Rights, file: u64) {
-        // What was to be unmapped just before is replaced anyway.
+        // An earlier order to unmap the same range is superfluous.
         if self.orders.last() == Some(&stub::unmap(address, length)) {
             self.orders.pop();
         }
@@ -117,21 +120,21 @@ struct Asked {
     access: Access,
 }
 
-/// All address spaces.
+/// The processes of isolated programs.
 #[derive(Debug)]
 pub struct ProgramProcesses {
     stubs: Vec<Stub>,
     spaces: Vec<ProgramSpace>,
     tags: Tags,
     file: u64,
-    /// How many mappings the host allows a process.
+    /// The number of mappings that the host allows a process.
     most_mapped: u64,
     asked: Option<Asked>,
-    /// Pages that the kernel has used since CR3 was written.
+    /// The pages that the kernel has used since CR3 was written.
     used: Vec<u64>,
-    /// Orders were refused, and no program has run since.
+    /// True if orders were refused, and no program has run since.
     refused: bool,
-    /// What has been counted.
+    /// Events that are counted.
     pub counters: Counters,
     _common: Common,
 }
@@ -140,7 +143,7 @@ impl ProgramProcesses {
     /// Starts the processes.
     ///
     /// # Errors
-    /// If the host does not have what they need.
+    /// If the host lacks something that the processes need.
     pub fn start(memory: &Memory, most_mapped: u64) -> Result<Self> {
         let file = memory.descriptor();
         let common = Common::new(PROCESSES, file)?;
@@ -159,13 +162,13 @@ impl ProgramProcesses {
         })
     }
 
-    /// CR3 was written.
+    /// Records a write of CR3. Translations are kept unless `flush` is set.
     pub fn load(&mut self, cr3: u64, flush: bool) {
         self.used.clear();
         self.tags.load(cr3, flush);
     }
 
-    /// Whether the kernel has not used a page of the program's before.
+    /// Returns true if the kernel uses a page of the program for the first time.
     pub fn is_first_use(&mut self, page: u64) -> bool {
         let is_first = !self.used.contains(&page) && self.used.len() < MOST_USED;
         if is_first {
@@ -174,12 +177,12 @@ impl ProgramProcesses {
         is_first
     }
 
-    /// All translations were dropped.
+    /// Records that all translations were dropped.
     pub fn flush_all(&mut self) {
         self.tags.flush_all();
     }
 
-    /// The translation of a page was dropped.
+    /// Records that the translation of a page was dropped.
     pub fn flush_page(&mut self, cr3: u64, page: u64) {
         let Some(index) = self.tags.own(cr3) else { return };
         let space = &mut self.spaces[index];
@@ -191,12 +194,13 @@ impl ProgramProcesses {
         }
     }
 
-    /// The guest's kernel is given a fault: what it maps for it is mapped before the program goes on.
+    /// Records a fault that the guest's kernel is given. The page that it maps then is mapped
+    /// before the program goes on.
     pub fn ask(&mut self, cr3: u64, address: u64, access: Access) {
         self.asked = Some(Asked { cr3, address, access });
     }
 
-    /// The program gets mapped what the page tables have at an address.
+    /// Maps the page that the page tables have at an address for the program.
     pub fn map(&mut self, memory: &Memory, cr3: u64, address: u64, found: &Translation) {
         let index = self.index(cr3);
         let space = &mut self.spaces[index];
@@ -223,7 +227,7 @@ impl ProgramProcesses {
         Self::map_around(space, memory, cr3, page, self.file);
     }
 
-    /// What the program has used around a page.
+    /// Maps the pages around a page that the program has used.
     fn map_around(space: &mut ProgramSpace, memory: &Memory, cr3: u64, page: u64, file: u64) {
         let mut tables = TableReader::new(memory, cr3);
         let start = page & !(AROUND * PAGE - 1);
@@ -253,7 +257,7 @@ impl ProgramProcesses {
         }
     }
 
-    /// The process of an address space.
+    /// Returns the index of an address space's process.
     fn index(&mut self, cr3: u64) -> usize {
         match self.tags.choose(cr3) {
             Found::Own(index) => index,
@@ -266,7 +270,7 @@ impl ProgramProcesses {
         }
     }
 
-    /// Lets the program run that the block's registers are of, until it stops.
+    /// Runs the program of the block's registers until it stops.
     ///
     /// # Errors
     /// If its process has ended.
@@ -302,7 +306,8 @@ impl ProgramProcesses {
     }
 }
 
-/// Orders that were refused are followed by fewer. If these are refused too, the program cannot go on.
+/// Decides about refused orders. The process gets fewer orders next. If these are refused too, the
+/// program cannot go on.
 fn stop_again(stop: Stop, refused: &mut bool) -> Stop {
     let before = std::mem::replace(refused, matches!(stop, Stop::Refused));
     if before && *refused { Stop::Astray } else { stop }

@@ -1,15 +1,17 @@
-//! A process that programs of one address space run in.
+//! A process in which the programs of one address space run.
 //!
-//! It has nothing of the host's but a page of code, what it shares with the monitor ([`State`], and the stack that
-//! signals come on), and the parts of the guest's memory that the monitor orders it to map. Whatever a program does that
-//! its kernel or the host has to see is a signal. Its handler reports and waits: the report is a system call that the
-//! host hands to the monitor (a listener of seccomp's), so that who waits there has stopped, whatever is in memory. What
-//! follows an answer depends on nothing but what the monitor has written: orders, then the return from the signal with
-//! the registers that the program is to have.
+//! The process has a page of code, memory that it shares with the monitor ([`State`] and the signal
+//! stack), and the parts of the guest's memory that the monitor orders it to map. It has nothing
+//! else of the host. Each event of a program that its kernel or the host must see is a signal. Its
+//! handler reports and waits: the report is a system call that the host hands to the monitor (a
+//! listener of seccomp). So a process that waits there has stopped, whatever its memory says. After
+//! an answer the process depends only on what the monitor has written: orders, then the return from
+//! the signal with the program's new registers.
 //!
-//! A program may write to the shared memory and jump into the code. It can report by that what did not happen; that is
-//! read as what the program has done. It cannot give orders ([`super::filter`]), nor does a signal come while they are carried
-//! out, which would leave the secret where the program can read it, and orders undone: the report blocks all signals.
+//! A program may write to the shared memory and jump into the code. So it can report events that
+//! did not happen; the monitor takes them for the program's own. It cannot give orders
+//! ([`super::filter`]). No signal comes while orders are carried out: it would leave the secret
+//! readable for the program, and orders undone. The report blocks all signals.
 
 use std::{
     arch::global_asm,
@@ -33,18 +35,19 @@ use crate::{
     vcpu::{IDENTIFICATION, NESTED, PROGRAMS_OWN, USER_CODE, USER_CODE_32, USER_STACK},
 };
 
-/// Where the stack for signals begins in the shared memory.
+/// The beginning of the signal stack in the shared memory.
 const STACK: u64 = 0x4000;
-/// A stack that is not in use while a handler runs on it, so that each signal begins at its end.
+/// A stack that counts as unused while a handler runs on it, so that each signal begins at its end.
 const AUTODISARM: i32 = 1 << 31;
 /// The highest address of a process.
 const END: u64 = 0x7FFF_FFFF_F000;
 /// Signals that come from the program, and the one by which the monitor interrupts it.
 const HANDLED: [i32; 7] =
     [libc::SIGSEGV, libc::SIGBUS, libc::SIGILL, libc::SIGFPE, libc::SIGTRAP, libc::SIGSYS, libc::SIGALRM];
-/// States of the floating-point registers that are handed over: not protection keys, which the monitor must not get.
+/// The states of floating-point registers that are handed over. Protection keys are not among them,
+/// because the monitor must not get them.
 const STATES: u64 = 0xE7;
-/// Of their area: where the control word is, the host's note, the header.
+/// Offsets in the area of floating-point registers: the control word, the host's note, the header.
 const CONTROL: usize = 24;
 const CONTROL_MASK: usize = 28;
 const NOTE: usize = 464;
@@ -56,32 +59,32 @@ const MAGIC_BEHIND: u32 = 0x4650_5845;
 /// A system call that the process makes for the monitor: its number and arguments.
 pub type Order = [u64; 7];
 
-/// At most so many at once.
+/// The largest number of orders in one answer.
 pub const MOST_ORDERS: usize = (STACK as usize - offset_of!(State, orders)) / size_of::<Order>();
 
-/// The beginning of what is shared.
+/// The beginning of the shared memory.
 #[repr(C)]
 struct State {
-    /// Where the last signal's frame is.
+    /// The address of the last signal's frame.
     frame: u64,
     fs: u64,
     gs: u64,
     signal: u64,
-    /// Flags that the return from a signal leaves as they are before it.
+    /// The flags that the return from a signal does not change.
     kept_flags: u64,
-    /// An order was refused.
+    /// 1 if an order was refused.
     failed: u64,
-    /// Of orders.
+    /// The number of orders.
     count: u64,
-    /// Whether it reports after the orders, or returns to the program.
+    /// 1 if the process reports after the orders, 0 if it returns to the program.
     again: u64,
     secret: [u64; 2],
-    /// At the start: the listener's number, more one; or the number of an error, negative.
+    /// At the start: the listener's descriptor plus one, or the negative number of an error.
     listener: i64,
     orders: [Order; 0],
 }
 
-/// What a signal puts on the stack (the host's `rt_sigframe`).
+/// The frame that a signal puts on the stack (the host's `rt_sigframe`).
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 struct Frame {
@@ -110,11 +113,11 @@ global_asm!(
     ".p2align 6",
     ".global hosted_stub",
     "hosted_stub:",
-    // The first signal: the monitor learns what one looks like.
+    // The first signal shows the monitor the layout of a frame.
     "int3",
     ".global hosted_stub_handler",
     "hosted_stub_handler:",
-    // The host leaves the flags as they are, but for two.
+    // The host leaves the flags unchanged, except two.
     "push 2",
     "popfq",
     "rdfsbase rax",
@@ -123,7 +126,7 @@ global_asm!(
     "mov qword ptr [{gs}], rax",
     "mov qword ptr [{signal}], rdi",
     "mov qword ptr [{frame}], rsp",
-    // A program may have written there.
+    // A program may have written to this word.
     "mov qword ptr [{failed}], 0",
     "2:",
     "mov edi, {report_how}",
@@ -134,7 +137,7 @@ global_asm!(
     "syscall",
     ".global hosted_stub_reported",
     "hosted_stub_reported:",
-    // From here on nothing is used that was in a register, for a program may have come to the call.
+    // A program may have jumped to the call, so no earlier register is used from here on.
     "xor eax, eax",
     "mov r14, qword ptr [{secret}]",
     "mov r15, qword ptr [{secret} + 8]",
@@ -205,12 +208,12 @@ global_asm!(
     orders = const STUB_STATE + offset_of!(State, orders) as u64,
 );
 
-/// Where something of the code is in the process.
+/// Returns the address of a symbol in the process.
 fn placed(symbol: unsafe extern "C" fn()) -> u64 {
     STUB + (symbol as *const () as u64 - hosted_stub as *const () as u64)
 }
 
-/// Where its system calls are.
+/// Returns the addresses of the process's system calls.
 #[must_use]
 pub fn places() -> Places {
     Places {
@@ -221,14 +224,16 @@ pub fn places() -> Places {
     }
 }
 
-/// The descriptor of the process that runs a program now, or a negative number. A signal of the monitor's interrupts it.
+/// The descriptor of the process that runs a program now, or a negative number. Signals of the
+/// monitor interrupt that process.
 static RUNNING: AtomicI32 = AtomicI32::new(-1);
 
-/// Interrupts the program that runs, if one does. It may be called by a signal's handler.
+/// Interrupts the program that runs, if there is one. A signal handler may call this function.
 pub fn interrupt() {
     let process = RUNNING.load(Ordering::SeqCst);
     if process >= 0 {
-        // SAFETY: Both take numbers; the interrupted code may be about to look at the error's number.
+        // SAFETY: Both calls take numbers. The interrupted code may be about to read the error's
+        // number, so it is restored.
         unsafe {
             let error = *libc::__errno_location();
             libc::syscall(libc::SYS_pidfd_send_signal, process, libc::SIGALRM, ptr::null::<c_void>(), 0);
@@ -237,33 +242,34 @@ pub fn interrupt() {
     }
 }
 
-/// Why a program has stopped.
+/// The reason for a program's stop.
 #[derive(Clone, Copy, Debug)]
 pub enum Stop {
     /// A system call or a fault.
     Fault(Fault),
     /// The monitor has interrupted it, or something waits.
     Interrupted,
-    /// It came into the process' own code, where it has nothing to look for.
+    /// The program was found in the process's own code.
     Astray,
     /// An order was refused: the program has not run.
     Refused,
 }
 
-/// What all processes have in common.
+/// The parts that all processes share.
 #[derive(Debug)]
 pub struct Common {
     file: OwnedFd,
-    /// Where the monitor sees it.
+    /// The address of the shared memory in the monitor.
     window: usize,
     memory: RawFd,
     secret: [u32; 2],
-    /// Where the C library has the host write which processor a thread is on, which ends with its memory.
+    /// The address at which the host writes the number of a thread's processor for the C library.
+    /// It ends with the monitor's memory.
     rseq: u64,
 }
 
 impl Common {
-    /// For so many processes, which map this file, the guest's memory.
+    /// Makes the shared memory for so many processes, which map this file, the guest's memory.
     ///
     /// # Errors
     /// If the host refuses the memory.
@@ -279,7 +285,7 @@ impl Common {
         if file < 0 {
             return Err(Error::system("make memory for programs' processes"));
         }
-        // SAFETY: The descriptor was made above and belongs to nobody else.
+        // SAFETY: The descriptor was made above and has no other owner.
         let file = unsafe { OwnedFd::from_raw_fd(file) };
         let rights = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: The first takes a descriptor and a number; the second makes a new mapping where the host likes.
@@ -314,21 +320,21 @@ impl Common {
     }
 }
 
-/// One of them.
+/// A process for programs.
 #[derive(Debug)]
 pub struct Stub {
     process: OwnedFd,
     listener: OwnedFd,
-    /// The report that waits for an answer.
+    /// The identifier of the report that waits for an answer.
     report: u64,
-    /// Where the monitor sees what is shared.
+    /// The address of the process's shared memory in the monitor.
     area: usize,
-    /// Signals' frames look like this, and are there.
+    /// A signal's frame as the host makes it, and its address.
     frame: Frame,
     frame_at: u64,
     /// The host's note in the floating-point registers' area.
     note: [u8; HEADER - NOTE],
-    /// The area's length.
+    /// The length of that area.
     extended: usize,
     features: u64,
     control_mask: u32,
@@ -336,10 +342,10 @@ pub struct Stub {
 }
 
 impl Stub {
-    /// Starts it. What it has of the monitor's is gone when this is done.
+    /// Starts the process, and has it give up the monitor's memory and files.
     ///
     /// # Errors
-    /// If the host does not have what it needs.
+    /// If the host lacks something that the process needs.
     pub fn start(common: &Common, index: usize) -> Result<Self> {
         let area = common.area(index);
         let program = filter::program(&places(), common.secret);
@@ -373,14 +379,15 @@ impl Stub {
         ptr::with_exposed_provenance_mut(self.area)
     }
 
-    /// Where the monitor sees an address of what is shared, if there are so many bytes.
+    /// Returns the monitor's address for an address in the shared memory, if there are so many
+    /// bytes.
     fn shared<T>(&self, address: u64, length: usize) -> Option<*mut T> {
         let offset = address.checked_sub(STUB_STATE)?;
         let fits = offset < STUB_STATE_SIZE && length as u64 <= STUB_STATE_SIZE - offset;
         fits.then(|| ptr::with_exposed_provenance_mut(self.area + offset as usize))
     }
 
-    /// What the first signal looks like: no program has run yet.
+    /// Reads the layout of the first signal. No program has run yet.
     fn learn(&mut self) -> Result<()> {
         let strange = || Error::host("the host's signals do not look as expected (--isolation=process)");
         // SAFETY: The area is mapped for as long as the monitor lives, and the process waits.
@@ -410,7 +417,7 @@ impl Stub {
         Ok(())
     }
 
-    /// Has it close and unmap all but what is its own.
+    /// Has the process close and unmap everything that is not its own.
     fn leave_the_monitor(&mut self, common: &Common) -> Result<()> {
         let memory = common.memory as u64;
         let close = |first: u64, last: u64| {
@@ -432,7 +439,7 @@ impl Stub {
             .hint("a host whose vDSO is sealed (MSEAL_SYSTEM_MAPPINGS) is not known to --isolation=process"))
     }
 
-    /// Has orders carried out, and waits. Says whether none was refused.
+    /// Has orders carried out, and waits. Returns false if one was refused.
     ///
     /// # Errors
     /// If the process has ended.
@@ -448,8 +455,9 @@ impl Stub {
         Ok(true)
     }
 
-    /// Has orders carried out, and the program run, from the block's registers to the block's registers. The list of orders
-    /// is empty afterwards, unless the program was interrupted before it ran.
+    /// Has orders carried out and the program run, from the block's registers to the block's
+    /// registers. The list of orders is empty afterwards, unless the program was interrupted before
+    /// it ran.
     ///
     /// # Errors
     /// If the process has ended.
@@ -461,7 +469,7 @@ impl Stub {
         }
         orders.drain(..many);
         RUNNING.store(self.process.as_raw_fd(), Ordering::SeqCst);
-        // Whoever sets this from now on interrupts the process, now or as soon as it runs.
+        // From now on a signal interrupts the process, at once or as soon as it runs.
         if crate::machine::pending().load(Ordering::SeqCst) != 0 && block.flags.get() & IF != 0 {
             RUNNING.store(-1, Ordering::SeqCst);
             return Ok(Stop::Interrupted);
@@ -474,7 +482,7 @@ impl Stub {
         Ok(self.take(block))
     }
 
-    /// Nothing of a program is left in what is shared.
+    /// Clears the shared memory of all that a program has left there.
     pub fn wipe(&mut self) {
         // SAFETY: The area is mapped for as long as the monitor lives, and the process waits; it needs nothing from it but
         // what an answer writes.
@@ -483,7 +491,7 @@ impl Stub {
         }
     }
 
-    /// The registers that the program goes on with.
+    /// Writes the registers with which the program goes on.
     fn give(&mut self, block: &Block) {
         for (from, index) in block.registers.general.iter().zip(ORDER) {
             self.frame.registers[index as usize] = from.get().cast_signed();
@@ -511,7 +519,8 @@ impl Stub {
         }
     }
 
-    /// What the program has stopped with. It may have written all of it itself.
+    /// Reads the program's registers and the reason for its stop. The program may have written all
+    /// of them itself.
     fn take(&mut self, block: &Block) -> Stop {
         let extended = self.frame.extended - STUB_STATE;
         let from: *const u8 = ptr::with_exposed_provenance(self.area + extended as usize);
@@ -561,7 +570,7 @@ impl Stub {
         })
     }
 
-    /// What the host says about the signal is behind the frame.
+    /// Reads the signal's information after the frame.
     fn said(&self, offset: usize) -> Option<u32> {
         let at = self.shared::<u32>(self.frame_at + (size_of::<Frame>() + offset) as u64, 4);
         // SAFETY: It lies in the area, which is mapped for as long as the monitor lives.
@@ -591,7 +600,7 @@ impl Stub {
         if sent == 0 { Ok(()) } else { Err(gone()) }
     }
 
-    /// Waits for its report.
+    /// Waits for the report.
     fn wait(&mut self) -> Result<()> {
         loop {
             // SAFETY: All zeros are what the host wants of the structure, which it then fills.
@@ -612,7 +621,7 @@ impl Stub {
     }
 }
 
-/// Where this thread's area for restartable sequences is, if the C library has one.
+/// Returns the address of this thread's area for restartable sequences, if the C library has one.
 fn rseq() -> u64 {
     // SAFETY: It looks up a symbol, which is a number of this type.
     let offset = unsafe {
@@ -628,13 +637,13 @@ fn gone() -> Error {
     Error::host(signal::how_child_has_ended())
 }
 
-/// An order.
+/// Makes an order to unmap a range.
 #[must_use]
 pub fn unmap(address: u64, length: u64) -> Order {
     [libc::SYS_munmap as u64, address, length, 0, 0, 0, 0]
 }
 
-/// Bases that no instruction could set are not given to one.
+/// Returns a base, or 0 if no instruction could set it.
 fn canonical(base: u64) -> u64 {
     if base >> 47 == 0 || base >> 47 == (1 << 17) - 1 { base } else { 0 }
 }
@@ -667,7 +676,7 @@ fn spawn(common: &Common, index: usize, program: &[libc::sock_filter]) -> Result
     Ok(unsafe { OwnedFd::from_raw_fd(process) })
 }
 
-/// The number of the listener that the process has made, once it has. Descriptors are still common.
+/// Returns the listener that the process has made. Both processes still share their descriptors.
 fn listener(area: usize, process: &OwnedFd) -> Result<OwnedFd> {
     let state: *mut State = ptr::with_exposed_provenance_mut(area);
     loop {
@@ -698,10 +707,10 @@ fn listener(area: usize, process: &OwnedFd) -> Result<OwnedFd> {
     }
 }
 
-/// In the child.
+/// Turns the new process into a program's process.
 ///
 /// # Safety
-/// It must be a process of its own, with signals off.
+/// The process must have no other thread, and signals must be off.
 unsafe fn become_stub(common: &Common, index: usize, program: &[libc::sock_filter], parent: i32) -> ! {
     let state: *mut State = ptr::with_exposed_provenance_mut(common.area(index));
     // SAFETY: The area is mapped.
@@ -722,7 +731,7 @@ unsafe fn become_stub(common: &Common, index: usize, program: &[libc::sock_filte
     }
 }
 
-/// Everything but what it is told by orders. Gives its listener.
+/// Prepares everything that needs no orders. Returns the listener's descriptor.
 ///
 /// # Safety
 /// As for [`become_stub`].
@@ -747,7 +756,7 @@ unsafe fn prepare_stub(
         map_own(common, index)?;
         const UNREGISTER: u64 = 1;
         const SIGNATURE: u64 = 0x5305_3053;
-        // Only with the length that it was registered with.
+        // The area can be unregistered only with its registered length.
         for length in (20..=256).step_by(4) {
             libc::syscall(libc::SYS_rseq, common.rseq, length as u64, UNREGISTER, SIGNATURE);
         }
@@ -785,7 +794,7 @@ unsafe fn prepare_stub(
     }
 }
 
-/// Maps its code and what it shares.
+/// Maps the code and the shared memory.
 ///
 /// # Safety
 /// As for [`become_stub`].

@@ -1,4 +1,4 @@
-//! System calls of programs, and the rewriting of the places that make them.
+//! System calls of programs, and the rewriting of their sites.
 
 use super::{Machine, VISIBLE};
 use crate::{
@@ -10,7 +10,7 @@ use crate::{
 };
 
 impl Machine {
-    /// A program's system call.
+    /// Takes a program's system call to the kernel.
     pub fn system_call(&mut self) {
         const LENGTH: u64 = 2;
         self.counters.system_calls += 1;
@@ -24,7 +24,7 @@ impl Machine {
         self.set_flags(flags & !self.vcpu.syscall_mask);
     }
 
-    /// Has a site rewritten if it is worth it, and a program cannot write there.
+    /// Rewrites a site after enough traps, if the program cannot write there.
     fn rewrite(&mut self, site: u64) {
         let mask = VISIBLE | IF;
         let is_stepped = self.block().registers.rflags.get() & TRAP != 0;
@@ -48,7 +48,8 @@ impl Machine {
         }
     }
 
-    /// An instruction that there is not: if it lies below the jump of a rewritten site, the program goes on where it would have.
+    /// Answers an undefined instruction below the jump of a rewritten site: the program goes on
+    /// where it would have. Returns true if that was the case.
     pub fn resume_below_a_jump(&mut self) -> bool {
         let registers = &self.block().registers;
         let copies = self.resident.copies.as_mut().filter(|_| layout::is_user(registers.rip.get()));
@@ -59,8 +60,9 @@ impl Machine {
         found.is_some()
     }
 
-    /// The kernel goes back to a program. If that is stepped, it gets its own code at the next instruction, not a copy with
-    /// rewritten system calls: in what stands for these it must not be trapped.
+    /// Gives a stepped program its own code at the next instruction, not a patched copy, when the
+    /// kernel goes back to it. The program must not be trapped in the code that replaces a system
+    /// call.
     pub(crate) fn show_stepped_code(&mut self) {
         const LONGEST: u64 = 15;
         let registers = &self.block().registers;
@@ -74,7 +76,8 @@ impl Machine {
         }
     }
 
-    /// Something waits, and the guest is on its way back from a system call behind its look at that: it is back.
+    /// Completes the return from a system call. An interrupt waits, and the guest has already
+    /// checked for one.
     pub fn finish_return(&mut self) {
         if self.code.returning.contains(&self.block().registers.rip.get()) {
             self.block().registers.general[block::RSP].set(self.block().scratch.get());
@@ -82,7 +85,7 @@ impl Machine {
         }
     }
 
-    /// What the guest is to see of its instruction pointer.
+    /// Returns the instruction pointer that the guest is to see.
     pub(crate) fn visible(&self, rip: u64) -> u64 {
         match (self.placement.per_space(), &self.resident.copies) {
             (Some(space), _) if space.is_first() => space.visible(rip),

@@ -4,7 +4,7 @@ use super::Machine;
 use crate::gdb::Debugger;
 
 impl Machine {
-    /// Lets the debugger do something with the machine. It is apart from it meanwhile.
+    /// Lets the debugger work on the machine, which does not contain the debugger meanwhile.
     fn debug<T>(&mut self, what: impl FnOnce(&mut Debugger, &mut Self) -> T) -> Option<T> {
         let mut debugger = self.debugger.take()?;
         let done = what(&mut debugger, self);
@@ -12,39 +12,39 @@ impl Machine {
         Some(done)
     }
 
-    /// Whether gdb wants the machine to stop.
+    /// Returns true if gdb wants the machine to stop.
     #[must_use]
     pub fn is_debugger_wanted(&self) -> bool {
         self.debugger.as_ref().is_some_and(|debugger| debugger.is_wanted())
     }
 
-    /// Stops for gdb, if it wants that.
+    /// Stops for gdb if gdb wants that.
     pub fn attend_debugger(&mut self) {
         if self.is_debugger_wanted() {
             self.debug(Debugger::attend);
         }
     }
 
-    /// Whether interrupts have to wait, for one instruction is to be executed and nothing else.
+    /// Returns true if interrupts have to wait because gdb steps one instruction.
     #[must_use]
     pub fn is_stepping(&self) -> bool {
         self.debugger.as_ref().is_some_and(|debugger| debugger.holds_interrupts())
     }
 
-    /// Whether there is a breakpoint of gdb's.
+    /// Returns true if gdb has a breakpoint at an address.
     #[must_use]
     pub fn has_breakpoint(&self, at: u64) -> bool {
         self.debugger.as_ref().is_some_and(|debugger| debugger.has_breakpoint(at))
     }
 
-    /// A step has led somewhere else.
+    /// Ends the wait of interrupts: a step has led somewhere else.
     pub fn step_was_left(&mut self) {
         if let Some(debugger) = &mut self.debugger {
             debugger.release_interrupts();
         }
     }
 
-    /// The guest has executed INT3. Says whether it was gdb's.
+    /// Answers INT3. Returns true if it was a breakpoint of gdb.
     pub fn breakpoint(&mut self) -> bool {
         let at = self.block().registers.rip.get().wrapping_sub(1);
         if !self.has_breakpoint(at) {

@@ -1,4 +1,4 @@
-//! Does what sensitive instructions do.
+//! Emulation of sensitive instructions.
 
 use std::arch::x86_64::_rdtsc;
 
@@ -15,18 +15,19 @@ use crate::{
     vcpu::{CR4_GLOBAL, Table, USER_CODE, USER_CODE_32, USER_STACK},
 };
 
-/// The model-specific register that says where the local interrupt controller is.
+/// The model-specific register with the address of the local interrupt controller.
 const CONTROLLER_BASE: u32 = 0x1B;
-/// The one that says when its timer strikes.
+/// The model-specific register with the deadline of the controller's timer.
 const DEADLINE: u32 = 0x6E0;
-/// Those that the processor has, and the block: the time stamp counter, EFER, what system calls load, the bases of FS and GS.
+/// Registers that the processor and the block have: the time stamp counter, EFER, the selectors and
+/// address of system calls, the bases of FS and GS.
 const KNOWN_REGISTERS: [u32; 8] =
     [0x10, 0xC000_0080, 0xC000_0081, 0xC000_0082, 0xC000_0084, 0xC000_0100, 0xC000_0101, 0xC000_0102];
-/// Bits of CR3 that are no address.
+/// The bit of CR3 that keeps translations.
 const NO_FLUSH: u64 = 1 << 63;
 
-/// Refuses to return to a program where the processor would: with selectors of no program's code or stack, or outside of
-/// all addresses.
+/// Refuses a return to a program where the processor would: with selectors of no program's code or
+/// stack, or outside all addresses.
 fn check_return(rip: u64, segments: Segments) -> Done {
     const HIGHEST: u64 = (1 << 17) - 1;
     let wrong = |selector: u16| Exception { error: Some(u32::from(selector & !3)), ..Exception::PROTECTION };
@@ -44,7 +45,7 @@ fn check_return(rip: u64, segments: Segments) -> Done {
 }
 
 impl Machine {
-    /// Does what an instruction does; the guest's instruction pointer is already behind it.
+    /// Emulates an instruction. The guest's instruction pointer already points after it.
     ///
     /// # Errors
     /// The exception that the guest gets for it.
@@ -117,7 +118,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Whether it takes what only the first process has, if address spaces have processes.
+    /// Returns true if an instruction needs devices, which only the first of several address-space
+    /// processes has.
     fn is_for_the_first(&self, instruction: &Instruction) -> bool {
         match Kind::of(instruction) {
             Some(Kind::Hlt | Kind::Mwait | Kind::In | Kind::Out | Kind::Ins | Kind::Outs) => true,
@@ -140,7 +142,7 @@ impl Machine {
         self.write(self.address(instruction), &bytes)
     }
 
-    /// A descriptor's two halves.
+    /// Reads both halves of a descriptor.
     fn descriptor(&self, selector: u16) -> Result<[u64; 2], Exception> {
         let at = u64::from(selector & !7);
         if selector & 4 != 0 || at == 0 || at + 7 > u64::from(self.vcpu.gdt.limit) {
@@ -158,7 +160,8 @@ impl Machine {
         Ok(())
     }
 
-    /// LSL and LAR: a limit, or rights, and whether there is such a descriptor.
+    /// Emulates LSL and LAR: loads a limit or rights, and says in the zero flag if there is such a
+    /// descriptor.
     fn load_limit_or_rights(&mut self, instruction: &Instruction) -> Done {
         const ZERO: u64 = 1 << 6;
         let selector = self.get(instruction, 1)? as u16;
@@ -227,7 +230,7 @@ impl Machine {
         Ok(())
     }
 
-    /// SYSRET.
+    /// Emulates SYSRET.
     pub fn system_return(&mut self) {
         let general = &self.block().registers.general;
         self.block().registers.rip.set(general[block::RCX].get());
@@ -245,7 +248,8 @@ impl Machine {
         }
     }
 
-    /// Sleeps until this processor is started again. When all of them sleep so, the machine has halted.
+    /// Sleeps until this processor is started again. The machine has halted when all processors
+    /// sleep so.
     fn park(&mut self, one: Processor) {
         let rip = self.block().registers.rip.get();
         one.park();
@@ -293,7 +297,7 @@ impl Machine {
         general[block::RDX].set(leaf[3].into());
     }
 
-    /// XSETBV: the host has chosen, and a guest that wants less of it is content.
+    /// Emulates XSETBV. The host has chosen the states already, so fewer of them change nothing.
     fn set_extended(&mut self) -> Done {
         let (index, value) = (self.block().registers.general[block::RCX].get() as u32, self.pair());
         if index != 0 || value & !cpuid::extended_states() != 0 {
@@ -410,7 +414,7 @@ impl Machine {
         Ok(())
     }
 
-    /// What was written may have raised an interrupt, or ended the machine.
+    /// Answers a write to a device: it may have raised an interrupt, or ended the machine.
     pub(super) fn check_devices(&mut self) {
         if self.has_interrupt() {
             crate::machine::pending().store(1, std::sync::atomic::Ordering::Release);
@@ -437,7 +441,7 @@ mod tests {
     use super::*;
     use crate::{layout::DIRECT_MAP, machine::tests::with_machine, mmu::Privilege};
 
-    /// Does what instructions do, one after the other.
+    /// Emulates instructions one after the other.
     fn emulate(machine: &mut Machine, code: &[u8]) {
         for instruction in &mut Decoder::with_ip(64, code, DIRECT_MAP + 0x1000, DecoderOptions::NONE) {
             machine.block().registers.rip.set(instruction.next_ip());

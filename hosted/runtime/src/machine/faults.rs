@@ -10,11 +10,12 @@ use crate::{
     smp::apic,
 };
 
-/// Pages mapped beside the one that was missing, at most, to each side.
+/// The largest number of pages mapped to each side of a missing one.
 const NEIGHBOURS: u64 = 64;
 
 impl Machine {
-    /// An address that is not mapped, or not so: maps what the guest's page tables have there, or gives it the fault.
+    /// Answers a fault at an address: maps the page that the guest's page tables have there, or
+    /// gives the guest the fault.
     pub fn page_fault(&mut self, address: u64, code: u64) {
         let access = match code {
             _ if code & 16 != 0 => Access::Execute,
@@ -48,20 +49,22 @@ impl Machine {
         }
     }
 
-    /// Whether the kernel writes to a page by its direct map, which was only forbidden for a copy's sake.
+    /// Returns true if the kernel writes to a page by its direct map, and only a patched copy
+    /// forbade that.
     fn is_for_a_copy(&mut self, address: u64, access: Access) -> bool {
         let physical = self.memory.direct(address).filter(|_| access == Access::Write);
         let (Some(physical), Some(copies)) = (physical, &mut self.resident.copies) else { return false };
         copies.written(&self.memory, physical)
     }
 
-    /// Whether a program could have this address if its kernel said so.
+    /// Returns true if the kernel could give this address to a program.
     fn may_belong_to_program(&self, address: u64) -> bool {
         const ANYWHERE: std::ops::Range<u64> = layout::USER_START..layout::USER_END;
         !ANYWHERE.contains(&address) || layout::is_user(address) && self.memory.direct(address).is_none()
     }
 
-    /// Whether all of these addresses may be a program's: neither the kernel's memory nor what the monitor has among them.
+    /// Returns true if all of these addresses may be a program's. None belongs to the kernel's
+    /// memory or the monitor.
     #[must_use]
     pub fn are_program_addresses(&self, address: u64, length: u64) -> bool {
         let Some(last) = address.checked_add(length.saturating_sub(1)) else { return false };
@@ -70,8 +73,8 @@ impl Machine {
         [below, above].iter().any(|range| range.contains(&address) && range.contains(&last))
     }
 
-    /// Whether the kernel uses a page of a program's, that runs in another process, for the first time since the address space
-    /// was changed. Mapping it is only worth it for more.
+    /// Returns true if the kernel uses a page of an isolated program for the first time since the
+    /// address space was changed. A mapping pays only for more uses.
     fn is_a_single_use(&mut self, address: u64) -> bool {
         let is_kernel = self.privilege() == Privilege::Kernel && layout::is_user(address);
         match self.placement.isolated_mut() {
@@ -87,7 +90,8 @@ impl Machine {
                 return Err(Exception::PROTECTION);
             }
             if address < layout::USER_END {
-                // A program's address that its process cannot have: the kernel takes this fault as one of the program's memory.
+                // It is a program's address that its process cannot have. The kernel takes this
+                // fault as a fault of the program's memory.
                 return Err(Exception::page(0, layout::USER_END));
             }
             let why = format!("the guest cannot have the address {address:#x}");
@@ -108,7 +112,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Maps what a page that the guest translates leads to before it is used, if it leads to memory.
+    /// Maps the page at an address before its use, if the guest's tables lead to memory.
     pub(crate) fn fill_ahead(&mut self, address: u64, access: Access) {
         if !layout::is_translated(address) || self.memory.direct(address).is_some() {
             return;
@@ -143,7 +147,7 @@ impl Machine {
         self.place(start, length, from, rights);
     }
 
-    /// Maps a range, and keeps account of it.
+    /// Maps a range, and records the mapping.
     pub(crate) fn place(&mut self, start: u64, length: u64, physical: u64, rights: Rights) {
         self.map(start, length, physical, rights);
         let by_program = layout::is_user(start);
@@ -160,7 +164,7 @@ impl Machine {
         }
     }
 
-    /// Does an access to a device's registers in memory, which is not mapped for that.
+    /// Emulates an access to a device's registers in memory. They are never mapped.
     pub(crate) fn touch_device(&mut self, physical: u64) -> Result<(), Exception> {
         if self.ask_first_process(Request::Access(physical)) {
             return Ok(());

@@ -1,4 +1,4 @@
-//! Interrupts and exceptions: what waits for the guest, and its delivery.
+//! Interrupts and exceptions: their sources and their delivery.
 
 use std::sync::atomic::Ordering;
 
@@ -15,8 +15,9 @@ use crate::{
 };
 
 impl Machine {
-    /// An interrupt may come between a slot's naming the exit and its jump to the monitor, and whatever handles it will use
-    /// others: the name has to be written again afterwards.
+    /// Moves the guest back before the instruction that names an exit, if an interrupt came between
+    /// that and the jump to the monitor. The interrupt's handler uses other exits, so the name must
+    /// be written again.
     pub fn restart_exit(&mut self) {
         let registers = &self.block().registers;
         if self.code.is_exit_jump(registers.rip.get()) {
@@ -24,7 +25,7 @@ impl Machine {
         }
     }
 
-    /// Looks at the devices, and delivers an interrupt if there is one and the guest takes it.
+    /// Polls the devices, and delivers an interrupt if there is one and the guest takes it.
     pub fn service(&mut self) {
         if self.ask_first_process(Request::Service) {
             return;
@@ -32,7 +33,7 @@ impl Machine {
         pending().store(0, Ordering::Release);
         self.attend_debugger();
         if self.is_stepping() {
-            // Interrupts come when the step is over.
+            // Interrupts come after the step.
             return;
         }
         self.attend();
@@ -55,7 +56,7 @@ impl Machine {
         }
     }
 
-    /// Looks at what waits, and delivers an interrupt if the guest takes it.
+    /// Answers calls, and delivers a waiting interrupt if the guest takes it.
     pub fn deliver_pending(&mut self) {
         self.attend();
         if self.interruptible() && pending().load(Ordering::Acquire) != 0 {
@@ -63,20 +64,23 @@ impl Machine {
         }
     }
 
-    /// The vector of the interrupt that is delivered now.
+    /// Returns the vector of the interrupt that is delivered now.
     fn acknowledge(&mut self) -> Option<u8> {
         let vector = self.apic_mut().and_then(Apic::acknowledge);
         vector.or_else(|| self.devices.acknowledge())
     }
 
-    /// Whether an interrupt waits.
+    /// Returns true if an interrupt waits.
     #[must_use]
     pub fn has_interrupt(&self) -> bool {
         self.devices.has_interrupt() || self.apic().is_some_and(Apic::has_interrupt)
     }
 
-    /// Looks at what does not wait until the guest takes interrupts. Another processor may have called: it has a question for the
-    /// first one, or has reset this one, which waits to be started, then. Or the machine has to end.
+    /// Answers events that do not wait until the guest takes interrupts:
+    ///
+    /// - Another processor has called. It asks the first one for a device, or it has reset this
+    ///   one, which then waits to be started.
+    /// - The machine must end.
     pub fn attend(&mut self) {
         if self.ask_first_process(Request::Service) {
             return;
@@ -103,7 +107,7 @@ impl Machine {
         }
     }
 
-    /// This processor, which is not the first, begins where the first wants it to.
+    /// Begins at the place that the first processor has chosen. This processor is another one.
     fn begin(&mut self) {
         self.drop_all();
         if let Some(local) = &mut self.local {
@@ -170,8 +174,8 @@ impl Machine {
         Ok(())
     }
 
-    /// A program has executed INT with this number, and the host has taken it for a system call of its own: does what the
-    /// guest's processor would.
+    /// Does for INT with this number what the guest's processor would do. The host has taken it for
+    /// a system call of its own.
     pub fn software_interrupt(&mut self, vector: u8) {
         const LENGTH: u64 = 2;
         let gate = self.read_long(self.vcpu.idt.base.wrapping_add(u64::from(vector) * 16)).unwrap_or(0);
@@ -181,16 +185,16 @@ impl Machine {
         }
         let rip = &self.block().registers.rip;
         rip.set(rip.get().wrapping_sub(LENGTH));
-        // The gate's number, and that it is one of the table of gates.
+        // The gate's number, and the bit for the table of gates.
         self.inject(Exception { error: Some(u32::from(vector) * 8 + 2), ..Exception::PROTECTION });
     }
 
-    /// A program was trapped: after an instruction, for it is stepped, or by INT1.
+    /// Answers a trap of a program: after a stepped instruction, or by INT1.
     pub fn debug_trap(&mut self, is_step: bool) {
         let rip = self.block().registers.rip.get();
         let visible = self.visible(rip);
         if is_step && visible != rip {
-            // It has made the jump of a rewritten site, which it has not got.
+            // The program has made the jump of a rewritten site. The jump is not in its own code.
             self.block().registers.rip.set(visible);
             return self.show_stepped_code();
         }

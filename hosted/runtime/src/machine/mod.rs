@@ -1,4 +1,4 @@
-//! The machine: a processor, its memory and its devices, and what it does when the guest is left.
+//! The machine: a processor, its memory and its devices, and the answers to the guest's exits.
 
 mod calls;
 mod debugging;
@@ -43,35 +43,36 @@ use crate::{
 pub use resident::Resident;
 use retry::Faulted;
 
-/// The process' exit status after the guest has asked for a reset, as it does after a panic.
+/// The exit status of the process after the guest has asked for a reset, as it does after a panic.
 pub const RESET_STATUS: i32 = 10;
-/// The process' exit status if the guest cannot go on.
+/// The exit status of the process if the guest cannot go on.
 pub const BROKEN_STATUS: i32 = 11;
 
-/// The only one of this process. Code that the guest is left for finds it by [`Turn::take`].
+/// The only machine of this process. Code that runs after an exit finds the machine by
+/// [`Turn::take`].
 static MACHINE: AtomicPtr<Machine> = AtomicPtr::new(ptr::null_mut());
 /// Set while the monitor uses the machine.
 static IN_USE: AtomicBool = AtomicBool::new(false);
-/// The process' home, if it is one, for handlers of signals that interrupt the monitor.
+/// This process, if it is an address-space process, for handlers of signals that interrupt the
+/// monitor.
 static SPACE_PROCESS: OnceLock<SpaceProcess> = OnceLock::new();
 
-/// How the machine has ended.
+/// The end of the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
     /// The guest halted with interrupts off.
     Halted,
     /// The guest asked for a reset.
     Reset,
-    /// The guest did something that nobody can go on from.
+    /// The guest cannot go on.
     Broken,
-    /// Somebody at the terminal ended it.
+    /// A person at the terminal, a debugger or a signal ended the machine.
     Ended,
 }
 
 /// An exception that the guest gets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Exception {
-    /// Its vector.
     pub vector: u8,
     /// Its error code, if it has one.
     pub error: Option<u32>,
@@ -80,19 +81,19 @@ pub struct Exception {
 }
 
 impl Exception {
-    /// An instruction that does not exist.
+    /// The exception for an instruction that does not exist.
     pub const UNDEFINED: Self = Self { vector: 6, error: None, address: None };
-    /// Something that is not allowed.
+    /// The exception for a violation of protection.
     pub const PROTECTION: Self = Self { vector: 13, error: Some(0), address: None };
 
-    /// A page fault.
+    /// Makes a page fault.
     #[must_use]
     pub fn page(error: u32, address: u64) -> Self {
         Self { vector: 14, error: Some(error), address: Some(address) }
     }
 }
 
-/// What has been counted.
+/// Events that are counted.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Counters {
     /// Slots that left the guest.
@@ -103,19 +104,18 @@ pub struct Counters {
     pub faults: u64,
     /// System calls of programs.
     pub system_calls: u64,
-    /// Interrupts delivered.
     pub interrupts: u64,
     /// Changes of the address space.
     pub switches: u64,
     /// Instructions recognized by their trap, not by their slot.
     pub trapped: u64,
-    /// Traps in place of what uses a program's memory.
+    /// Traps in place of instructions that use a program's memory.
     pub user_accesses: u64,
     /// Uses of an address that is not a program's.
     pub refused: u64,
 }
 
-/// The parts of the machine that the processes of one processor have in common, besides the block.
+/// The parts of the machine that the processes of one processor share, besides the block.
 #[derive(Debug)]
 pub struct State {
     vcpu: Common<Vcpu>,
@@ -124,7 +124,7 @@ pub struct State {
 }
 
 impl State {
-    /// Maps the state. Processes that are made afterwards have it in common.
+    /// Maps the state. Processes made afterwards share it.
     ///
     /// # Errors
     /// If the host refuses the memory.
@@ -143,7 +143,8 @@ impl State {
     }
 }
 
-/// Addresses in the kernel's code that the monitor has put there. The addresses of exit jumps are in order.
+/// The addresses in the kernel's code at which the monitor has put something. The addresses of exit
+/// jumps are in order.
 #[derive(Debug, Default)]
 pub struct LoadedCode {
     exits: Vec<Exit>,
@@ -197,7 +198,7 @@ impl LocalProcessor {
 pub struct Machine {
     /// The processor, except for its registers in the block.
     vcpu: Common<Vcpu>,
-    /// Values of model-specific registers without effect, as the guest has written them.
+    /// The values that the guest has written to model-specific registers without effect.
     other_registers: HashMap<u32, u64>,
     memory: Memory,
     devices: Bus,
@@ -215,7 +216,7 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// Puts a machine together. It has one processor and no debugger.
+    /// Puts together a machine with one processor and no debugger.
     #[must_use]
     pub fn new(
         state: State,
@@ -248,7 +249,6 @@ impl Machine {
         Self { local, ..self }
     }
 
-    /// Adds a debugger.
     #[must_use]
     pub fn with_debugger(self, debugger: Option<Debugger>) -> Self {
         Self { debugger, ..self }
@@ -299,7 +299,7 @@ impl Machine {
         }
     }
 
-    /// Gives the terminal back as it was.
+    /// Restores the terminal.
     pub fn restore_terminal(&mut self) {
         self.devices.restore();
     }
@@ -316,13 +316,13 @@ impl Machine {
         block::get()
     }
 
-    /// Whether a program runs, or the kernel.
+    /// Returns the privilege of the code that runs: a program or the kernel.
     #[must_use]
     pub fn privilege(&self) -> Privilege {
         if self.block().segments.get().cs & 3 == 3 { Privilege::User } else { Privilege::Kernel }
     }
 
-    /// Lets the guest run. Comes back never: the process ends when the machine does.
+    /// Lets the guest run. The function never returns: the process ends when the machine does.
     pub fn run(self) -> ! {
         let space = self.placement.per_space();
         if let Some(space) = space {
@@ -346,7 +346,7 @@ impl Machine {
         unreachable!("the guest does not return");
     }
 
-    /// Says why, gives the terminal back, and ends the process.
+    /// Prints the reason, restores the terminal, and ends the process.
     pub fn end(&mut self, how: End, why: &str) -> ! {
         if let Some(space) = self.placement.per_space().filter(|space| !space.is_first()) {
             loop {
@@ -377,13 +377,14 @@ impl Machine {
         })
     }
 
-    /// Describes the processor's state for people.
+    /// Describes the processor's state for a message.
     #[must_use]
     pub fn describe(&self) -> String {
         format!("{} cr3 {:#x}", describe(self.block()), self.vcpu.cr3)
     }
 
-    /// The page tables that an address is looked up in: those of the kernel's low addresses are not in programs' tables.
+    /// Returns the page tables for an address. The kernel's low addresses are not in programs'
+    /// tables.
     fn root(&self, address: u64) -> u64 {
         if (layout::FIXMAP..layout::DIRECT_MAP).contains(&address) {
             self.code.kernel_root
@@ -392,10 +393,10 @@ impl Machine {
         }
     }
 
-    /// Translates for the guest.
+    /// Translates an address for the guest.
     ///
     /// # Errors
-    /// The fault that it gets.
+    /// The fault that the guest gets.
     pub fn translate(
         &self,
         address: u64,
@@ -410,10 +411,10 @@ impl Machine {
             .map_err(|error| Exception::page(error, address))
     }
 
-    /// Reads what the kernel sees at an address.
+    /// Reads memory at an address of the kernel.
     ///
     /// # Errors
-    /// The fault that it gets.
+    /// The fault that the guest gets.
     pub fn read(&self, address: u64, into: &mut [u8]) -> Result<(), Exception> {
         let mut done = 0;
         while done < into.len() {
@@ -427,10 +428,10 @@ impl Machine {
         Ok(())
     }
 
-    /// Writes what the kernel sees at an address.
+    /// Writes memory at an address of the kernel.
     ///
     /// # Errors
-    /// The fault that it gets.
+    /// The fault that the guest gets.
     pub fn write(&self, address: u64, bytes: &[u8]) -> Result<(), Exception> {
         let mut done = 0;
         while done < bytes.len() {
@@ -444,7 +445,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Reads a number.
+    /// Reads a number of 64 bits.
     ///
     /// # Errors
     /// The fault that the guest gets.
@@ -454,32 +455,32 @@ impl Machine {
         Ok(u64::from_le_bytes(bytes))
     }
 
-    /// The flags as the guest knows them.
+    /// Returns the flags as the guest knows them.
     #[must_use]
     pub fn flags(&self) -> u64 {
         flags(self.block())
     }
 
-    /// Sets the flags as the guest knows them. Segments have to be set before.
+    /// Sets the flags as the guest knows them. The segments must be set before.
     pub fn set_flags(&mut self, flags: u64) {
         let block = self.block();
         block.registers.rflags.set(flags & visible_flags(block) | 2 | IF);
         block.flags.set(2 | flags & IF);
     }
 
-    /// Whether the guest takes interrupts.
+    /// Returns true if the guest takes interrupts.
     #[must_use]
     pub fn interruptible(&self) -> bool {
         self.block().flags.get() & IF != 0
     }
 
-    /// Whether a program is to run now, in another process.
+    /// Returns true if a program is to run now, in another process.
     #[must_use]
     pub fn is_program_elsewhere(&self) -> bool {
         self.placement.isolated().is_some() && self.privilege() == Privilege::User
     }
 
-    /// Lets programs run in their processes until the guest's kernel has to.
+    /// Runs programs in their processes until the guest's kernel must run.
     pub fn run_programs(&mut self) {
         while self.is_program_elsewhere() {
             if pending().load(Ordering::Acquire) != 0 && self.interruptible() {
@@ -524,10 +525,10 @@ impl Machine {
     }
 }
 
-/// Flags that a process can have, and that mean the same in it, for programs and the kernel.
+/// The flags that a process can have, and that mean the same there for programs and the kernel.
 pub const VISIBLE: u64 = 0x24_0CD5;
 
-/// The block's byte.
+/// Returns the block's byte for waiting interrupts.
 #[must_use]
 pub fn pending() -> &'static AtomicU8 {
     &block::get().pending
@@ -538,23 +539,25 @@ pub(crate) fn is_there() -> bool {
     !MACHINE.load(Ordering::Acquire).is_null()
 }
 
-/// Returns this process' home, if address spaces have processes and this one is there for one of them.
+/// Returns this process, if it is an address-space process.
 #[must_use]
 pub fn space_process() -> Option<SpaceProcess> {
     SPACE_PROCESS.get().copied()
 }
 
-/// The machine, while the guest does not run in this process. There is one at a time: whoever has it is the only one who uses the
-/// machine.
+/// The right to use the machine, while the guest does not run in this process. One exists at a
+/// time.
 #[derive(Debug)]
 pub struct Turn(NonNull<Machine>);
 
 impl Turn {
-    /// Takes the machine. `None` if there is none yet, or the monitor uses it already: then a signal has interrupted the monitor.
+    /// Takes the machine. Returns nothing if there is no machine yet, or if the monitor already
+    /// uses it. In the second case a signal has interrupted the monitor.
     #[must_use]
     pub fn take() -> Option<Self> {
         let machine = NonNull::new(MACHINE.load(Ordering::Acquire))?;
-        // The thread that runs the guest is the only one that comes here: an interruption leaves what it finds.
+        // Only the thread that runs the guest comes here, and an interruption leaves the flag as it
+        // finds it.
         if IN_USE.load(Ordering::Relaxed) {
             return None;
         }
@@ -562,7 +565,7 @@ impl Turn {
         Some(Self(machine))
     }
 
-    /// Takes the machine where only a bug keeps it from being there.
+    /// Takes the machine at a place where only a bug can make it unavailable.
     fn expect() -> Self {
         Self::take().unwrap_or_else(|| {
             eprintln!("mercury hosted: the guest was left while the monitor ran: this is a bug");
@@ -594,7 +597,8 @@ impl Drop for Turn {
     }
 }
 
-/// Returns the flags that mean the same in the process: a program may have more of them than a kernel.
+/// Returns the flags that mean the same in the process. A program may have more of them than a
+/// kernel.
 fn visible_flags(block: &Block) -> u64 {
     if block.segments.get().cs & 3 == 3 { VISIBLE | PROGRAMS_OWN } else { VISIBLE }
 }
@@ -622,7 +626,7 @@ pub(crate) fn describe(block: &Block) -> String {
     text
 }
 
-/// A slot has left the guest.
+/// Answers an exit by a slot.
 pub extern "C" fn handle_exit() {
     let mut machine = Turn::expect();
     machine.exit();
@@ -630,14 +634,14 @@ pub extern "C" fn handle_exit() {
     machine.go_on();
 }
 
-/// The guest's kernel goes on with a program, and was not left by a slot.
+/// Goes on with a program, after the guest's kernel has returned to it without a slot.
 pub extern "C" fn handle_program() {
     let mut machine = Turn::expect();
     machine.run_programs();
     machine.go_on();
 }
 
-/// Another processor has called, or something waits and the guest takes interrupts.
+/// Answers a call of another processor, or delivers an interrupt that the guest now takes.
 pub extern "C" fn handle_pending() {
     let mut machine = Turn::expect();
     machine.deliver_pending();
@@ -650,7 +654,8 @@ pub(crate) mod tests {
     use super::*;
     use crate::{block::Segments, devices::testing};
 
-    /// Lets a test use a machine that has a block, memory and nothing else, with a descriptor table at its beginning.
+    /// Gives a test a machine that has a block, memory and nothing else, with a descriptor table at
+    /// the memory's beginning.
     pub fn with_machine<T>(test: impl FnOnce(&mut Machine) -> T) -> T {
         testing::with_own_memory(|memory| {
             block::tests::ensure();

@@ -1,4 +1,5 @@
-//! Instructions that the guest could not execute itself: moves to programs' memory and to devices' registers, and traps.
+//! Instructions that the guest cannot execute itself: moves to programs' memory and to devices'
+//! registers, and traps.
 
 use iced_x86::{Decoder, DecoderOptions, Instruction, Mnemonic, OpKind, Register};
 use mercury_afterburner::kind::Kind;
@@ -7,8 +8,8 @@ use super::{Exception, Machine, operands::Done};
 use crate::{block, cpuid, layout, mmu::Privilege, smp::apic, user_access};
 
 impl Machine {
-    /// An instruction that trapped because it may not be executed in a process, and has no slot: does it, if it is
-    /// sensitive and the kernel's.
+    /// Emulates an instruction that has trapped because a process may not execute it, and that has
+    /// no slot. It must be sensitive and the kernel's.
     pub fn trapped(&mut self) -> Option<()> {
         let address = self.block().registers.rip.get();
         if self.privilege() == Privilege::User || layout::is_user(address) {
@@ -25,7 +26,7 @@ impl Machine {
         Some(())
     }
 
-    /// The instruction that the guest is at.
+    /// Returns the instruction at the guest's instruction pointer.
     fn instruction(&self) -> Option<Instruction> {
         let address = self.block().registers.rip.get();
         let replaced = self.code.accesses.instruction(address).filter(|_| !self.has_breakpoint(address));
@@ -51,8 +52,8 @@ impl Machine {
         Some(())
     }
 
-    /// Does moves between registers and a program's memory, as long as one follows the other, for a kernel that does not have
-    /// the memory mapped. Says whether it did any.
+    /// Emulates consecutive moves between registers and a program's memory, for a kernel that does
+    /// not have the memory mapped. Returns true if it emulated any.
     pub fn emulate_moves(&mut self) -> bool {
         const MOST: usize = 64;
         let most = if self.is_stepping() { 1 } else { MOST };
@@ -69,13 +70,13 @@ impl Machine {
             done |= is_move;
             self.block().registers.rip.set(instruction.next_ip());
         }
-        // It may have come to what a jump has displaced.
+        // The guest may have come to an instruction that a jump has displaced.
         let registers = &self.block().registers;
         registers.rip.set(self.code.accesses.displaced(registers.rip.get()).unwrap_or(registers.rip.get()));
         done
     }
 
-    /// Whether it moves between a register, or a number, and a program's memory.
+    /// Returns true for a move between a register or a number and a program's memory.
     fn is_simple_move(&self, instruction: &Instruction) -> bool {
         let is_simple = |register: Register| {
             register.is_gpr()
@@ -88,7 +89,8 @@ impl Machine {
             && self.uses_program_memory(instruction)
     }
 
-    /// Whether it reads a register from the kernel's own memory, as those do that are between two moves to a program's.
+    /// Returns true for a load from the kernel's own memory, as they occur between two moves to a
+    /// program's.
     fn is_simple_load(&self, instruction: &Instruction) -> bool {
         let last = self.address(instruction).saturating_add(instruction.memory_size().size() as u64);
         instruction.mnemonic() == Mnemonic::Mov
@@ -100,7 +102,8 @@ impl Machine {
             && self.memory.direct(last).is_some()
     }
 
-    /// Whether all of an instruction's operand in memory may be a program's; of one that copies, one of both.
+    /// Returns true if all of the operand in memory may be a program's. For an instruction that
+    /// copies, one of two operands is enough.
     fn uses_program_memory(&self, instruction: &Instruction) -> bool {
         let count = self.block().registers.general[block::RCX].get();
         let length = match instruction.memory_size().size() as u64 {
@@ -112,7 +115,8 @@ impl Machine {
             .any(|operand| self.are_program_addresses(self.address_of(instruction, operand), length))
     }
 
-    /// The guest has executed INT3. Says whether it is in place of an instruction that uses a program's memory.
+    /// Answers INT3 in the kernel. Returns true if it stands in place of an instruction that uses a
+    /// program's memory.
     pub fn user_access_trap(&mut self) -> bool {
         let at = self.block().registers.rip.get().wrapping_sub(1);
         if self.code.accesses.at(at).is_none() {
@@ -123,15 +127,16 @@ impl Machine {
         true
     }
 
-    /// The guest has come to an instruction that uses a program's memory. It is done if it is a move, or else executed where it
-    /// is still itself. If the address is not a program's, the guest gets a fault, as for one that is above programs' memory.
+    /// Answers an instruction that uses a program's memory. A move is emulated; other instructions
+    /// are executed at the copy that the monitor keeps. If the address is not a program's, the
+    /// guest gets a fault, as for an address above programs' memory.
     pub fn use_program_address(&mut self, at: u64) {
         let Some(&access) = self.code.accesses.at(at) else { return };
         self.counters.user_accesses += 1;
         self.block().registers.rip.set(at);
         if !self.uses_program_memory(&access.instruction) {
             self.counters.refused += 1;
-            // Of a page fault the kernel would try to do something about the page, by a length of its own.
+            // After a page fault the kernel would try to repair the page, by a length of its own.
             let is_state = user_access::is_state(&access.instruction);
             self.inject(if is_state { Exception::PROTECTION } else { Exception::page(0, layout::USER_END) });
         } else if !self.emulate_moves() {
@@ -139,7 +144,7 @@ impl Machine {
         }
     }
 
-    /// A fault of what stands for such an instruction is one of the instruction.
+    /// Reports a fault of such a copy as a fault of the original instruction.
     pub fn return_to_replaced(&mut self) {
         let registers = &self.block().registers;
         let site =
@@ -160,7 +165,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Reads a device's register in memory. `None` if there is none.
+    /// Reads a device's register in memory. Returns nothing if there is no device.
     fn read_register(&self, physical: u64, size: usize) -> Option<u64> {
         match (self.apic(), physical.checked_sub(apic::BASE)) {
             (Some(apic), Some(offset @ 0..apic::SIZE)) => Some(apic.read(offset).into()),
@@ -168,7 +173,7 @@ impl Machine {
         }
     }
 
-    /// Writes one. `None` if there is none.
+    /// Writes a device's register in memory. Returns nothing if there is no device.
     fn write_register(&mut self, physical: u64, value: u64) -> Option<()> {
         match (&mut self.local, physical.checked_sub(apic::BASE)) {
             (Some(local), Some(offset @ 0..apic::SIZE)) => {
@@ -179,7 +184,8 @@ impl Machine {
         }
     }
 
-    /// Does a move to or from a device's register in memory. `None` if there is no device, or it is no simple move.
+    /// Emulates a move to or from a device's register in memory. Returns nothing if there is no
+    /// device, or if the instruction is no simple move.
     ///
     /// # Errors
     /// The exception that the guest gets.

@@ -29,7 +29,7 @@ impl Machine {
         Ok(value)
     }
 
-    /// The address of an instruction's operand in memory.
+    /// Returns the address of an instruction's operand in memory.
     pub(super) fn address(&self, instruction: &Instruction) -> u64 {
         self.address_of(instruction, user_access::memory_operands(instruction).next().unwrap_or(0))
     }
@@ -50,7 +50,7 @@ impl Machine {
         instruction.virtual_address(operand, 0, value).unwrap_or(0)
     }
 
-    /// An operand of the instruction's own size.
+    /// Reads an operand in the instruction's own size.
     pub(super) fn get(&mut self, instruction: &Instruction, operand: u32) -> Result<u64, Exception> {
         if instruction.op_kind(operand) == OpKind::Register {
             let register = instruction.op_register(operand);

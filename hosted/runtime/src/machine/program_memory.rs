@@ -1,6 +1,6 @@
-//! What the guest's kernel does with a program's memory by functions of its own. Done here, with the page tables and the
-//! guest's memory, it costs neither a mapping nor a signal. An address that is not a program's cannot be reached, whatever
-//! is there in this process. Whatever else is not plain is left to the function.
+//! The kernel's functions that use a program's memory, done by the monitor. With the page tables
+//! and the guest's memory they need neither a mapping nor a signal. No address can be reached that
+//! is not a program's. Unusual cases are left to the function.
 
 use crate::{
     block::{R8, RAX, RCX, RDI, RDX, RSI},
@@ -13,11 +13,12 @@ use crate::{
 
 /// `-EFAULT`.
 const FAULT: u64 = (-(libc::EFAULT as i64)).cast_unsigned();
-/// A pointer and a length that are beyond all.
+/// The largest pointer or length.
 const ALL: u64 = u64::MAX;
 
 impl Machine {
-    /// A function was called: does it, and returns from it, if all of its memory is there.
+    /// Does the work of a called function and returns from it, if all of its memory is mapped by
+    /// the guest.
     pub fn use_program(&mut self, what: Use) {
         let done = match what {
             Use::Give(how) => self.refuse_addresses(how).map(|result| (RAX, result)),
@@ -30,12 +31,12 @@ impl Machine {
         registers.general[result].set(value);
     }
 
-    /// The register for the result, and the result, if it has been done, or must not be.
+    /// Returns the register for the result, and the result, if the work is done or must be refused.
     fn use_memory(&mut self, what: Use) -> Option<(usize, u64)> {
         let general = self.block().registers.values();
         let copied = general[RDX] & 0xFFFF_FFFF;
         let (address, length) = match what {
-            // One of them is the kernel's.
+            // One of the two addresses is the kernel's.
             Use::Copy if self.are_program_addresses(general[RDI], copied) => (general[RDI], copied),
             Use::Copy => (general[RSI], copied),
             Use::Get(size) => (general[RAX], size as u64),
@@ -43,7 +44,7 @@ impl Machine {
             Use::Clear => (general[RDI], general[RCX]),
             Use::CopyString => (general[RSI], 1),
             Use::MeasureString => (general[RDI], 1),
-            // A negative number of bytes is refused, as it is by the functions.
+            // A negative number of bytes is refused, as the functions do.
             Use::Sum(register) if copied > ALL >> 33 => (general[register], ALL),
             Use::Sum(register) => (general[register], copied),
             Use::Give(_) => return None,
@@ -68,15 +69,16 @@ impl Machine {
         }
     }
 
-    /// A program is not given addresses of the kernel's memory, nor of what the monitor has beside it: it could use them no more
-    /// than its kernel for it, and both would try again for ever what the page tables allow. A wish for them is forgotten.
+    /// Refuses addresses that a program cannot have: those of the kernel's memory and of the
+    /// monitor. Neither the program nor its kernel could use them, and both would repeat for ever
+    /// an access that the page tables allow. A hint for such an address is ignored.
     fn refuse_addresses(&mut self, how: Giving) -> Option<u64> {
         const FIXED: u64 = libc::MAP_FIXED as u64;
         const NO_MEMORY: u64 = (-(libc::ENOMEM as i64)).cast_unsigned();
         let general = self.block().registers.values();
         let start = general[RSI];
         let length = match how {
-            // A mapping's first field is its beginning.
+            // The first field of a mapping is its beginning.
             Giving::Grow => self.read_long(general[RDI]).ok()?.saturating_sub(start),
             _ => general[RDX],
         };
@@ -120,7 +122,8 @@ impl Machine {
         Some(())
     }
 
-    /// How many bytes of a program's are before the first zero, if there is one among so many.
+    /// Returns the number of a program's bytes before the first zero, if there is a zero among so
+    /// many.
     fn find_zero(&self, address: u64, most: u64) -> Option<u64> {
         let mut done = 0;
         // A negative number is left to the function.
@@ -137,11 +140,11 @@ impl Machine {
         None
     }
 
-    /// Copies a string with its zero. Says how many bytes are before that.
+    /// Copies a string with its zero. Returns the number of bytes before the zero.
     fn copy_string(&self, to: u64, from: u64, most: u64) -> Option<u64> {
         let length = self.find_zero(from, most)?;
         self.copy(to, from, length)?;
-        // Not the program's zero: another of its threads may have written over it.
+        // The program's own zero is not copied: another of its threads may have written over it.
         self.write(to + length, &[0]).ok()?;
         Some(length)
     }

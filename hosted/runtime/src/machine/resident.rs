@@ -1,9 +1,9 @@
-//! What of the page tables the process has mapped, when the guest goes from one address space to another, or comes back to
+//! The mappings that stay in a process when the guest changes the address space, or comes back to
 //! one that had to be forgotten ([`crate::process::per_space`]).
 //!
-//! The page tables that it goes to are compared with what is mapped. What they have, too, stays, as text does of programs that
-//! are copies of each other, with the system calls that are rewritten in it. What leads elsewhere, as stacks do, is mapped as
-//! they say, if it was used there before; the rest goes.
+//! The mappings are compared with the new page tables. A mapping that is the same stays, as for the
+//! text of programs that are copies of each other. A mapping that leads elsewhere, as for stacks,
+//! is changed. The rest goes.
 
 use crate::{
     isolation::mappings::Mappings,
@@ -14,15 +14,15 @@ use crate::{
     process::per_space::Event,
 };
 
-/// More pages than that are not compared: all of them go.
+/// The largest number of pages that are compared. More pages go all at once.
 const MOST_COMPARED: u64 = 2048;
-/// Pieces that are mapped at once as the page tables say.
+/// The largest number of pieces that are mapped again.
 const MOST_EXCHANGED: usize = 16;
 
 /// The guest's memory that is mapped in this process, besides the direct map.
 #[derive(Debug)]
 pub struct Resident {
-    /// Mappings made since all were dropped.
+    /// The number of mappings made since all were dropped.
     mapped: u64,
     /// The number of mappings that the host allows.
     most_mapped: u64,
@@ -33,7 +33,7 @@ pub struct Resident {
 }
 
 impl Resident {
-    /// Describes a process in which nothing is mapped.
+    /// Describes a process without mappings.
     #[must_use]
     pub fn new(most_mapped: u64, copies: Option<PatchedCopies>) -> Self {
         Self { mapped: 0, most_mapped, programs: Mappings::default(), copies }
@@ -47,7 +47,7 @@ impl Resident {
 }
 
 impl Machine {
-    /// CR3 is written: `flush` unless translations are to be kept.
+    /// Loads CR3. Translations are kept unless `flush` is set.
     pub fn load_tables(&mut self, cr3: u64, flush: bool) {
         let is_same = self.vcpu.cr3 == cr3;
         self.vcpu.cr3 = cr3;
@@ -63,9 +63,9 @@ impl Machine {
         self.compare_with_tables();
     }
 
-    /// Has nothing mapped of programs that the page tables do not say.
+    /// Removes all mappings of programs that the page tables do not have.
     pub(crate) fn compare_with_tables(&mut self) {
-        // What runs elsewhere has next to nothing here.
+        // A process of isolated programs' kernel has few mappings of programs.
         if self.placement.isolated().is_some() || self.resident.programs.pages() > MOST_COMPARED {
             self.drop_programs();
         } else {
@@ -73,7 +73,8 @@ impl Machine {
         }
     }
 
-    /// Has mapped what the page tables say of all that was mapped: most of it the next program will use, too.
+    /// Changes the mappings of programs to those of the page tables. The next program will use most
+    /// of them, too.
     fn exchange_programs(&mut self) {
         let mut tables = TableReader::new(&self.memory, self.vcpu.cr3);
         let look = |page| tables.page(page).filter(|(physical, _)| self.memory.contains(*physical, PAGE));
@@ -103,7 +104,7 @@ impl Machine {
         }
     }
 
-    /// All translations are to be dropped.
+    /// Drops all translations.
     pub fn flush_all(&mut self) {
         let Some(space) = self.placement.per_space() else { return self.drop_all() };
         space.flush_all();
@@ -111,7 +112,7 @@ impl Machine {
         self.drop_kernel();
     }
 
-    /// Drops the mappings that are the kernel's, but for the direct map.
+    /// Drops the mappings of the kernel, except the direct map.
     pub(crate) fn drop_kernel(&mut self) {
         self.memory.unmap(layout::FIXMAP, layout::POINTERS - layout::FIXMAP);
         self.memory.unmap(layout::VMALLOC, layout::ENTRY_AREA_END - layout::VMALLOC);
@@ -120,7 +121,7 @@ impl Machine {
         }
     }
 
-    /// Drops all mappings but the direct map.
+    /// Drops all mappings, except the direct map.
     pub fn drop_all(&mut self) {
         self.drop_programs();
         self.drop_kernel();
@@ -133,7 +134,7 @@ impl Machine {
         }
     }
 
-    /// Drops one.
+    /// Drops the mapping of a page.
     pub fn drop_page(&mut self, address: u64) {
         let page = address & !(PAGE - 1);
         for (start, length) in self.resident.programs.drop_large_page(page) {

@@ -1,5 +1,6 @@
-//! The second fault of two that is spared: an instruction faults, the guest's kernel maps the page and returns to the
-//! instruction, which would fault again, for the host knows nothing of the page yet. It is mapped at the return.
+//! Saving of second faults. An instruction faults, and the guest's kernel maps the page and returns
+//! to the instruction. It would fault again, because the host does not know the page yet. So the
+//! page is mapped at the return.
 
 use crate::{
     machine::Machine,
@@ -9,27 +10,26 @@ use crate::{
 /// A fault that the guest's kernel was given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Faulted {
-    /// Whose instruction.
+    /// The privilege of the instruction.
     pub privilege: Privilege,
-    /// Where the instruction is.
+    /// The address of the instruction.
     pub rip: u64,
-    /// The address space.
     pub cr3: u64,
-    /// What it is about.
+    /// The address that the instruction used.
     pub address: u64,
-    /// How it was used.
+    /// The kind of the access.
     pub access: Access,
 }
 
 impl Machine {
-    /// The kernel is about to get a fault of the instruction at which the guest is.
+    /// Records that the kernel gets a fault of the current instruction.
     pub fn note_fault(&mut self, address: u64, access: Access) {
         let (privilege, rip) = (self.privilege(), self.block().registers.rip.get());
         self.faulted = Some(Faulted { privilege, rip, cr3: self.vcpu.cr3, address, access });
     }
 
-    /// The kernel has returned from a fault or an interrupt. If it is to the last instruction that has faulted, what that is
-    /// about is mapped if the page tables have it now. If they have not, it will fault again.
+    /// Maps the page of the last fault, if the kernel returns to its instruction and the page
+    /// tables have the page now. Otherwise the instruction faults again.
     pub fn map_what_faulted(&mut self) {
         let Some(last) = self.faulted else { return };
         let now = Faulted {

@@ -10,20 +10,21 @@ use crate::{
 };
 
 impl Machine {
-    /// In a home: asks the first process, and says so. Whoever is not in one does it himself.
+    /// Asks the first process if this is another address-space process. Returns true if it has
+    /// asked. Otherwise the caller does the work itself.
     pub(crate) fn ask_first_process(&self, request: Request) -> bool {
         let space = self.placement.per_space().filter(|space| !space.is_first());
         space.inspect(|space| space.ask(request)).is_some()
     }
 
-    /// In a home: the guest goes on, here or in another process. In the latter case this comes back when the guest has come here
-    /// again, with other registers.
+    /// Goes on with the guest, here or in another address-space process. In the latter case the
+    /// function returns when the guest has come back, with other registers.
     pub(crate) fn go_on(&mut self) {
         let Some(space) = self.placement.per_space() else { return };
         while space.is_elsewhere() {
             let rip = self.block().registers.rip.get();
             space.show(rip, self.visible(rip));
-            // The first process looks after those that have ended.
+            // The first process watches for processes that have ended.
             let _ = space.hand_over();
             self.catch_up(space);
         }
@@ -32,7 +33,7 @@ impl Machine {
         }
     }
 
-    /// A home waits until the guest comes.
+    /// Waits in an address-space process until the guest comes.
     pub(crate) fn await_guest(&mut self) {
         let Some(space) = self.placement.per_space() else { return };
         let _ = space.await_turn();
@@ -40,7 +41,7 @@ impl Machine {
         self.go_on();
     }
 
-    /// Does what others have done that concerns all.
+    /// Repeats the events of other processes that concern this one.
     fn catch_up(&mut self, space: SpaceProcess) {
         let Some(events) = space.take_events() else {
             self.drop_kernel();
@@ -60,7 +61,8 @@ impl Machine {
         }
     }
 
-    /// The first process: does what the homes ask for, and lets the guest go on in that of its address space.
+    /// Does in the first process what the others ask for, and lets the guest go on in the process
+    /// of its address space.
     pub(crate) fn serve_space_processes(&mut self, space: SpaceProcess) -> ! {
         space.load(self.vcpu.cr3, true);
         loop {

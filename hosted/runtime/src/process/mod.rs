@@ -1,7 +1,8 @@
 //! The seam between the machine and the processes that it is made of.
 //!
-//! A machine is one process of the host or several. All kinds of processes use the functions of this file: [`fork`], [`begin`],
-//! [`await_ready`], the futex ([`wait_for`], [`wake`]) and memory in common ([`map_common`], [`Common`]).
+//! A machine is one process of the host or several. All kinds of processes use the functions of
+//! this file: [`fork`], [`begin`], [`await_ready`], the futex ([`wait_for`], [`wake`]) and shared
+//! memory ([`map_common`], [`Common`]).
 //!
 //! | kind | made by |
 //! |---|---|
@@ -79,14 +80,12 @@ impl Placement {
     }
 }
 
-/// The result of a fork.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Fork {
     /// This is the new process.
     Child,
     /// This is the old process; the new one has this number.
     Parent(i32),
-    /// The host has refused.
     Refused,
 }
 
@@ -103,10 +102,11 @@ pub(crate) fn fork() -> Fork {
     }
 }
 
-/// In a process that the first one of a machine has made: it ends with that one, and leaves signals of the terminal to it.
+/// Begins a process that the first process of a machine has made. The new process ends with the
+/// first one, and leaves signals of the terminal to it.
 ///
 /// # Errors
-/// If the first one has ended.
+/// If the first process has ended.
 pub(crate) fn begin(first: i32, name: &CStr) -> Result<()> {
     // SAFETY: All of these take numbers, or a string with its end.
     unsafe {
@@ -119,12 +119,12 @@ pub(crate) fn begin(first: i32, name: &CStr) -> Result<()> {
     Ok(())
 }
 
-/// Waits until such a process is prepared. Says whether it is, or has ended before.
+/// Waits until a process is prepared. Returns false if it has ended before.
 pub(crate) fn await_ready(ready: &AtomicU32, process: &AtomicI32) -> bool {
     while ready.load(Ordering::Acquire) == 0 {
         let pid = process.load(Ordering::Acquire);
-        // A signal may have told of its end already, and it is no child any more.
-        // SAFETY: It is not asked for the status.
+        // A signal may have reported its end already. Then the process is no child any more.
+        // SAFETY: The call is not asked for the status.
         if unsafe { libc::waitpid(pid, ptr::null_mut(), libc::WNOHANG) } != 0 {
             return false;
         }
@@ -133,12 +133,13 @@ pub(crate) fn await_ready(ready: &AtomicU32, process: &AtomicI32) -> bool {
     true
 }
 
-/// Waits while a word is this, for a moment at most.
+/// Waits while a word has this value, for 10 ms at most.
 pub(crate) fn wait(word: &AtomicU32, value: u32) {
     wait_for(word, value, 10_000_000);
 }
 
-/// Waits while a word is this, for so many nanoseconds, below a second, at most. The word may be other processes', too.
+/// Waits while a word has this value, for so many nanoseconds at most, which must be below a
+/// second. Other processes may share the word.
 pub(crate) fn wait_for(word: &AtomicU32, value: u32, nanoseconds: i64) {
     let moment = libc::timespec { tv_sec: 0, tv_nsec: nanoseconds };
     // SAFETY: The word stays, and so does the time during the call.
@@ -147,14 +148,14 @@ pub(crate) fn wait_for(word: &AtomicU32, value: u32, nanoseconds: i64) {
     }
 }
 
-/// Wakes all who wait for a word.
+/// Wakes all processes that wait for a word.
 pub(crate) fn wake(word: &AtomicU32) {
     let none = ptr::null::<c_void>();
     // SAFETY: The word stays.
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX, none, none, 0) };
 }
 
-/// Memory that processes have in common which are made afterwards. It is zero, and stays.
+/// Maps memory that processes made afterwards share. It is zero, and is never unmapped.
 ///
 /// # Errors
 /// If the host refuses.
@@ -171,23 +172,24 @@ pub fn map_common(length: usize) -> Result<*mut c_void> {
     Ok(memory)
 }
 
-/// A value that processes have in common which are made afterwards. Only the one that has the turn uses it.
+/// A value that processes made afterwards share. Only the process that has the turn uses it.
 #[derive(Debug)]
 pub struct Common<T>(NonNull<T>);
 
 impl<T> Common<T> {
-    /// Puts a value there. It stays.
+    /// Maps memory for a value, and writes the value there. It is never dropped.
     ///
     /// # Errors
     /// If the host refuses the memory.
     pub fn new(value: T) -> Result<Self> {
         let memory = map_common(size_of::<T>())?.cast::<T>();
-        // SAFETY: The memory was mapped above, is large enough, at a page's beginning, and nobody else's.
+        // SAFETY: The memory was mapped above, is large enough, starts at a page, and has no other
+        // owner.
         unsafe { memory.write(value) };
         NonNull::new(memory).map(Self).ok_or_else(|| Error::new("the host maps memory at 0"))
     }
 
-    /// For all who only share it.
+    /// Turns the value into a shared reference.
     #[must_use]
     pub fn share(self) -> &'static T
     where
@@ -202,8 +204,8 @@ impl<T> Deref for Common<T> {
     type Target = T;
 
     fn deref(&self) -> &T {
-        // SAFETY: The memory holds a value and is never unmapped. No other process writes to it while this one has the turn, and it
-        // is not handed over while somebody looks.
+        // SAFETY: The memory holds a value and is never unmapped. No other process writes to it
+        // while this one has the turn, and the turn is not handed over while a reference is in use.
         unsafe { self.0.as_ref() }
     }
 }
@@ -215,18 +217,18 @@ impl<T> DerefMut for Common<T> {
     }
 }
 
-/// Maps private memory at an address where nothing is.
+/// Maps private memory at a free address.
 ///
 /// # Errors
-/// If something is there.
+/// If the address is not free.
 pub fn map_private(address: u64, length: u64, protection: i32) -> Result<()> {
     map_new(address, length, protection, libc::MAP_PRIVATE)
 }
 
-/// Maps anonymous memory at an address where nothing is.
+/// Maps anonymous memory at a free address.
 ///
 /// # Errors
-/// If something is there.
+/// If the address is not free.
 pub(crate) fn map_new(address: u64, length: u64, protection: i32, how: i32) -> Result<()> {
     // SAFETY: What is mapped already is not replaced: the flag forbids it.
     let mapped = unsafe {

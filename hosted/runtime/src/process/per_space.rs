@@ -1,17 +1,20 @@
-//! Homes: a process of the host's for each address space of the guest's, with kernel, programs and monitor in it.
+//! Address-space processes: a process of the host for each address space of the guest, with kernel,
+//! programs and monitor in it.
 //!
-//! A process has one address space. If all of a guest's were to share one, what programs have mapped would have to go at each
-//! change, and come back fault by fault. Here an address space has a process where it stays mapped, its home; a change of CR3
-//! is a change of the process. The homes are copies of the first process, which has the devices and never runs the guest.
+//! A process has one address space. If the address spaces of a guest shared one process, each
+//! change would drop the mappings of programs, and faults would restore them. Here an address space
+//! keeps its mappings in a process of its own, and a write of CR3 changes the process. The
+//! processes are copies of the first process, which has the devices and never runs the guest.
 //!
-//! One of all these processes has the turn; the others wait. What the guest's processor has is in memory that they share: the
-//! block, with the guest's registers, and [`Vcpu`](crate::vcpu::Vcpu). Each has its own monitor, which knows what is mapped there. What takes
-//! devices, time or the terminal a home asks the first process for ([`Request`]). What happens to the kernel's own addresses, or to
-//! pages of which there are copies with rewritten system calls, is written down for the others ([`Event`]), who
-//! do it before they let the guest run.
+//! One of these processes has the turn; the others wait. The state of the guest's processor is in
+//! shared memory: the block, with the guest's registers, and [`Vcpu`](crate::vcpu::Vcpu). Each
+//! process has its own monitor, which knows its mappings. A process asks the first one for devices,
+//! time and the terminal ([`Request`]). Changes of the kernel's own addresses, and of pages with
+//! patched copies, are recorded for the others ([`Event`]). They repeat the changes before they run
+//! the guest.
 //!
-//! The guest's kernel is shown process-context identifiers, by which it says what a processor may keep; [`Tags`] decides when what is
-//! mapped in a home has to be compared with the page tables.
+//! The guest's kernel is shown process-context identifiers, by which it says what a processor may
+//! keep. [`Tags`] decides when the mappings of a process must be compared with the page tables.
 
 use std::{
     cell::UnsafeCell,
@@ -35,107 +38,108 @@ use crate::{
     signal, smp,
 };
 
-/// Homes at most: more address spaces than that take turns. Each has a bit for each page.
+/// The largest number of address-space processes. More address spaces take turns. Each process has
+/// a bit for each page.
 const MOST: usize = 31;
-/// The bit of a page of which there may be copies.
+/// The bit of a page that may have patched copies.
 const COPIED: u32 = 1 << MOST;
-/// Threads at most: of six disks, the network card and the terminal, and some to spare.
+/// The largest number of threads: for six disks, the network card and the terminal, with a reserve.
 const THREADS: usize = 12;
-/// Events that are remembered: who has missed more begins anew.
+/// The number of events that are remembered. A process that has missed more begins anew.
 const EVENTS: usize = 256;
-/// Bytes of a reason.
+/// The longest reason, in bytes.
 const REASON: usize = 1024;
 
-/// What a home asks the first process for.
+/// A request to the first process.
 #[derive(Clone, Copy, Debug)]
 pub enum Request {
-    /// To look at what waits, and deliver an interrupt if the guest takes it.
+    /// Poll the devices, and deliver an interrupt if the guest takes it.
     Service,
-    /// To do what this instruction does; the guest's instruction pointer is already behind it.
+    /// Emulate this instruction. The guest's instruction pointer already points after it.
     Emulate(Instruction),
-    /// To do the guest's access to a device's register, at this physical address.
+    /// Emulate the guest's access to a device's register at this physical address.
     Access(u64),
-    /// To end the machine; why is in the turn.
+    /// End the machine. The reason is in the turn.
     End(End),
 }
 
-/// What one home has done that others have to do, too, before the guest runs there.
+/// An event that the other processes must repeat before they run the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// The translation of an address of the kernel's was dropped.
+    /// The translation of one of the kernel's addresses was dropped.
     KernelPageDropped(u64),
-    /// All translations of the kernel's were dropped.
+    /// All translations of the kernel's addresses were dropped.
     KernelDropped,
-    /// A page has a copy somewhere: the kernel's writes to it are to be noticed.
+    /// A page has a patched copy, so writes of the kernel to it must fault.
     Copied(u64),
-    /// A page with a copy may have been written to.
+    /// A page with a patched copy may have been written to.
     Written(u64),
 }
 
-/// What the one that has the turn may use.
+/// The state that belongs to the turn.
 #[derive(Debug)]
 struct Turn {
     request: Option<Request>,
-    /// The number of the home that the guest's address space has.
+    /// The number of the process of the guest's address space.
     space: usize,
     tags: Tags,
     events: [Event; EVENTS],
-    /// How many there have been.
+    /// The number of events so far.
     happened: u64,
-    /// How many of them each process has taken.
+    /// The number of events that each process has taken.
     taken: [u64; MOST + 1],
-    /// The guest's instruction pointer, and what of it the guest is to see.
+    /// The guest's instruction pointer, and the one that the guest is to see.
     seen: (u64, u64),
     reason: [u8; REASON],
     reason_length: usize,
-    /// Which of the host's processors each process is bound to.
+    /// The host's processor to which each process is bound.
     bound: [Option<usize>; MOST + 1],
-    /// When the first one was last bound to none, by the host's clock.
+    /// The time at which the first process was last bound to none, by the host's clock.
     unbound_ns: u64,
     counters: Counters,
 }
 
-/// What has been counted.
+/// Events that are counted.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Counters {
-    /// Changes of the process from one home to another.
+    /// Changes from one address-space process to another.
     pub moves: u64,
     /// Requests to the first process.
     pub requests: u64,
-    /// Address spaces that got another's home.
+    /// Address spaces that got the process of another one.
     pub taken_over: u64,
     /// Comparisons with the page tables.
     pub compared: u64,
-    /// Processes bound to another one of the host's processors.
+    /// Processes that were bound to another processor of the host.
     pub bound: u64,
 }
 
 #[repr(C, align(64))]
 #[derive(Debug)]
 struct Gate {
-    /// Whether its process has been given the turn.
+    /// 1 if the process has been given the turn.
     is_open: AtomicU32,
     process: AtomicI32,
     ready: AtomicU32,
 }
 
-/// What all processes see.
+/// The memory that all processes share.
 #[derive(Debug)]
 struct Shared {
-    /// The first process', then the homes'.
+    /// The gates of the first process and then of the address-space processes.
     gates: [Gate; MOST + 1],
-    /// Whose turn it is.
+    /// The number of the process that has the turn.
     active: AtomicU32,
-    /// All processes are there.
+    /// 1 if all processes exist.
     complete: AtomicU32,
-    /// The host's processors, if there is a choice.
+    /// The host's processors, if there are several to choose from.
     processors: Option<libc::cpu_set_t>,
     turn: UnsafeCell<Turn>,
-    /// There is a reference to it.
+    /// True while there is a reference to the turn.
     is_turn_used: AtomicBool,
 }
 
-// SAFETY: Gates are atomic, and only the one that has the turn uses what goes with it.
+// SAFETY: Gates are atomic, and only the process that has the turn uses its state.
 unsafe impl Sync for Shared {}
 
 impl Shared {
@@ -167,19 +171,22 @@ impl Shared {
     }
 }
 
-/// A process' way to the others: the first one's has the number 0, homes have the numbers from 1 on.
+/// A process's way to the others. The first process has the number 0, address-space processes have
+/// the numbers from 1 on.
 #[derive(Clone, Copy, Debug)]
 pub struct SpaceProcess {
     number: usize,
     count: usize,
     shared: &'static Shared,
-    /// By page of the guest's memory: which homes have it mapped to be written to, and [`COPIED`].
+    /// The address-space processes that have a page mapped writable, by page of the guest's memory,
+    /// and [`COPIED`].
     pages: &'static [AtomicU32],
 }
 
 impl SpaceProcess {
-    /// Makes the homes, `most` at most, which are copies of this process: there must be no threads yet. Gives, in each, which one it
-    /// is; nothing if there is to be none, or the host lets this user have no more processes.
+    /// Makes up to `most` address-space processes, as copies of this process, which must have one
+    /// thread. Returns its own number in each process. Returns nothing if no process is wanted, or
+    /// if the host allows this user no more.
     ///
     /// # Errors
     /// If the host refuses memory.
@@ -199,7 +206,8 @@ impl SpaceProcess {
                 Fork::Child => return Self { number, ..first }.begin().map(Some),
                 Fork::Parent(pid) => processes.push(pid),
                 Fork::Refused => {
-                    // The host limits a user's processes: fewer homes will do, but devices need threads.
+                    // The host limits a user's processes. Fewer address-space processes suffice,
+                    // but devices need threads.
                     let kept = processes.len().saturating_sub(THREADS);
                     processes.drain(kept..).for_each(end_child);
                     break;
@@ -220,7 +228,7 @@ impl SpaceProcess {
         Ok(Some(first))
     }
 
-    /// In the new process: waits until all of them are known.
+    /// Waits in the new process until all processes are known.
     fn begin(self) -> Result<Self> {
         process::begin(self.shared.gates[0].process.load(Ordering::Acquire), c"mercury-space")?;
         while self.shared.complete.load(Ordering::Acquire) == 0 {
@@ -229,17 +237,17 @@ impl SpaceProcess {
         Ok(self)
     }
 
-    /// Says that this process is prepared.
+    /// Announces that this process is prepared.
     pub fn is_ready(&self) {
         let gate = self.own();
         gate.ready.store(1, Ordering::Release);
         process::wake(&gate.ready);
     }
 
-    /// Waits until all homes are prepared.
+    /// Waits until all address-space processes are prepared.
     ///
     /// # Errors
-    /// If one of them has ended before.
+    /// If a process has ended before.
     pub fn await_others(&self) -> Result<()> {
         match self.shared.gates[1..=self.count]
             .iter()
@@ -250,26 +258,26 @@ impl SpaceProcess {
         }
     }
 
-    /// The processes of all of them.
+    /// Returns the host's numbers of all processes.
     #[must_use]
     pub fn processes(&self) -> Vec<u32> {
         let processes = self.shared.gates.iter().map(|gate| gate.process.load(Ordering::Acquire));
         processes.filter(|process| *process != 0).map(i32::cast_unsigned).collect()
     }
 
-    /// Whether there are fewer homes than there could be.
+    /// Returns true if there are fewer address-space processes than possible.
     #[must_use]
     pub fn are_few(&self) -> bool {
         self.count < MOST
     }
 
-    /// How many there are.
+    /// Returns the number of address-space processes.
     #[must_use]
     pub fn count(&self) -> usize {
         self.count
     }
 
-    /// Whether it is the first process, which has the devices and does not run the guest.
+    /// Returns true for the first process, which has the devices and does not run the guest.
     #[must_use]
     pub fn is_first(&self) -> bool {
         self.number == 0
@@ -279,38 +287,41 @@ impl SpaceProcess {
         &self.shared.gates[self.number]
     }
 
-    /// Uses what goes with the turn. `what` does not come here again.
+    /// Uses the state of the turn. `what` must not call this function.
     fn turn<R>(&self, what: impl FnOnce(&mut Turn) -> R) -> R {
         let is_used = &self.shared.is_turn_used;
         assert!(!is_used.load(Ordering::Relaxed), "the turn is used twice: this is a bug");
         is_used.store(true, Ordering::Relaxed);
-        // SAFETY: Only the process that has the turn asks for this, in its one thread that runs the monitor; the mark forbids a second
-        // reference there. It hands the turn over by a gate, which orders what each process has written.
+        // SAFETY: Only the process that has the turn calls this function, in its one thread that
+        // runs the monitor. The flag forbids a second reference there. The process hands the turn
+        // over by a gate, which orders the writes of all processes.
         let result = what(unsafe { &mut *self.shared.turn.get() });
         is_used.store(false, Ordering::Relaxed);
         result
     }
 
-    /// What has been counted.
+    /// Returns the counters.
     #[must_use]
     pub fn counters(&self) -> Counters {
         self.turn(|turn| turn.counters)
     }
 
-    /// Asks the first process for something before the guest goes on, unless it is asked already: it looks at what waits then, too.
+    /// Asks the first process for something before the guest goes on. An earlier request is kept,
+    /// because the first process also polls the devices then.
     pub fn ask(&self, request: Request) {
         self.turn(|turn| {
             turn.request.get_or_insert(request);
         });
     }
 
-    /// What the first process is asked for.
+    /// Takes the request to the first process.
     #[must_use]
     pub fn take_request(&self) -> Option<Request> {
         self.turn(|turn| turn.request.take())
     }
 
-    /// Whether the guest cannot just go on here: another process is next, or something has to be compared first.
+    /// Returns true if the guest cannot go on here at once: another process is next, or mappings
+    /// must be compared first.
     #[must_use]
     pub fn is_left(&self) -> bool {
         self.is_elsewhere() || self.turn(|turn| turn.tags.is_stale(self.number - 1))
@@ -326,19 +337,21 @@ impl SpaceProcess {
         self.turn(|turn| if turn.request.is_some() { 0 } else { turn.space })
     }
 
-    /// The guest's instruction pointer, and what of it the guest is to see, when the first process is asked.
+    /// Stores the guest's instruction pointer, and the one that the guest is to see, for a request
+    /// to the first process.
     pub fn show(&self, rip: u64, visible: u64) {
         self.turn(|turn| turn.seen = (rip, visible));
     }
 
-    /// What the guest is to see of its instruction pointer.
+    /// Returns the instruction pointer that the guest is to see.
     #[must_use]
     pub fn visible(&self, rip: u64) -> u64 {
         let (shown, visible) = self.turn(|turn| turn.seen);
         if shown == rip { visible } else { rip }
     }
 
-    /// Asks the first process to end the machine, whatever it was asked for before, and says why.
+    /// Asks the first process to end the machine, in place of any earlier request, and gives the
+    /// reason.
     pub fn demand_end(&self, how: End, why: &str) {
         let length = why.floor_char_boundary(REASON);
         self.turn(|turn| {
@@ -348,13 +361,14 @@ impl SpaceProcess {
         });
     }
 
-    /// Why the machine ends.
+    /// Returns the reason for the machine's end.
     #[must_use]
     pub fn reason(&self) -> String {
         self.turn(|turn| String::from_utf8_lossy(&turn.reason[..turn.reason_length.min(REASON)]).into_owned())
     }
 
-    /// Hands the turn to whoever has to go on, and waits until it comes back. `None` if a process has ended meanwhile.
+    /// Hands the turn to the next process, and waits until it comes back. Returns nothing if a
+    /// process has ended meanwhile.
     #[must_use]
     pub fn hand_over(&self) -> Option<()> {
         let to = self.next();
@@ -370,9 +384,9 @@ impl SpaceProcess {
         self.await_turn()
     }
 
-    /// Binds a process to the host's processor that this one is on, for it goes on when this one waits: on another processor,
-    /// which sleeps, it would only come late. From time to time the first process is bound to none, so that the host chooses
-    /// where all of them are.
+    /// Binds the next process to the host's processor of this one, which waits from now on. On
+    /// another processor, which sleeps, the next process would start late. From time to time the
+    /// first process is bound to none, so that the host chooses where all of them are.
     fn bind(&self, to: usize) {
         let Some(all) = &self.shared.processors else { return };
         if let Some(set) = self.turn(|turn| Self::choose_processors(turn, to, all)) {
@@ -380,7 +394,8 @@ impl SpaceProcess {
         }
     }
 
-    /// Returns the host's processors that a process is to be bound to, unless that is so already.
+    /// Returns the host's processors to which a process must be bound, unless it is bound to them
+    /// already.
     fn choose_processors(turn: &mut Turn, to: usize, all: &libc::cpu_set_t) -> Option<libc::cpu_set_t> {
         const CHOICE_NS: u64 = 10_000_000;
         if to == 0 && now().saturating_sub(turn.unbound_ns) > CHOICE_NS {
@@ -402,14 +417,14 @@ impl SpaceProcess {
         Some(only)
     }
 
-    /// If it fails the host chooses, as it would anyway.
+    /// Binds a process. A failure leaves the choice to the host.
     fn set_processors(&self, of: usize, set: &libc::cpu_set_t) {
         let process = self.shared.gates[of].process.load(Ordering::Acquire);
         // SAFETY: The set is one.
         unsafe { libc::sched_setaffinity(process, size_of_val(set), set) };
     }
 
-    /// Waits for the turn. `None` if a process has ended meanwhile.
+    /// Waits for the turn. Returns nothing if a process has ended meanwhile.
     #[must_use]
     pub fn await_turn(&self) -> Option<()> {
         let own = &self.own().is_open;
@@ -422,7 +437,7 @@ impl SpaceProcess {
         Some(())
     }
 
-    /// CR3 was written: `flush` unless translations are to be kept.
+    /// Loads CR3. Translations are kept unless `flush` is set.
     pub fn load(&self, cr3: u64, flush: bool) {
         self.turn(|turn| {
             turn.tags.load(cr3, flush);
@@ -437,12 +452,13 @@ impl SpaceProcess {
         });
     }
 
-    /// All translations of programs were dropped.
+    /// Drops all translations of programs.
     pub fn flush_all(&self) {
         self.turn(|turn| turn.tags.flush_all());
     }
 
-    /// Whether what is mapped here has to be compared with the page tables; it is then as it should be.
+    /// Returns true if the mappings of this process must be compared with the page tables. The
+    /// caller then compares them.
     #[must_use]
     pub fn take_stale(&self) -> bool {
         self.turn(|turn| {
@@ -452,7 +468,7 @@ impl SpaceProcess {
         })
     }
 
-    /// Others have to do something, too.
+    /// Records an event for the other processes.
     pub fn tell(&self, event: Event) {
         self.turn(|turn| {
             debug_assert!(turn.taken[self.number] == turn.happened);
@@ -468,7 +484,8 @@ impl SpaceProcess {
         };
     }
 
-    /// What has happened since this process had the turn; `None` if that is not remembered any more.
+    /// Returns the events since this process had the turn. Returns nothing if some of them are not
+    /// remembered.
     #[must_use]
     pub fn take_events(&self) -> Option<Vec<Event>> {
         self.turn(|turn| {
@@ -482,7 +499,7 @@ impl SpaceProcess {
         1 << (self.number - 1)
     }
 
-    /// Sets whether this home has pages mapped to be written to: a range of physical addresses.
+    /// Records if this process has a range of physical addresses mapped writable.
     pub fn set_writer(&self, physical: std::ops::Range<u64>, is_one: bool) {
         let (from, to) = ((physical.start / PAGE) as usize, physical.end.div_ceil(PAGE) as usize);
         for page in self.pages.get(from..to.min(self.pages.len())).unwrap_or(&[]) {
@@ -493,20 +510,21 @@ impl SpaceProcess {
         }
     }
 
-    /// Whether another home has a page mapped to be written to.
+    /// Returns true if another process has a page mapped writable.
     #[must_use]
     pub fn has_other_writer(&self, physical: u64) -> bool {
         let page = self.pages.get((physical / PAGE) as usize);
         page.is_none_or(|page| page.load(Ordering::Relaxed) & !(self.bit() | COPIED) != 0)
     }
 
-    /// Pages of which there may be copies: physical addresses.
+    /// Returns the physical addresses of pages that may have patched copies.
     pub fn copied(&self) -> impl Iterator<Item = u64> {
         let copied = self.pages.iter().zip((0..).step_by(PAGE as usize));
         copied.filter(|(page, _)| page.load(Ordering::Relaxed) & COPIED != 0).map(|(_, physical)| physical)
     }
 
-    /// In the first process, from a signal's handler: interrupts the home that has the turn.
+    /// Interrupts the address-space process that has the turn. A signal handler in the first
+    /// process calls this function.
     pub fn interrupt(&self, is_urgent: bool) {
         let active = self.shared.active.load(Ordering::SeqCst) as usize;
         if self.number != 0 || active == 0 {
@@ -514,7 +532,8 @@ impl SpaceProcess {
         }
         let process = self.shared.gates[active].process.load(Ordering::Acquire);
         let signal = if is_urgent { smp::CALL } else { libc::SIGUSR1 };
-        // SAFETY: All take numbers; the interrupted code may be about to look at the error's number.
+        // SAFETY: All calls take numbers. The interrupted code may be about to read the error's
+        // number, so it is restored.
         unsafe {
             let error = *libc::__errno_location();
             libc::syscall(libc::SYS_tgkill, process, process, signal);
@@ -523,7 +542,7 @@ impl SpaceProcess {
     }
 }
 
-/// The host's processors that this process may be on, if they are more than one.
+/// Returns the host's processors for this process, if there are several.
 fn processors() -> Option<libc::cpu_set_t> {
     // SAFETY: All zeros are a valid set, which is written by the call.
     unsafe {
@@ -541,7 +560,7 @@ fn end_child(pid: i32) {
     }
 }
 
-/// Whether a process has ended is looked at so often while waiting.
+/// The time between two checks for processes that have ended, in nanoseconds.
 const PATIENCE_NS: i64 = 100_000_000;
 
 #[cfg(test)]
@@ -552,7 +571,7 @@ mod tests {
     use super::*;
     use crate::devices::testing::with_memory;
 
-    /// Homes of which none has a process.
+    /// Makes address-space processes without a process of the host.
     fn empty(count: usize) -> Vec<SpaceProcess> {
         let shared = Common::new(Shared::new()).unwrap().share();
         let pages = Vec::leak((0..16).map(|_| AtomicU32::new(0)).collect());
@@ -594,7 +613,7 @@ mod tests {
         processes[2].tell(Event::Copied(0x3000));
         assert!(processes[2].has_other_writer(0x2000) && processes[2].has_other_writer(0x3000));
         assert!(!processes[1].has_other_writer(0x3000) && !processes[2].has_other_writer(0x4000));
-        // Memory that the guest has not got is not known to be safe.
+        // Memory outside the guest's is not known to be safe.
         assert!(processes[1].has_other_writer(0x10_0000));
         processes[1].set_writer(0x2000..0x3000, false);
         assert!(!processes[2].has_other_writer(0x2000) && processes[2].has_other_writer(0x3000));
@@ -617,7 +636,7 @@ mod tests {
         assert!(processes[first].take_stale() && !processes[first].take_stale());
         assert_eq!(load(0x1001), first);
         assert!(!processes[first].is_left());
-        // What the third finds is another's.
+        // The third address space gets the process of another one.
         assert_eq!(load(0x3003), second);
         assert!(processes[first].is_left() && processes[second].is_left() && processes[second].take_stale());
         processes[second].ask(Request::Service);
@@ -625,7 +644,8 @@ mod tests {
         assert!(matches!(processes[0].take_request(), Some(Request::Service)));
     }
 
-    /// Each process in its turn counts, and wants another address space, until there were enough.
+    /// Lets each process count in its turn and ask for another address space, until there were
+    /// enough turns.
     #[test]
     #[cfg_attr(miri, ignore = "Miri has one process")]
     fn one_process_after_the_other_has_the_turn() {

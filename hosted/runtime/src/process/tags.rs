@@ -7,38 +7,37 @@ pub const MOST: usize = 48;
 /// The bits of CR3 that hold the process-context identifier.
 const IDENTIFIER: u64 = 0xFFF;
 
-/// Which address space a process stands for, and what it may have kept.
+/// The address space of a process, and the translations that the process may have kept.
 #[derive(Clone, Copy, Debug, Default)]
 struct Tag {
-    /// Its page tables.
+    /// The page tables of the address space.
     root: Option<u64>,
-    /// By which identifier the processor would know what it has kept.
+    /// The identifier by which the processor would know the kept translations.
     identifier: Option<u64>,
-    /// It has to be compared with the page tables before it runs.
+    /// True if the mappings must be compared with the page tables before the process runs.
     is_stale: bool,
     used: u64,
 }
 
-/// All of them.
+/// The tags of all processes.
 #[derive(Debug)]
 pub struct Tags {
-    /// In place, for processes may have them in common.
+    /// An array, because processes may share the tags.
     tags: [Tag; MOST],
     count: usize,
     time: u64,
 }
 
-/// What there is for an address space.
+/// The process for an address space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Found {
-    /// Its own.
     Own(usize),
-    /// One that was another's.
+    /// A process that another address space has had.
     Other(usize),
 }
 
 impl Tags {
-    /// For so many, [`MOST`] at most.
+    /// Makes tags for so many processes, [`MOST`] at most.
     #[must_use]
     pub fn new(count: usize) -> Self {
         Self { tags: [Tag::default(); MOST], count: count.min(MOST), time: 0 }
@@ -51,13 +50,14 @@ impl Tags {
         self.tags[..self.count].iter().position(|tag| tag.root == Some(root))
     }
 
-    /// CR3 was written: `flush` unless the bit was set that keeps translations.
+    /// Records a write of CR3. Translations are kept unless `flush` is set.
     pub fn load(&mut self, cr3: u64, flush: bool) {
         let (root, identifier) = (cr3 & bits::ADDRESS, cr3 & IDENTIFIER);
         for tag in &mut self.tags[..self.count] {
             let is_root = tag.root == Some(root);
             let is_known = tag.identifier == Some(identifier);
-            // By this identifier nothing of another address space, and nothing older, is found from now on.
+            // From now on this identifier finds no translation of another address space, and no
+            // older one.
             if is_known && (flush || !is_root) || is_root && !is_known {
                 tag.is_stale = true;
                 tag.identifier = None;
@@ -68,12 +68,12 @@ impl Tags {
         }
     }
 
-    /// All translations were dropped.
+    /// Records that all translations were dropped.
     pub fn flush_all(&mut self) {
         self.tags.iter_mut().for_each(|tag| tag.is_stale = true);
     }
 
-    /// The process for an address space: its own, or the one that was not used for longest.
+    /// Chooses the process for an address space: its own, or the one that was not used for longest.
     pub fn choose(&mut self, cr3: u64) -> Found {
         self.time += 1;
         let (found, index) = match self.own(cr3) {
@@ -93,18 +93,19 @@ impl Tags {
         found
     }
 
-    /// One has to be compared before it runs.
+    /// Marks a process whose mappings must be compared before it runs.
     pub fn make_stale(&mut self, index: usize) {
         self.tags[index].is_stale = true;
     }
 
-    /// Whether one has to be compared before it runs.
+    /// Returns true if the mappings of a process must be compared before it runs.
     #[must_use]
     pub fn is_stale(&self, index: usize) -> bool {
         self.tags[index].is_stale
     }
 
-    /// Whether one has to be compared now; it is then as it should be.
+    /// Returns true if the mappings of a process must be compared now. The caller then compares
+    /// them.
     pub fn take_stale(&mut self, index: usize) -> bool {
         std::mem::take(&mut self.tags[index].is_stale)
     }
@@ -145,7 +146,7 @@ mod tests {
         let mut tags = two();
         tags.load(A | 1, true);
         assert!(stale(&mut tags, A | 1) && !stale(&mut tags, A | 1));
-        // Another identifier knows nothing of what the first one knew.
+        // Another identifier does not find the translations of the first one.
         tags.load(A | 3, false);
         assert!(stale(&mut tags, A | 3));
         tags.load(A | 1, false);
@@ -161,7 +162,7 @@ mod tests {
         assert!(stale(&mut tags, B | 1));
         tags.load(A | 1, false);
         assert!(stale(&mut tags, A | 1));
-        // The first one's was dropped though it was not loaded.
+        // The translations of the first one were dropped though it was not loaded.
         tags.load(B | 1, true);
         tags.load(A | 1, true);
         assert!(stale(&mut tags, A | 1));
