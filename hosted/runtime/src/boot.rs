@@ -1,5 +1,6 @@
-//! What a boot loader tells a kernel: memory, initial file system, command line (Documentation/arch/x86/boot.rst), and the
-//! processor as the kernel's own assembler would have left it.
+//! The boot parameters of a kernel: memory, initial file system, command line
+//! (Documentation/arch/x86/boot.rst). And the processor's state as the kernel's own assembler would
+//! have left it.
 
 use crate::{
     block::{self, Segments},
@@ -13,7 +14,7 @@ use crate::{
     vcpu::{CR0, CR4, EFER, Table, Vcpu},
 };
 
-/// Where these structures are: in memory below 640 KiB that the guest may use again afterwards.
+/// The place of these structures, in memory below 640 KiB that the guest may use again afterwards.
 const PARAMETERS: u64 = 0x9_0000;
 const COMMAND_LINE: u64 = 0x9_2000;
 /// Longer ones are cut off by the kernel.
@@ -35,7 +36,8 @@ mod offset {
     pub const E820_TABLE: u64 = 0x2D0;
 }
 
-/// What every hosted kernel is told: what it need not look for, and the clock's frequency.
+/// Returns the command line of every hosted kernel: devices that it need not search for, and the
+/// clock's frequency.
 #[must_use]
 pub fn command_line(append: &str, clock_khz: u64, processors: usize) -> String {
     let one = if processors == 1 { " nolapic nosmp" } else { "" };
@@ -84,7 +86,7 @@ pub fn describe(memory: &Memory, kernel: &Kernel, line: &str, initramfs: &[u8]) 
 const RAM: u32 = 1;
 const RESERVED: u32 = 2;
 
-/// What of the addresses is memory; where interrupt controllers are, there is none.
+/// Returns the memory map. There is no memory at the addresses of interrupt controllers.
 fn memory_map(size: u64) -> Vec<(u64, u64, u32)> {
     let mut map = vec![(0, LOW_END, RAM), (LOW_END, MIB - LOW_END, RESERVED)];
     let behind = apic::BASE + apic::SIZE;
@@ -95,7 +97,7 @@ fn memory_map(size: u64) -> Vec<(u64, u64, u32)> {
     map
 }
 
-/// Where a kernel looks for a table of processors, and where that is.
+/// The places at which a kernel searches for a table of processors, and of the table.
 const POINTER: u64 = 0xF_0000;
 const TABLE: u64 = POINTER + 0x20;
 
@@ -121,7 +123,8 @@ fn processors(count: usize) -> (Vec<u8>, Vec<u8>) {
         let flags = if number == 0 { ENABLED | FIRST } else { ENABLED };
         entries.push([&[0, number as u8, 0x14, flags][..], &[0; 16]].concat());
     }
-    // There is no interrupt controller for devices but the old ones, whose one line goes to the first processor.
+    // The only interrupt controllers for devices are the old ones, whose one line goes to the first
+    // processor.
     entries.push([&[1, 0][..], b"ISA   "].concat());
     entries.push(vec![3, EXTERNAL, 0, 0, 0, 0, EVERYBODY, 0]);
     entries.push(vec![4, EXTERNAL, 0, 0, 0, 0, EVERYBODY, 0]);
@@ -144,7 +147,8 @@ fn processors(count: usize) -> (Vec<u8>, Vec<u8>) {
     (pointer, table)
 }
 
-/// Where a kernel says how the processor that it starts is to begin: what its own assembler would read.
+/// The places from which a starting processor's first state is read. The kernel's own assembler
+/// would read them.
 #[derive(Clone, Copy, Debug)]
 pub struct Bringup {
     code: u64,
@@ -158,7 +162,7 @@ impl Bringup {
     /// A kernel's.
     ///
     /// # Errors
-    /// If the kernel has not got these variables.
+    /// If the kernel does not have these variables.
     pub fn of(kernel: &Kernel, loaded: &Loaded) -> Result<Self> {
         let at = |symbol| {
             load::address_of(kernel, symbol)
@@ -217,7 +221,8 @@ fn begin_at(machine: &Machine, rip: u64, stack: u64, base: u64) {
     block.registers.general[block::RSP].set(stack);
 }
 
-/// A stub that does what is left of the kernel's way to its first function in C, for which it would build page tables.
+/// Makes the first code of the guest. It does the rest of the kernel's way to its first function in
+/// C, for which the kernel would build page tables.
 ///
 /// # Errors
 /// If the kernel has not the functions that it needs.

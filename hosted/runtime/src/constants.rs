@@ -1,14 +1,15 @@
 //! Addresses that a kernel has as numbers in its code, and what they become.
 //!
-//! A linker knows nothing of them: they are results of the compiler's arithmetic with the kernel's memory layout. They are
-//! found by decoding the code, by their values, which hardly anything else has:
+//! No relocation names these numbers, because the compiler computes them from the kernel's memory
+//! layout. They are found by decoding the code, by their values, which other numbers hardly ever
+//! have:
 //!
-//! | what | as linked | hosted |
+//! | number | as linked | hosted |
 //! |---|---|---|
 //! | fixed addresses | the 14 MiB below 0xFFFF_FFFF_FF80_0000 | the same low 30 bits |
 //! | the processors' entry areas | 0xFFFF_FE00_0000_0000, 512 GiB | the same low 47 bits |
 //! | the end of programs' memory, less the length of an access | up to 0x7FFF_FFFF_F000 | [`TASK_SIZE`] |
-//! | a third and two thirds of it, where programs are loaded | 0x5555_5555_4AAA, and such at a page's beginning | of that |
+//! | a third and two thirds of it, where programs are loaded | 0x5555_5555_4AAA, and such at a page's beginning | the same of [`TASK_SIZE`] |
 //!
 //! In some functions the end of programs' memory stands for the beginning of the kernel's; there it is 0.
 
@@ -35,17 +36,18 @@ const LINKED_LAST: u64 = LINKED_TASK_SIZE - 1;
 /// Functions in which a number means something else than elsewhere.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Function {
-    /// All the others.
+    /// Any other function.
     Other,
     /// It asks whether an address is the kernel's, by comparing with the end of programs' memory.
     AsksForKernel,
     /// It puts a program's mappings below its stack, by rounding up a sum with the end of programs' memory.
     PlacesMappings,
-    /// It puts a program's heap somewhere in the gigabyte behind it, which may not reach [`crate::layout::THUNKS`].
+    /// The function that puts a program's heap somewhere in the gigabyte after the program. It must
+    /// not reach [`crate::layout::THUNKS`].
     PlacesHeap,
 }
 
-/// Their names.
+/// The names of these functions.
 pub const SPECIAL: &[(Function, &[&str])] = &[
     (Function::AsksForKernel, &["exc_invalid_op", "handle_bug", "is_valid_bugaddr"]),
     (Function::PlacesMappings, &["arch_pick_mmap_layout"]),
@@ -53,23 +55,23 @@ pub const SPECIAL: &[(Function, &[&str])] = &[
 ];
 
 const LINKED_HEAP: u64 = 1 << 30;
-/// What is chosen from instead; the heap may grow to some seven times that.
+/// The range for a heap's place instead. The heap may grow to some seven times that size.
 const HEAP: u64 = 1 << 27;
 
 /// A change of an instruction's number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Patch {
-    /// Where the field is.
+    /// The address of the operand.
     pub address: u64,
-    /// Its length, 4 or 8.
+    /// Its length in bytes, 4 or 8.
     pub length: u8,
-    /// What it was.
+    /// The linked number.
     pub old: u64,
-    /// What it becomes.
+    /// The new number.
     pub new: u64,
 }
 
-/// What a number becomes.
+/// Returns the new number for a linked one.
 #[must_use]
 pub fn mapped(value: u64, function: Function) -> Option<u64> {
     match value {
@@ -92,7 +94,7 @@ pub fn mapped(value: u64, function: Function) -> Option<u64> {
     }
 }
 
-/// All changes of a section of code. `moved` says of an address whether the linker knows of a relocation there.
+/// Finds all changes of a section of code. `moved` returns true for an address with a relocation.
 pub fn find(
     bytes: &[u8],
     address: u64,
@@ -130,9 +132,9 @@ pub fn find(
     patches
 }
 
-/// What a kernel says of a program's fault at one of the kernel's addresses is always the same, so that the program learns nothing
-/// from it: it sets bit 0 of the error code. All of the lower half are programs' addresses to those that look at the code: the
-/// number stays. Says where that is, when the bit is set for it.
+/// Returns the address of the instruction that sets bit 0 of the error code of a program's fault.
+/// The kernel sets it for all faults at its own addresses, so that a program learns nothing from
+/// them. In this comparison all of the lower half are programs' addresses, so the number stays.
 fn hides_the_kernel(set: &Instruction, before: &VecDeque<(Instruction, ConstantOffsets)>) -> Option<u64> {
     const NEAR: usize = 3;
     let is_bit = set.mnemonic() == Mnemonic::Or
@@ -144,7 +146,7 @@ fn hides_the_kernel(set: &Instruction, before: &VecDeque<(Instruction, ConstantO
     is_bit.then(|| load.ip() + offsets.immediate_offset() as u64)
 }
 
-/// How far apart the two instructions are, at most, that make a number by shifting a smaller one.
+/// The largest distance between the two instructions that make a number by shifting a smaller one.
 const SOON: usize = 8;
 
 /// Compilers make a number with many zeros at its end by loading what is before them, and shifting it.
@@ -165,7 +167,7 @@ fn shifted(shift: &Instruction, before: &VecDeque<(Instruction, ConstantOffsets)
     Some(Patch { address: load.ip() + offsets.immediate_offset() as u64, length: 4, old, new })
 }
 
-/// Its number is a mask.
+/// Returns true if the instruction's number is a mask.
 fn is_logic(instruction: &Instruction) -> bool {
     matches!(instruction.mnemonic(), Mnemonic::And | Mnemonic::Or | Mnemonic::Xor | Mnemonic::Test)
 }

@@ -1,7 +1,7 @@
 //! The processor that the guest's kernel sees: the host's, less what a process has no part in.
 //!
-//! Programs see the host's own, for CPUID does not trap in a process. So the kernel must see at least the registers that
-//! they may use, or it would not keep them.
+//! Programs see the host's own CPUID, because it does not trap in a process. So the kernel must see
+//! at least the registers that programs may use, or it would not save them.
 
 use std::arch::x86_64::{__cpuid, __cpuid_count, _xgetbv};
 
@@ -37,9 +37,9 @@ const AMD_ECX: u32 = bits(&[2, 3, 9, 10, 12, 13, 15, 22, 23, 24, 26, 27, 28, 29,
 // those of leaf 1, in their places
 const AMD_EDX: u32 = bits(&[1, 2, 7, 9, 12, 14]);
 
-/// Changes a leaf for a machine whose programs run in processes of their own: the kernel is to copy to and from programs by the
-/// function that the monitor does for it ([`crate::thunks::USES`]), not by the one for fast short strings, whose beginning it
-/// would change.
+/// Changes a leaf for a machine whose programs run in processes of their own. The kernel is to copy
+/// to and from programs by the function that the monitor replaces ([`crate::thunks::USES`]). The
+/// function for fast short strings does not qualify, because the kernel would change its beginning.
 pub fn separate_programs(leaf: u32, registers: &mut [u32; 4]) {
     const FAST_STRINGS: u32 = 1 << 9;
     const FAST_SHORT_STRINGS: u32 = 1 << 4;
@@ -50,8 +50,8 @@ pub fn separate_programs(leaf: u32, registers: &mut [u32; 4]) {
     }
 }
 
-/// Changes a leaf for a machine that keeps what several address spaces have mapped: it makes use of process-context identifiers,
-/// whatever the host's processor has.
+/// Changes a leaf for a machine that keeps the mappings of several address spaces. It shows
+/// process-context identifiers, whatever the host's processor has.
 pub fn keep_translations(leaf: u32, registers: &mut [u32; 4]) {
     const CONTEXT_IDENTIFIERS: u32 = 1 << 17;
     if leaf == 1 {
@@ -59,9 +59,9 @@ pub fn keep_translations(leaf: u32, registers: &mut [u32; 4]) {
     }
 }
 
-/// Changes a leaf for one of several processors: it has a number, a local interrupt controller, and a timer in that which goes
-/// on while it sleeps. All are of one package, so that a kernel knows the others' speed by the first one's; manufacturers
-/// differ in how they say that.
+/// Changes a leaf for one of several processors. It has a number, a local interrupt controller, and
+/// a timer that goes on while the processor sleeps. All are of one package, so that a kernel knows
+/// the others' speed by the first one's. Manufacturers differ in how they say that.
 pub fn be_one_of(number: usize, count: usize, leaf: u32, registers: &mut [u32; 4]) {
     const CONTROLLER: u32 = 1 << 9;
     const DEADLINE: u32 = 1 << 24;
@@ -93,19 +93,19 @@ pub fn extended_states() -> u64 {
     unsafe { _xgetbv(0) & STATES }
 }
 
-/// Whether the host's processor and kernel have what the monitor is made of.
+/// Returns true if the host's processor and kernel have XSAVE.
 #[must_use]
 pub fn has_xsave() -> bool {
     __cpuid(1).ecx >> 27 & 1 == 1
 }
 
-/// How much room the floating-point registers take.
+/// Returns the size of the floating-point registers' area, in bytes.
 #[must_use]
 pub fn extended_size() -> u32 {
     __cpuid_count(0xD, 0).ecx
 }
 
-/// How much room those of these states take that the guest's kernel keeps.
+/// Returns the size of the area for the states that the guest's kernel keeps, in bytes.
 #[must_use]
 pub fn size_of(states: u64) -> u32 {
     const LEGACY: u32 = 576;
@@ -116,7 +116,7 @@ pub fn size_of(states: u64) -> u32 {
     ends.max().unwrap_or(LEGACY).max(LEGACY)
 }
 
-/// What the guest's kernel gets: EAX, EBX, ECX, EDX.
+/// Returns the guest's EAX, EBX, ECX and EDX.
 #[must_use]
 pub fn guest(leaf: u32, subleaf: u32, cr4: u64) -> [u32; 4] {
     let host = __cpuid_count(leaf, subleaf);

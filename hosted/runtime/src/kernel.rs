@@ -1,7 +1,7 @@
 //! Reads a pre-virtualized `vmlinux`: what is to be loaded where, its relocations, its symbols and its slots.
 //!
-//! The file is the one that boots the bare machine. It has been linked with its relocations kept (`RELOCATABLE` and
-//! `RANDOMIZE_BASE` see to that), so that a loader can move it.
+//! The file is the one that boots the bare machine. Its link has kept the relocations (with
+//! `RELOCATABLE` and `RANDOMIZE_BASE`), so that a loader can move it.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -21,7 +21,7 @@ use crate::{
 const SECTION_PERCPU: &str = ".data..percpu";
 /// No kernel is linked for physical addresses beyond.
 const HIGHEST: u64 = 1 << 40;
-/// What a kernel without relocations needs.
+/// The remedy for a kernel without relocations.
 const HOW_TO_BUILD: &str = "build it with `afterburner make`, RELOCATABLE=y, RANDOMIZE_BASE=y, RANDOMIZE_MEMORY=y and \
     without X86_5LEVEL, and use the build's vmlinux, not stripped";
 
@@ -30,15 +30,13 @@ const HOW_TO_BUILD: &str = "build it with `afterburner make`, RELOCATABLE=y, RAN
 pub struct Segment {
     /// Its address as linked; 0 for the part with the processors' own variables.
     pub address: u64,
-    /// Its physical address.
     pub physical: u64,
-    /// Its contents.
     pub bytes: Vec<u8>,
-    /// How much memory it takes.
+    /// The size in memory, in bytes.
     pub size: u64,
 }
 
-/// How a place changes when the image moves.
+/// The change of a place when the image moves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Change {
     /// 32 bits grow by the distance.
@@ -52,33 +50,29 @@ pub enum Change {
 /// A place that changes when the image moves.
 #[derive(Clone, Copy, Debug)]
 pub struct Relocation {
-    /// Its physical address.
     pub physical: u64,
-    /// How.
+    /// The kind of change.
     pub change: Change,
 }
 
-/// A section of code.
+/// A section with code.
 #[derive(Clone, Debug)]
 pub struct Code {
-    /// Its name.
     pub name: String,
     /// Its address as linked.
     pub address: u64,
-    /// Its physical address.
     pub physical: u64,
-    /// Its length.
     pub size: u64,
 }
 
-/// All of it.
+/// A kernel's file.
 #[derive(Debug)]
 pub struct Kernel {
-    /// What is loaded.
+    /// The parts that are loaded.
     pub segments: Vec<Segment>,
-    /// What changes when it moves.
+    /// The places that change when the image moves.
     pub relocations: Vec<Relocation>,
-    /// Sections with code.
+    /// The sections with code.
     pub code: Vec<Code>,
     /// Slots, by their addresses as linked.
     pub slots: BTreeMap<u64, Vec<Record>>,
@@ -155,7 +149,7 @@ impl Kernel {
             .map(|(address, size)| *address..address + size)
     }
 
-    /// Whether the kernel executes this only until there are programs.
+    /// Returns true if the kernel executes this address only until there are programs.
     #[must_use]
     pub fn is_initial(&self, address: u64) -> bool {
         let is_in = |code: &&Code| (code.address..code.address + code.size).contains(&address);
@@ -185,7 +179,7 @@ impl Kernel {
         self.segments.iter().find_map(of)
     }
 
-    /// The physical address behind all of it.
+    /// Returns the physical address after the image.
     #[must_use]
     pub fn end(&self) -> u64 {
         self.segments.iter().map(|segment| segment.physical + segment.size).max().unwrap_or(0)
@@ -245,7 +239,7 @@ impl Kernel {
     }
 }
 
-/// Whether a symbol stays where it is when the image moves.
+/// Returns true if a symbol stays at its address when the image moves.
 fn fixed<'a>(symbol: &impl ObjectSymbol<'a>, names: &Names, name: &str) -> bool {
     match symbol.section() {
         SymbolSection::Undefined => true,
@@ -266,7 +260,8 @@ fn change(kind: u32, is_percpu: bool, is_fixed: bool) -> Result<Option<Change>> 
     })
 }
 
-/// Symbols that the linker calls absolute, or puts beside the processors' variables, and that move nevertheless.
+/// Symbols that move although the linker calls them absolute, or puts them beside the processors'
+/// variables.
 struct Names {
     exact: HashSet<&'static str>,
 }
@@ -384,7 +379,7 @@ fn slots(file: &File<'_>) -> Result<BTreeMap<u64, Vec<Record>>> {
     Ok(slots)
 }
 
-/// Such a kernel asks at its start how many levels there are, and what it does with them then is not known here.
+/// Such a kernel asks at its start for the number of levels. Its later behaviour is not known here.
 fn has_four_levels(symbols: &HashMap<String, (u64, u64)>) -> Result<()> {
     match symbols.contains_key("pgdir_shift") {
         true => Err(not_loadable("the kernel is for five levels of page tables, too (X86_5LEVEL=y)")),

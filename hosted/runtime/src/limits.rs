@@ -1,5 +1,5 @@
-//! What the host allows a process, looked at before a machine starts: what is too little would end it later, in the middle of
-//! something.
+//! Limits of the host, checked before a machine starts. A limit that is too low would end the
+//! machine later, in the middle of something.
 
 use std::{
     fs,
@@ -15,15 +15,15 @@ use crate::{
 const OWN_MAPPINGS: u64 = 2000;
 const LEAST_MAPPINGS: u64 = 8192;
 const MAPPINGS: &str = "proc/sys/vm/max_map_count";
-/// What the monitor takes beside the guest's memory, with its code for slots and its processes, about.
+/// The monitor's own need besides the guest's memory, with its thunks and processes, in bytes.
 const OWN_MEMORY: u64 = 32 << 20;
-/// What a process for an address space takes, but for the guest's page tables, about.
+/// The need of an address-space process, without the guest's page tables, in bytes.
 const HOME_MEMORY: u64 = 2 << 20;
 const MEMORY: &str = "proc/meminfo";
 const MAPS: &str = "proc/self/maps";
 const GROUPS: &str = "proc/self/cgroup";
 
-/// The host's files.
+/// The host's files with limits.
 #[derive(Debug)]
 pub struct Limits {
     root: PathBuf,
@@ -35,8 +35,8 @@ impl Default for Limits {
     }
 }
 
-/// Sees to a stack that this program has room on, and for which the host leaves no more room between it and the libraries
-/// than usual. Says whether it was so: otherwise it is from the next program on.
+/// Ensures a stack of enough room, for which the host leaves only the usual room below the
+/// libraries. Returns false if that is only true from the next program on.
 ///
 /// # Errors
 /// If the stack may not be as large.
@@ -68,7 +68,7 @@ pub fn fit_stack() -> Result<bool> {
 }
 
 impl Limits {
-    /// Whether the guest's addresses are free.
+    /// Checks that the guest's addresses are free.
     ///
     /// # Errors
     /// If the host has put something of this program there.
@@ -83,7 +83,7 @@ impl Limits {
         fs::read_to_string(self.root.join(path)).ok()?.trim().parse().ok()
     }
 
-    /// How many mappings the guest may have.
+    /// Returns the number of mappings that the guest may have.
     ///
     /// # Errors
     /// If they are too few.
@@ -98,10 +98,11 @@ impl Limits {
         Ok(most - OWN_MAPPINGS.min(most / 4))
     }
 
-    /// Whether the guest may have so many bytes of memory.
+    /// Checks that the guest may have so many bytes of memory.
     ///
     /// # Errors
-    /// If the host has not so much, or a control group that this process is in allows no more: the monitor needs some, too.
+    /// If the host has less memory, or a control group of this process allows less. The monitor
+    /// needs some, too.
     pub fn memory(&self, bytes: u64) -> Result<()> {
         let all = self.total_memory();
         if let Some(all) = all.filter(|all| *all < bytes) {
@@ -126,7 +127,8 @@ impl Limits {
         Ok(())
     }
 
-    /// How many processes for address spaces the control groups have memory for, beside the guest's and the monitor's.
+    /// Returns the number of address-space processes for which the control groups have memory,
+    /// besides the guest's and the monitor's.
     #[must_use]
     pub fn space_processes(&self, bytes: u64) -> u64 {
         // Page tables take a 512th of what they map, if all of it is used.
@@ -168,7 +170,7 @@ impl Limits {
     }
 }
 
-/// What of a line of a process' mappings lies where the guest's are.
+/// Returns the part of a mapping's line that lies at the guest's addresses.
 fn taken(line: &str) -> Option<(u64, &str)> {
     let (range, rest) = line.split_once(' ')?;
     let (start, end) = range.split_once('-')?;
@@ -179,7 +181,7 @@ fn taken(line: &str) -> Option<(u64, &str)> {
     is_taken.then(|| (start, rest.split_whitespace().nth(4).unwrap_or("something")))
 }
 
-/// Where a limit is.
+/// The place of a limit.
 struct Limit<'a> {
     mounted: &'static str,
     group: &'a str,

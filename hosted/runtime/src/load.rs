@@ -17,14 +17,14 @@ use crate::{
     user_access::{self, Fixed, UserAccess, UserAccesses},
 };
 
-/// Where kernels are linked to have physical address 0.
+/// The linked address of physical address 0.
 const LINKED: u64 = 0xFFFF_FFFF_8000_0000;
-/// What an address of the image grows by.
+/// The distance by which addresses of the image grow.
 pub const DISTANCE: u64 = DIRECT_MAP.wrapping_sub(LINKED);
 /// Code of a slot begins at such a multiple.
 const ALIGNMENT: usize = 16;
 
-/// A kernel in memory.
+/// A kernel that was loaded into memory.
 #[derive(Debug)]
 pub struct Loaded {
     /// The code for slots, to be put at [`THUNKS`].
@@ -50,9 +50,9 @@ pub struct Loaded {
 /// A slot that was filled.
 #[derive(Clone, Debug)]
 pub struct Filled {
-    /// What was in it, relocated.
+    /// The relocated code of the slot.
     pub bytes: Vec<u8>,
-    /// Where its code is now.
+    /// The present address of its thunk.
     pub code: u64,
 }
 
@@ -60,7 +60,7 @@ fn outside() -> Error {
     Error::new("the guest has too little memory for its kernel").hint("give it more with --memory")
 }
 
-/// Where a linked address is now.
+/// Returns the present address of a linked one.
 ///
 /// # Errors
 /// If the kernel has no such symbol.
@@ -149,7 +149,7 @@ fn change_constants(kernel: &Kernel, memory: &Memory) -> Result<usize> {
     Ok(changed)
 }
 
-/// What the kernel finds through variables.
+/// Writes the layout into the kernel's variables.
 fn give_layout(kernel: &Kernel, memory: &Memory) -> Result<()> {
     let set = |symbol: &str, value: u64| -> Result<()> {
         memory.write_long(physical_of(kernel, symbol)?, value).ok_or_else(outside)
@@ -165,25 +165,28 @@ fn give_layout(kernel: &Kernel, memory: &Memory) -> Result<()> {
     separate_programs(kernel, memory)
 }
 
-/// Where the kernel reads what may not be there it asks first whether the address is in the upper half. Here it reads, and
-/// takes the fault that it is prepared for: the function says yes.
+/// Makes a function of the kernel return true for all addresses. The kernel asks it, before a read
+/// that may fault, if the address is in the upper half. Here the kernel reads, and takes the fault,
+/// for which it is prepared.
 fn allow_own_addresses(kernel: &Kernel, memory: &Memory) -> Result<()> {
     // mov $1,%eax ; ret
     const YES: &[u8] = &[0xB8, 1, 0, 0, 0, 0xC3];
     memory.write(physical_of(kernel, "copy_from_kernel_nofault_allowed")?, YES).ok_or_else(outside)
 }
 
-/// Hosts let a process map nothing below 64 KiB, so the guest's programs can have nothing there, whatever rights they have.
+/// Makes the kernel refuse programs' addresses below 64 KiB, for every user: hosts let a process
+/// map nothing there.
 fn refuse_low_addresses(kernel: &Kernel, memory: &Memory) -> Result<()> {
-    // cmp $USER_START,%rdi ; sbb %eax,%eax, which is -EPERM or 0 ; ret. It ends before the function's own first return, which the
-    // kernel looks for.
+    // The code is: cmp $USER_START,%rdi ; sbb %eax,%eax, which is -EPERM or 0 ; ret. It ends before
+    // the function's own first return, which the kernel searches for.
     const REFUSE: &[u8] = &[0x48, 0x81, 0xFF, 0, 0, 1, 0, 0x19, 0xC0, 0xC3];
     const { assert!(USER_START == 0x1_0000 && libc::EPERM == 1) };
     memory.write(physical_of(kernel, "cap_mmap_addr")?, REFUSE).ok_or_else(outside)?;
     memory.write_long(physical_of(kernel, "dac_mmap_min_addr")?, USER_START).ok_or_else(outside)
 }
 
-/// Nobody fills the slots of modules, and there is no place for them near the image: the kernel finds no memory for one.
+/// Makes the kernel find no memory for modules: their slots would stay unfilled, and there is no
+/// place for them near the image.
 fn refuse_modules(kernel: &Kernel, memory: &Memory) -> Result<()> {
     // xor %eax,%eax ; ret
     const NOTHING: &[u8] = &[0x31, 0xC0, 0xC3];
@@ -193,9 +196,10 @@ fn refuse_modules(kernel: &Kernel, memory: &Memory) -> Result<()> {
     }
 }
 
-/// A new address space shares the kernel's part of the top-level table, which begins where the direct map does. Here that
-/// would be all of it. So the function that makes one gets its own idea of where the kernel begins, in a variable of its
-/// own; nothing of the kernel's below is ever looked up in a program's tables.
+/// Separates programs' page tables from the kernel's. A new address space shares the kernel's part
+/// of the top-level table, which begins at the direct map's entry. Here all of the table would be
+/// shared. So the function that makes an address space gets another beginning of the kernel's part,
+/// in a variable of its own. Programs' tables are never used for the kernel's addresses below.
 fn separate_programs(kernel: &Kernel, memory: &Memory) -> Result<()> {
     memory.write_long(SPARE, KERNEL_TABLES).ok_or_else(outside)?;
     let (start, size) = kernel.find("pgd_alloc")?;
@@ -217,8 +221,9 @@ fn separate_programs(kernel: &Kernel, memory: &Memory) -> Result<()> {
     Ok(())
 }
 
-/// Where, in a function, the fields are by which instructions load the variable, to make the index of an entry of a
-/// top-level table of it: it is shifted by 39 soon afterwards. Other uses are for physical addresses.
+/// Returns the addresses of the operands by which instructions load the variable for the index of
+/// an entry of a top-level table: it is shifted by 39 soon afterwards. Other uses are for physical
+/// addresses.
 fn boundary_loads(code: &[u8], address: u64, variable: u64) -> Vec<u64> {
     const SOON: usize = 6;
     let mut decoder = Decoder::with_ip(64, code, address, DecoderOptions::NONE);
@@ -239,11 +244,11 @@ fn boundary_loads(code: &[u8], address: u64, variable: u64) -> Vec<u64> {
 
 /// A page that the guest is told is not its own.
 pub const SPARE: u64 = 0x9_F000;
-/// Another one.
+/// The place of another table.
 const SPARE_TABLE: u64 = SPARE + PAGE;
 
-/// The page tables' static parts have physical addresses, which relocation has changed; and the kernel's fixed addresses
-/// have come into another gigabyte than where they were linked.
+/// Prepares the static page tables. Their entries hold physical addresses, which relocation has
+/// changed. The kernel's fixed addresses have come into another gigabyte.
 fn prepare_tables(kernel: &Kernel, memory: &Memory) -> Result<u64> {
     const TABLE: u64 = bits::PRESENT | bits::WRITE | bits::ACCESSED | bits::DIRTY;
     for table in ["level3_kernel_pgt", "level2_fixmap_pgt"] {
@@ -262,7 +267,7 @@ fn prepare_tables(kernel: &Kernel, memory: &Memory) -> Result<u64> {
     for linked in [LINKED >> 30 & 511, (LINKED >> 30 & 511) + 1] {
         memory.write_long(upper + linked * 8, 0).ok_or_else(outside)?;
     }
-    // Some code has the indices of fixed addresses as numbers, as they were linked: it finds the same table by them.
+    // Some code has indices of linked fixed addresses as numbers. It finds the same table by them.
     const LAST: u64 = 511 * 8;
     memory.write_long(root + LAST, SPARE_TABLE | TABLE).ok_or_else(outside)?;
     memory.write_long(SPARE_TABLE + LAST, fixed | TABLE).ok_or_else(outside)?;
@@ -279,8 +284,8 @@ fn gives_addresses_otherwise(name: &str) -> Error {
     .hint("kernels of 6.1 are known")
 }
 
-/// The kernel's search for free addresses leaves out those that programs cannot have: where the monitor's code and the kernel's
-/// memory are.
+/// Makes the kernel's search for free addresses leave out those that programs cannot have: the
+/// monitor's code, and the kernel's memory.
 fn look_beside_the_hole(kernel: &Kernel, memory: &Memory, loaded: &mut Loaded) -> Result<()> {
     const NAME: &str = "vm_unmapped_area";
     const LONGEST: usize = 32;
@@ -293,8 +298,9 @@ fn look_beside_the_hole(kernel: &Kernel, memory: &Memory, loaded: &mut Loaded) -
     put_thunk(loaded, memory, thunk, physical, address, length)
 }
 
-/// Functions that give a program addresses leave the guest if it cannot have these; with programs in processes of their own, also
-/// those that use a program's memory, which is done without mapping it. Says which.
+/// Makes functions that give a program addresses leave the guest if the program cannot have them.
+/// If programs are in processes of their own, functions that use a program's memory leave it, too.
+/// Returns the names of these functions.
 fn hook_uses(
     kernel: &Kernel,
     memory: &Memory,
@@ -326,8 +332,9 @@ fn hook_uses(
     }
 }
 
-/// Instructions that use a program's memory become jumps that leave the guest, if what is behind them can be moved along as far
-/// as a jump is long, or else traps. What stands for them is in the code for slots.
+/// Replaces instructions that use a program's memory by jumps that leave the guest. A jump needs
+/// movable instructions after it; otherwise a trap takes its place. The code for slots holds the
+/// original instructions.
 fn guard_accesses(
     kernel: &Kernel,
     memory: &Memory,
@@ -353,7 +360,8 @@ fn slot_at(loaded: &Loaded, place: std::ops::Range<u64>) -> bool {
     before.is_some_and(|(at, slot)| at + slot.bytes.len() as u64 > place.start)
 }
 
-/// An instruction and those behind it that a jump in its place displaces, if they can be moved.
+/// Returns an instruction and those after it that a jump in its place displaces, if they can be
+/// moved.
 fn displaced(
     memory: &Memory,
     loaded: &Loaded,
@@ -440,7 +448,7 @@ fn fill(loaded: &mut Loaded, memory: &Memory, linked: u64, physical: u64, record
     put_thunk(loaded, memory, thunk, physical, address, length)
 }
 
-/// Puts code behind what there is already, and a jump to it in the place of so many bytes.
+/// Appends code to the thunks, and writes a jump to it over so many bytes.
 fn put_thunk(
     loaded: &mut Loaded,
     memory: &Memory,

@@ -36,26 +36,24 @@ use crate::{
     thunks::{self, Gates},
 };
 
-/// What is wanted.
+/// The options of a machine.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// The pre-virtualized `vmlinux`.
     pub kernel: PathBuf,
     /// Its first file system.
     pub initramfs: Option<PathBuf>,
-    /// Its disks.
     pub disks: Vec<DiskOption>,
-    /// Where gdb may connect to.
+    /// The address at which gdb may connect.
     pub gdb: Option<GdbOption>,
-    /// Its network card.
     pub net: Option<NetOption>,
-    /// Bytes of memory.
+    /// The size of its memory, in bytes.
     pub memory: u64,
     /// More for the command line.
     pub append: String,
-    /// Processors.
+    /// The number of processors.
     pub cpus: usize,
-    /// What programs are kept apart by.
+    /// The separation of programs.
     pub isolation: Isolation,
     /// Rewrite programs' system calls, if they run in this process.
     pub rewrite: bool,
@@ -63,10 +61,9 @@ pub struct Options {
     pub verbose: bool,
 }
 
-/// What keeps the guest's programs apart from its kernel and from the monitor.
+/// The separation of the guest's programs from its kernel and from the monitor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Isolation {
-    /// Nothing.
     #[default]
     None,
     /// The host: they run in processes of their own.
@@ -76,9 +73,8 @@ pub enum Isolation {
 /// A disk that is wanted: a file, and `,ro` if it is only to be read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskOption {
-    /// The file.
     pub path: PathBuf,
-    /// Whether the guest only reads it.
+    /// True if the guest only reads it.
     pub read_only: bool,
 }
 
@@ -89,7 +85,7 @@ impl From<&str> for DiskOption {
     }
 }
 
-/// What was found in a kernel that was loaded.
+/// The result of loading a kernel.
 #[derive(Clone, Copy, Debug)]
 pub struct Report {
     /// Slots that were filled.
@@ -289,8 +285,8 @@ fn prepare(options: &Options) -> Result<Prepared> {
     Ok(Prepared { kernel, memory, loaded })
 }
 
-/// Holds the kernel's code against its records, as the afterburner does behind a build. A sensitive instruction without one would
-/// trap at best, and at worst be the host's.
+/// Checks the kernel's code against its records, as the afterburner does after a build. A sensitive
+/// instruction without a record would trap at best. At worst it would take effect on the host.
 ///
 /// # Errors
 /// The first of what is wrong.
@@ -423,8 +419,8 @@ impl Start<'_> {
     }
 }
 
-/// Nobody needs these any more, and they are larger than all that is needed. A home has them from the first process, and nothing of its
-/// own as long as it does not touch them.
+/// Drops the kernel's file, which is larger than all that the machine needs. An address-space
+/// process has it from the first process, and takes no memory as long as it does not touch it.
 fn give_back<T>(unneeded: T, space: Option<SpaceProcess>) {
     if space.is_some_and(|space| !space.is_first()) {
         return std::mem::forget(unneeded);
@@ -433,7 +429,7 @@ fn give_back<T>(unneeded: T, space: Option<SpaceProcess>) {
     give_memory_back();
 }
 
-/// What was allocated and is free again goes back to the host.
+/// Returns freed memory to the host.
 fn give_memory_back() {
     // SAFETY: It takes a number.
     unsafe { libc::malloc_trim(0) };
@@ -474,7 +470,7 @@ struct Placed {
     gates: Gates,
 }
 
-/// Puts the code for slots where it was made for, and the stub and the code of system calls behind it.
+/// Puts the thunks at their address, and the first code and the code of system calls after them.
 fn place_code(kernel: &Kernel, loaded: &load::Loaded) -> Result<Placed> {
     let thunks = &loaded.thunks;
     process::map_private(THUNKS, THUNKS_SIZE, libc::PROT_READ | libc::PROT_WRITE)?;
@@ -520,7 +516,7 @@ fn prepare_block(system_return: u64) -> Result<()> {
     Ok(())
 }
 
-/// What the processor and the kernel of the host must have.
+/// Checks the host's processor and kernel.
 fn check_host() -> Result<()> {
     const FSGSBASE: u64 = 2;
     // SAFETY: It takes a number.
@@ -549,8 +545,9 @@ fn clock_khz() -> u64 {
     u64::try_from(u128::from(later_ticks - ticks) * 1_000_000 / u128::from(elapsed)).unwrap_or(0)
 }
 
-/// Addresses are only where [`crate::layout`] expects them if the host has not chosen others at random, or from below, as it
-/// does for a stack without limits: starts this program again without that.
+/// Starts this program again without random addresses, if the host has chosen some. The addresses
+/// of [`crate::layout`] are free only then. The same is true for addresses from below, as the host
+/// chooses them for a stack without limits.
 ///
 /// # Errors
 /// If the host does not allow it.

@@ -1,5 +1,6 @@
-//! What this process may still ask of the host while the guest runs: no new files, no connections, and of the host's system
-//! calls only those that the monitor needs. A program of the guest's that gets past the monitor gets no further than this.
+//! The rights that remain to this process while the guest runs: no new files, no connections, and
+//! only the system calls that the monitor needs. A guest's program that gets past the monitor gets
+//! no further.
 
 use std::{collections::BTreeMap, os::fd::RawFd};
 
@@ -17,7 +18,8 @@ use crate::{
     run::Isolation,
 };
 
-/// Allowed with any arguments: memory of this process, files that are open, time, signals of its own, its end.
+/// System calls that are allowed with any arguments: memory of this process, open files, time, its
+/// own signals, its end.
 const ALLOWED: &[i64] = &[
     libc::SYS_read,
     libc::SYS_write,
@@ -50,13 +52,14 @@ const ALLOWED: &[i64] = &[
     libc::SYS_exit_group,
 ];
 
-/// Closes what this process has inherited besides the terminal: whoever gets past the monitor would have it.
+/// Closes the inherited descriptors, except the terminal's. A program that gets past the monitor
+/// would have them.
 ///
 /// # Errors
 /// If the host does not do it.
 pub fn close_inherited() -> Result<()> {
     const FIRST: libc::c_uint = 3;
-    // SAFETY: Nothing of this process has a descriptor yet, so that none is closed that somebody uses.
+    // SAFETY: No part of this process owns a descriptor yet, so none that is in use is closed.
     match unsafe { libc::syscall(libc::SYS_close_range, FIRST, libc::c_uint::MAX, 0) } {
         0 => Ok(()),
         _ => Err(Error::system("close what this process has inherited")),
@@ -70,7 +73,7 @@ pub fn close_inherited() -> Result<()> {
 pub fn keep_only(kept: RawFd) -> Result<()> {
     let kept = libc::c_uint::try_from(kept).map_err(|_| Error::new("there is no such descriptor"))?;
     for (first, last) in [(3, kept - 1), (kept + 1, libc::c_uint::MAX)] {
-        // SAFETY: Whoever had these descriptors in this process never uses them again.
+        // SAFETY: The former owners of these descriptors in this process never use them again.
         if first <= last && unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) } != 0 {
             return Err(Error::system("close what is the first process'"));
         }
@@ -104,7 +107,8 @@ pub struct Special {
     pub rings: Vec<RawFd>,
     /// The socket that gdb connects to: to accept its connection.
     pub listener: Option<RawFd>,
-    /// Processes of the machine's processors, which call each other; or those of address spaces, which the first one calls.
+    /// The processes of the machine's processors, which call each other, or the address-space
+    /// processes, which the first one calls.
     pub processors: Vec<u32>,
     /// Processes that are bound to the host's processors.
     pub bound: Vec<u32>,
@@ -179,7 +183,8 @@ mod tests {
     /// Makes a system call. The attempts below have arguments that the host's kernel checks.
     fn call(number: i64, arguments: [i64; 5]) -> i64 {
         let [a, b, c, d, e] = arguments;
-        // SAFETY: What these tests call either takes numbers and pointers that the host checks, or ends the process.
+        // SAFETY: The calls of these tests take numbers and pointers that the host checks, or end
+        // the process.
         unsafe { libc::syscall(number, a, b, c, d, e, 0) }
     }
 
@@ -206,7 +211,7 @@ mod tests {
         is_done(libc::SYS_mount, [kind, on, kind, 0, 0])
     }
 
-    /// What a thread may do of what the host's kernel keeps it from by Landlock's version of the number.
+    /// Tries what the host's kernel forbids a thread by this version of Landlock.
     fn attempts(directory: &Path, outside: i64, server: &TcpListener) -> Vec<(&'static str, i64, bool)> {
         let file = directory.join("there");
         let abstract_name = format!("mercury-sandbox-{}", std::process::id());
@@ -228,8 +233,8 @@ mod tests {
         ]
     }
 
-    /// What goes before does not go any more. Mounting and tracing need rights in the first place: where they do not go before, they
-    /// show nothing.
+    /// Compares attempts before and after. Mounting and tracing need rights in the first place:
+    /// without them the attempts show nothing.
     #[test]
     fn files_connections_and_other_processes_are_out_of_reach() {
         let version = landlock();
@@ -277,7 +282,7 @@ mod tests {
         println!("Landlock {version}: {shown} of {} go before, and none after", before.len());
     }
 
-    /// What a way out of a process would begin with.
+    /// The system calls with which an escape from a process would begin.
     const WAYS_OUT: &[i64] = &[
         libc::SYS_open,
         libc::SYS_openat,
@@ -335,7 +340,7 @@ mod tests {
     ];
     const NOTHING: i32 = 7;
 
-    /// What becomes of a process that has the filter and makes a call: the signal that ends it, or 0.
+    /// Returns the signal that ends a process which has the filter and makes a call, or 0.
     fn signal_of(program: &BpfProgram, number: i64, arguments: [i64; 5]) -> i32 {
         // SAFETY: The child makes system calls only.
         let child = unsafe { libc::fork() };
@@ -375,8 +380,8 @@ mod tests {
     fn what_is_not_named_ends_it_too_and_what_is_needed_does_not() {
         const NUMBERS: i64 = 480;
         const X32: i64 = 0x4000_0000;
-        /// Calls of the trampolines of the host's probes (`uretprobe`, `uprobe`). Newer hosts do not filter them at all; they do
-        /// nothing for anybody else.
+        /// The calls of the trampolines of the host's probes (`uretprobe`, `uprobe`). Newer hosts
+        /// do not filter them at all. They have no effect elsewhere.
         const PROBES: [i64; 2] = [335, 336];
         let program = plain(Isolation::None);
         let is_named = |number: &i64| ALLOWED.contains(number) || PROBES.contains(number);

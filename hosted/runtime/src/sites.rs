@@ -1,29 +1,33 @@
-//! Where programs make system calls, and how such a place can be rewritten so that it jumps instead of trapping.
+//! Sites of system calls in programs, and plans to rewrite them so that they jump instead of
+//! trapping.
 //!
-//! SYSCALL has two bytes, a jump to a fixed address seven (through a pointer below 2 GiB, for programs lie anywhere):
+//! SYSCALL has two bytes. A jump to a fixed address has seven: it goes through a pointer below 2
+//! GiB, because programs lie anywhere.
 //!
-//! - **In place**: the jump takes the place of the instructions before, and of SYSCALL itself if they have five or six bytes,
-//!   as the usual `mov $number,%eax` has. Whoever comes to one of the instructions below the jump (a system call that
-//!   is started again, a loop) meets a byte that is no instruction: the jump's last two bytes always are, those before
-//!   if that is asked for. The trap shows where it was meant to go on.
-//! - **By a stone**: a short jump takes the place of the one instruction before; the long one lies in the padding behind
-//!   a return that it reaches. SYSCALL stays.
+//! - **In place**: the jump takes the place of SYSCALL and of five or six bytes of instructions
+//!   before it, as the usual `mov $number,%eax` has. A system call that is started again, or a
+//!   loop, may enter below the jump. There it meets a byte that is no instruction: the jump's last
+//!   two bytes always are such bytes, and those before if the plan asks for that. The trap shows
+//!   where it was meant to go on.
+//! - **By a stone**: a short jump takes the place of the one instruction before. It leads to the
+//!   long jump, which lies in the padding after a return nearby. SYSCALL stays.
 //!
-//! What is displaced is executed from a copy, so it must mean the same there, wherever its page is mapped. Where
-//! instructions begin is what decoding from many places before finds with one voice; otherwise the site is left.
+//! Displaced instructions are executed from a copy, so they must mean the same there, wherever the
+//! page is mapped. Decoding starts at many places before the site, and all must agree on where
+//! instructions begin. Otherwise the site is left.
 
 use std::ops::Range;
 
 use iced_x86::{Code, Decoder, DecoderOptions, FlowControl, Instruction, Mnemonic, OpKind, Register};
 
-/// Bytes of a page.
+/// The size of a page, in bytes.
 pub const PAGE: usize = 4096;
 /// Bytes of the long jump.
 pub const LONG_JUMP: usize = 7;
 const SHORT_JUMP: usize = 2;
-/// SYSCALL
 const SYSCALL: [u8; 2] = [0x0F, 0x05];
-/// Decoding begins between so many and so many bytes before a site: after the last of them it has found its step.
+/// The distances before a site at which decoding starts. After the nearest of them it has found the
+/// instructions' beginnings.
 const SWEEP: Range<usize> = 48..128;
 /// Of those that arrive at the site, at least so many.
 const VOICES: usize = 8;
@@ -31,33 +35,33 @@ const VOICES: usize = 8;
 const MOST_DISPLACED: usize = 16;
 /// Compilers align functions and loops to this.
 const ALIGNMENT: usize = 16;
-/// Offsets in the long jump that a pointer's address makes traps if that is asked for, and those that are always.
+/// The offsets in the long jump that a pointer's address can make traps. The offsets after them
+/// always are.
 const TRAPS_IF_ASKED: Range<usize> = 3..5;
 const TRAPS: Range<usize> = 5..7;
 
 /// Why a site is left as it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// There is no SYSCALL.
     NoSite,
     /// Too near to the beginning or the end of its page.
     Edge,
-    /// Where instructions begin before it is not clear.
+    /// The beginnings of the instructions before the site are not clear.
     Unclear,
-    /// What is before it does not mean the same elsewhere, or would be hit in its middle.
+    /// The instructions before the site cannot be moved, or would be cut in the middle.
     Immovable,
     /// The return from a signal, by whose bytes unwinders know it.
     SignalReturn,
 }
 
-/// How a site is rewritten. Offsets are in its page.
+/// A plan to rewrite a site. Offsets are in its page.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
     /// The first instruction that is displaced, to which the rewritten program comes.
     pub start: usize,
-    /// SYSCALL.
+    /// The offset of SYSCALL.
     pub site: usize,
-    /// Where the long jump goes.
+    /// The offset of the long jump.
     pub jump: usize,
     /// All bytes of the pointer's address have to be traps.
     pub all_trap: bool,
@@ -66,7 +70,7 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// What of the page is changed, or must not be.
+    /// Returns the ranges of the page that change, or must not change.
     #[must_use]
     pub fn ranges(&self) -> [Range<usize>; 2] {
         [self.start..self.site + SYSCALL.len(), self.jump..self.jump + LONG_JUMP]
@@ -85,7 +89,7 @@ impl Plan {
     }
 }
 
-/// Whether a byte is no instruction in 64-bit mode, whatever follows.
+/// Returns true if a byte begins no instruction in 64-bit mode.
 #[must_use]
 pub fn is_trap(byte: u8) -> bool {
     const NONE: &[u8] = &[
@@ -206,7 +210,8 @@ impl Before {
         (last.len() >= SHORT_JUMP).then_some(plan)
     }
 
-    /// Where padding is long enough: NOPs behind a return or a jump, up to an aligned address, to which nothing near jumps.
+    /// Returns the offsets of padding that is long enough: NOPs after a return or a jump, up to an
+    /// aligned address, without a near jump to them.
     fn padding(&self, page: &[u8; PAGE], site: usize) -> Vec<usize> {
         let end = (site + 144).min(PAGE);
         let code = &page[site + SYSCALL.len()..end];
@@ -248,7 +253,7 @@ fn is_padding(instruction: &Instruction) -> bool {
     matches!(instruction.mnemonic(), Mnemonic::Nop | Mnemonic::Int3)
 }
 
-/// Whether an instruction means the same at any other address.
+/// Returns true if an instruction means the same at any other address.
 fn is_movable(instruction: &Instruction) -> bool {
     let is_known = matches!(
         instruction.mnemonic(),
@@ -284,7 +289,7 @@ fn is_movable(instruction: &Instruction) -> bool {
 mod tests {
     use super::*;
 
-    /// Where the code of a test is put.
+    /// The offset of a test's code.
     const AT: usize = 0x200;
 
     /// A page of functions that end at once, and this code.
@@ -388,7 +393,8 @@ mod tests {
         assert_eq!(plan(&page, PAGE - 1, &[]), Err(Refusal::NoSite));
     }
 
-    /// The five bytes before look like an instruction, and are the end of a longer one: decoding that begins before knows.
+    /// The five bytes before look like an instruction, but are the end of a longer one. Decoding
+    /// from an earlier place finds that.
     #[test]
     fn a_displacement_is_not_taken_for_an_instruction() {
         // movl $1,-0x48(%rsp): its end is mov $1,%eax

@@ -1,12 +1,13 @@
 //! Code for slots.
 //!
-//! A slot becomes a jump to a piece of code that does what the slot did, in order, and jumps back behind it. Borrowed
-//! instructions are executed from their copy there. Of the sensitive ones the frequent ones are done on the spot, on the
-//! processor's block; for the others the guest is left.
+//! A slot becomes a jump to a thunk. The thunk does what the slot did, in order, and jumps back
+//! after it. Borrowed instructions are executed from their copy in the thunk. Frequent sensitive
+//! instructions work on the processor's block at once. For the others the guest is left.
 //!
-//! A signal may come between any two instructions. So nothing here keeps state anywhere but in the guest's registers, its
-//! stack and the block while interrupts are on: an interrupt may be delivered in the middle, and the guest comes back.
-//! The stack is used only where an interrupt could use it on a bare machine: behind STI, and by PUSHF and POPF.
+//! A signal may come between any two instructions. So while interrupts are on, a thunk keeps state
+//! only in the guest's registers, its stack and the block. An interrupt may be delivered in the
+//! middle, and the guest comes back. The stack is used only where an interrupt could use it on a
+//! bare machine: after STI, and by PUSHF and POPF.
 
 use std::ops::Range;
 
@@ -39,11 +40,12 @@ pub enum Cause {
     UserAccess,
 }
 
-/// What a function does with a program's memory, by the kernel's own conventions. If all of it is done, the result says so; if the
-/// address is not a program's, the result says that it could not be reached.
+/// The use that a function makes of a program's memory, by the kernel's own conventions. The result
+/// says if all of it is done, or that the address is not a program's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Use {
-    /// Copies EDX bytes from RSI to RDI, one of which is a program's; the result, how many are left, is in RAX.
+    /// Copies EDX bytes from RSI to RDI, one of which is a program's. The number of bytes that are
+    /// left is in RAX.
     Copy,
     /// Reads so many bytes at RAX into RDX; the result is in RAX.
     Get(usize),
@@ -53,15 +55,18 @@ pub enum Use {
     Clear,
     /// Copies a string of less than RDX bytes from RSI to RDI; the result, its length, is in RAX.
     CopyString,
-    /// Finds the end of a string of at most RSI bytes at RDI; the result, its length with the zero, is in RAX, and 0 if it could not.
+    /// Finds the end of a string of at most RSI bytes at RDI. Its length with the zero is in RAX,
+    /// or 0 after a failure.
     MeasureString,
-    /// Sums up EDX bytes at the address in this register; the result is in RAX, and 0 if it could not. All else is left to the function.
+    /// Sums up EDX bytes at the address in this register. The result is in RAX, or 0 after a
+    /// failure. All other cases are left to the function.
     Sum(usize),
     /// Gives a program addresses. All that could be done is left to the function.
     Give(Giving),
 }
 
-/// How a function gives a program addresses: what it returns in RAX if it does not.
+/// The way in which a function gives a program addresses. It decides about the result in RAX for a
+/// refusal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Giving {
     /// Finds RDX bytes, at RSI if R8 says so, or near; an error.
@@ -107,21 +112,21 @@ pub const HOOK_LENGTH: usize = 5;
 /// A place where the guest is left.
 #[derive(Clone, Copy, Debug)]
 pub struct Exit {
-    /// Why.
+    /// The reason for the exit.
     pub cause: Cause,
     /// The instruction's own address, which a fault belongs to.
     pub original: u64,
-    /// Where it goes on.
+    /// The address at which the guest goes on.
     pub resume: u64,
 }
 
 /// Bytes of the instruction that names an exit: MOV of a number to an address of 32 bits.
 pub const NAMING_LENGTH: u64 = 11;
-/// Bytes of the jump behind it.
+/// The size of a jump to the monitor, in bytes.
 const JUMP_LENGTH: u64 = 7;
 
 impl Exit {
-    /// Where the jump to the monitor is.
+    /// Returns the address of the jump to the monitor.
     #[must_use]
     pub fn jump(&self) -> u64 {
         self.resume - JUMP_LENGTH
@@ -131,15 +136,15 @@ impl Exit {
 /// A slot as it is loaded.
 #[derive(Debug)]
 pub struct Slot<'a> {
-    /// Its address now.
+    /// The present address.
     pub address: u64,
-    /// Its bytes, relocated.
+    /// The relocated code.
     pub bytes: &'a [u8],
     /// Its sensitive instructions, by offset.
     pub records: &'a [Record],
 }
 
-/// The code for a slot.
+/// The thunk of a slot.
 #[derive(Debug)]
 pub struct Thunk {
     /// To be put where it was made for.
@@ -148,16 +153,16 @@ pub struct Thunk {
     pub exits: Vec<Exit>,
 }
 
-/// Whether a slot is filled. What is not stays as it is: what traps in a process is recognized then; what neither shows nor
-/// changes anything there may be executed.
+/// Returns true if a slot is filled. Others stay as they are: they trap in a process and are
+/// recognized then, or they may be executed because they neither show nor change anything there.
 #[must_use]
 pub fn is_filled(records: &[Record]) -> bool {
     let stays = |record: &Record| record.flags.has(Flags::LEFT) || record.flags.has(Flags::ALTERNATIVE);
     !records.iter().any(stays) && !records.iter().all(|record| may_be_executed(record.kind))
 }
 
-/// Whether a process may execute it with the same effect: the bases of FS and GS are the guest's while it runs, and what it
-/// may do with memory of programs does not depend on a flag.
+/// Returns true if a process may execute the instruction with the same effect. The bases of FS and
+/// GS are the guest's while it runs, and its rights to programs' memory do not depend on a flag.
 fn may_be_executed(kind: Kind) -> bool {
     matches!(
         kind,
@@ -165,26 +170,27 @@ fn may_be_executed(kind: Kind) -> bool {
     )
 }
 
-/// Whether what the kernel may put in place of other code, when it starts, can be left: it traps, or may be executed. What
-/// neither traps nor means the same in a process would show the host's state.
+/// Returns true if code with which the kernel replaces other code at its start can be left as it
+/// is: it traps, or may be executed. Otherwise it would show the host's state.
 #[must_use]
 pub fn may_be_put_elsewhere(record: &Record) -> bool {
     const SHOWS: [Kind; 4] = [Kind::Pushf, Kind::Popf, Kind::Iret, Kind::Cpuid];
     !record.flags.has(Flags::ALTERNATIVE) || !SHOWS.contains(&record.kind)
 }
 
-/// What all system calls of programs have in common.
+/// The parts that all system calls of programs share.
 #[derive(Debug)]
 pub struct Gates {
     /// To be put where it was made for.
     pub code: Vec<u8>,
-    /// Where rewritten sites go on.
+    /// The address at which rewritten sites go on.
     pub system_call: u64,
-    /// Where slots go on that return from one.
+    /// The address at which slots that return from a system call go on.
     pub system_return: u64,
-    /// Where slots go on that return from one, if programs run in processes of their own: it leaves the guest.
+    /// The address at which slots that return from a system call go on if programs run in processes
+    /// of their own. The guest is left there.
     pub leaving: u64,
-    /// The part of it between its look at what waits and its end.
+    /// The part of the return between its check for waiting interrupts and its end.
     pub returning: std::ops::Range<u64>,
     /// The instruction for which it leaves the guest if something waits.
     pub exit: Exit,
@@ -192,7 +198,8 @@ pub struct Gates {
 
 /// Makes it, to be put at an address; its exit has this number.
 ///
-/// Both work on the small stack, for the guest's is a program's, which may keep something below it. Interrupts are off.
+/// Both parts work on the small stack. The guest's is a program's, which may keep something below
+/// it. Interrupts are off.
 ///
 /// # Errors
 /// If the assembler does not like it.
@@ -261,11 +268,11 @@ pub fn gates(place: u64, exit: usize) -> Result<Gates> {
     })
 }
 
-/// Makes the code for a rewritten site, to be put at an address: what was displaced, then what SYSCALL does, from the page's
-/// address, which is in memory, and the offset behind the site.
+/// Makes the code for a rewritten site at an address: the displaced instructions, then the work of
+/// SYSCALL. It needs the address of the page, which is in memory, and the offset after the site.
 ///
-/// Interrupts go off first. Until then nothing has happened, and an interrupt finds the program in its own code; afterwards
-/// nothing can come between.
+/// Interrupts go off first. Before that nothing has happened, and an interrupt finds the program in
+/// its own code. After that no interrupt comes.
 ///
 /// # Errors
 /// If the assembler does not like it.
@@ -282,8 +289,9 @@ pub fn site(displaced: &[u8], page: u64, behind: u32, place: u64, system_call: u
     Ok([displaced, &rest].concat())
 }
 
-/// Makes code for an instruction that leaves the guest first, and for those behind it that the jump has displaced, to be put at
-/// an address; its exit has this number. Says where each can be executed.
+/// Makes the code at an address for an instruction that leaves the guest first, and for the
+/// instructions that the jump displaces. Its exit has this number. Returns the addresses at which
+/// each can be executed.
 ///
 /// # Errors
 /// If the assembler does not like it.
@@ -311,9 +319,9 @@ pub fn access(displaced: &[Instruction], place: u64, number: usize) -> Result<(T
     Ok((Thunk { code: done.inner.code_buffer, exits: vec![exit] }, places))
 }
 
-/// Makes code for a function that leaves the guest first, to be put at an address; its exit has this number. If the guest is
-/// gone on with behind the exit, the function is what it was: what the jump has displaced comes, and its rest. `None` if
-/// it does not begin with instructions that mean the same elsewhere.
+/// Makes the code at an address for a function that leaves the guest first. Its exit has this
+/// number. If the guest goes on after the exit, the displaced instructions and the rest of the
+/// function follow. Returns nothing if the function does not begin with movable instructions.
 ///
 /// # Errors
 /// If the assembler does not like it.
@@ -349,7 +357,8 @@ pub fn hook(
     Ok(Some((Thunk { code: done.inner.code_buffer, exits: vec![exit] }, length)))
 }
 
-/// The instructions at a function's beginning that a jump displaces, and their bytes. `None` if one of them has to stay.
+/// Returns the instructions at a function's beginning that a jump displaces, and their bytes.
+/// Returns nothing if one of them cannot be moved.
 fn beginning(
     code: &[u8],
     address: u64,
@@ -370,7 +379,7 @@ fn beginning(
     Some((displaced, length))
 }
 
-/// At a function's beginning, whose second and third arguments are addresses: goes to the label if none of these is in the hole.
+/// Goes to the label if neither the second nor the third argument of a function is in the hole.
 fn pass_free_addresses(
     assembler: &mut CodeAssembler,
     to: CodeLabel,
@@ -397,8 +406,9 @@ const HIGH_LIMIT: u64 = 24;
 /// Results from here on are errors.
 const ERRORS: i32 = -4095;
 
-/// Makes code for the kernel's function that looks for free addresses, to be put at an address: it looks on one side of a hole,
-/// and if there are none on the other, in the order that the kernel wants. `None` if the function cannot be displaced.
+/// Makes the code at an address for the kernel's search for free addresses. It searches one side of
+/// the hole and then the other, in the kernel's order. Returns nothing if the function's beginning
+/// cannot be displaced.
 ///
 /// # Errors
 /// If the assembler does not like it.
@@ -484,7 +494,7 @@ pub fn look_beside(
     Ok(Some((Thunk { code, exits: Vec::new() }, length)))
 }
 
-/// Makes code that stands for one instruction, to be put at an address: the instruction, and a jump behind where it was.
+/// Makes the code at an address for one instruction: the instruction, and a jump to the next one.
 ///
 /// # Errors
 /// If the assembler does not like it.
@@ -500,7 +510,7 @@ pub fn stand_in(instruction: &Instruction, place: u64) -> Result<Vec<u8>> {
 
 struct Builder<'a> {
     assembler: CodeAssembler,
-    /// With the label behind each.
+    /// The exits, with the label after each.
     exits: Vec<(Cause, u64, CodeLabel)>,
     /// The number of the first exit.
     first: usize,
@@ -525,8 +535,8 @@ pub fn build(slot: &Slot<'_>, at: u64, first: usize) -> Result<Thunk> {
     Ok(Thunk { code: done.inner.code_buffer, exits })
 }
 
-/// What an instruction reads into a register that is in the block: CR2, at each fault, and the selectors that a kernel keeps of each
-/// task.
+/// Returns the instruction for a read of a register that is in the block: CR2, at each fault, and
+/// the selectors that a kernel keeps for each task.
 fn read_of_block(instruction: &Instruction) -> Option<Instruction> {
     if instruction.op_count() != 2 || instruction.op0_kind() != OpKind::Register {
         return None;
@@ -568,7 +578,7 @@ impl Builder<'_> {
         if flows {
             self.assembler.jmp(end)?;
         } else if self.exits.last().is_some() {
-            // A label needs an instruction behind it.
+            // A label needs an instruction after it.
             self.assembler.ud2()?;
         }
         Ok(())
@@ -641,7 +651,7 @@ impl Builder<'_> {
         Ok(!kind.ends_flow())
     }
 
-    /// STI, and a look at what waits; flags stay as they are.
+    /// Emits STI and the check for waiting interrupts. The flags stay as they are.
     fn interrupts_on(&mut self) -> std::result::Result<(), iced_x86::IcedError> {
         let mut quiet = self.assembler.create_label();
         self.assembler.mov(byte_ptr(at::IF_BYTE), 2)?;
@@ -669,7 +679,7 @@ impl Builder<'_> {
         self.assembler.popfq()
     }
 
-    /// SWAPGS: interrupts are off wherever a kernel does it, so that the scratch register is nobody else's.
+    /// Emits SWAPGS. Kernels use it with interrupts off, so nothing else uses the scratch register.
     fn exchange_bases(&mut self) -> std::result::Result<(), iced_x86::IcedError> {
         self.assembler.mov(qword_ptr(at::SCRATCH), rax)?;
         self.assembler.rdgsbase(rax)?;
@@ -772,7 +782,7 @@ mod tests {
         let both = 0x1_0000..0x5000_0000_0000;
         assert_eq!(find_free(&hole, false, 0x1000, both.clone()), both.end - 0x1000);
         assert_eq!(find_free(&hole, true, 0x1000, both.clone()), hole.start - 0x1000);
-        // It fits on one side only, whichever is looked at first.
+        // The length fits on one side only, so the order does not matter.
         assert_eq!(find_free(&hole, true, 0x4000_0000, both.clone()), both.end - 0x4000_0000);
         assert_eq!(find_free(&hole, false, 0x2000, 0x1_0000..hole.end + 0x1000), hole.start - 0x2000);
         assert_eq!(find_free(&hole, false, 0x4000_0000, 0x1_0000..hole.end + 0x1000), NONE);
@@ -925,7 +935,8 @@ mod tests {
         let at = |ip: u64| code.iter().position(|one| one.ip() == ip).unwrap();
         let (looked, end) = (at(gates.returning.start), at(gates.returning.end));
         assert_eq!(looked, at(gates.system_return) + 1);
-        // It keeps the stack before, and its last is the jump to the program, behind the interrupt flag.
+        // The code stores the stack pointer first. Its last instruction is the jump to the program,
+        // after the change of the interrupt flag.
         assert_eq!(code[looked - 1].memory_displacement64(), at::SCRATCH);
         assert_eq!(code[end - 1].mnemonic(), iced_x86::Mnemonic::Jmp);
         assert_eq!(code[end - 2].memory_displacement64(), at::IF_BYTE);

@@ -1,4 +1,4 @@
-//! What a thread waits for beside a descriptor: an event counter of the host's.
+//! A bell for a thread that waits for a descriptor: an event counter of the host.
 
 use std::{
     fs::File,
@@ -23,11 +23,10 @@ impl Bell {
         if descriptor < 0 {
             return Err(Error::system("make an event counter"));
         }
-        // SAFETY: The descriptor was made above and belongs to nobody else.
+        // SAFETY: The descriptor was made above and has no other owner.
         Ok(Self(File::from(unsafe { OwnedFd::from_raw_fd(descriptor) })))
     }
 
-    /// Rings.
     pub fn ring(&self) {
         // It fails only if it rings as loud as it can.
         let _ = (&self.0).write(&1_u64.to_ne_bytes());
@@ -41,7 +40,6 @@ impl Bell {
         self.silence();
     }
 
-    /// Makes it silent.
     pub fn silence(&self) {
         // It fails only if it is silent.
         let _ = (&self.0).read(&mut [0; 8]);

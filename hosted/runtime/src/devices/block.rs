@@ -1,7 +1,9 @@
-//! A disk (virtio 1.2, 5.2) from a file or a block device. Requests are done several at once, in whatever order, if the host
-//! has rings for that ([`Requests`]); otherwise one after the other, when the driver asks.
+//! A disk (virtio 1.2, 5.2) in a file or a block device. Several requests are done at once, in any
+//! order, if the host has rings for that ([`Requests`]). Otherwise they are done one after the
+//! other, when the driver asks.
 //!
-//! A flush covers the writes whose end the driver has been told before it asks for it: these are the host's then.
+//! A flush covers the writes of whose end the driver has been told before it asks for the flush.
+//! These are the host's then.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -29,7 +31,7 @@ const FEATURE_READ_ONLY: u64 = 1 << 5;
 const FEATURE_FLUSH: u64 = 1 << 9;
 const IDENTIFIER_LENGTH: usize = 20;
 
-/// Kinds of requests.
+/// The kinds of requests.
 mod request {
     pub const READ: u32 = 0;
     pub const WRITE: u32 = 1;
@@ -37,7 +39,7 @@ mod request {
     pub const IDENTIFY: u32 = 8;
 }
 
-/// How a request ended.
+/// The result of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 enum Status {
@@ -46,7 +48,7 @@ enum Status {
     Unsupported = 2,
 }
 
-/// The disk.
+/// A disk.
 #[derive(Debug)]
 pub struct Block {
     file: File,
@@ -58,11 +60,10 @@ pub struct Block {
 /// A request that the host has.
 #[derive(Debug)]
 struct Request {
-    /// The first descriptor.
     head: u16,
-    /// Where the data is, unless it is a flush.
+    /// The place of the data, unless the request is a flush.
     data: Option<Data>,
-    /// Where to say how it ended.
+    /// The address of the status byte.
     status: u64,
 }
 
@@ -70,9 +71,9 @@ struct Request {
 #[derive(Debug)]
 struct Data {
     parts: Vec<libc::iovec>,
-    /// Bytes.
+    /// The position of the next byte on the disk.
     at: u64,
-    /// Bytes.
+    /// The length in bytes.
     total: u64,
     reads: bool,
 }
@@ -96,7 +97,7 @@ impl Block {
     /// Opens a file, and keeps others from using it as a disk at the same time.
     ///
     /// # Errors
-    /// If it is not there, may not be written to, is empty or in use.
+    /// If the file is missing, may not be written to, is empty or in use.
     pub fn open(path: &Path, read_only: bool) -> Result<Self> {
         // Before it is opened: a pipe would wait for its other end.
         if let Ok(kind) = fs::metadata(path).map(|metadata| metadata.file_type())
@@ -140,7 +141,8 @@ impl Block {
         Ok(Self { file, sectors: bytes / SECTOR, read_only, requests: None })
     }
 
-    /// Lets requests be done while the guest runs, if the host has what it takes. The calling thread gets signals.
+    /// Lets requests be done while the guest runs, if the host has rings. The calling thread gets
+    /// signals.
     ///
     /// # Errors
     /// If it has not: requests are done one after the other.
@@ -188,7 +190,7 @@ impl Block {
         None
     }
 
-    /// What a request reads or writes. `None` if there is no such place on the disk or in memory.
+    /// Returns the data of a request. Returns nothing if the disk or the memory has no such place.
     fn data(&self, sector: u64, data: &[Descriptor], memory: &Memory, reads: bool) -> Option<Data> {
         let total: u64 = data.iter().map(|part| u64::from(part.len())).sum();
         let end = sector.checked_add(total.div_ceil(SECTOR))?;
@@ -203,8 +205,8 @@ impl Block {
         Some(Data { parts: parts.collect::<Option<_>>()?, at: sector * SECTOR, total, reads })
     }
 
-    /// Does what is left of a request of which so many bytes are done, and says so to the driver. Says how many bytes of the
-    /// guest's memory were written.
+    /// Does the rest of a request of which so many bytes are done, and reports the result to the
+    /// driver. Returns the number of bytes written to the guest's memory.
     fn finish(&self, request: &Request, done: u64, memory: &Memory) -> u32 {
         let transferred = match &request.data {
             None => self.file.sync_data().map(|()| 0),
@@ -227,8 +229,8 @@ impl Block {
         Ok(())
     }
 
-    /// Reads or writes a part of the guest's memory, from its byte `skipped` on. The host's kernel uses that memory by its address, so it
-    /// may change meanwhile.
+    /// Reads or writes a part of the guest's memory, from its byte `skipped` on. The host's kernel
+    /// uses the memory by its address, so its content may change meanwhile.
     fn transfer_part(
         &self,
         part: &libc::iovec,
@@ -239,7 +241,8 @@ impl Block {
         while skipped < part.iov_len {
             let (at, length) = (part.iov_base.wrapping_byte_add(skipped), part.iov_len - skipped);
             let (file, offset) = (self.file.as_raw_fd(), from.cast_signed());
-            // SAFETY: `data` has checked that the guest's memory has the part; it stays mapped, and Rust has no reference to it.
+            // SAFETY: `data` has checked that the guest's memory has the part. It stays mapped, and
+            // Rust has no reference to it.
             let done = unsafe {
                 match reads {
                     true => libc::pread(file, at, length, offset),
@@ -435,7 +438,8 @@ mod tests {
             driver.memory.write(DATA, &[0; 512]).unwrap();
             assert_eq!(request(driver, request::READ, 3, true), 0);
             assert_eq!(driver.bytes(DATA, 512), [7; 512]);
-            // Behind the end; a number that wraps; into what may only be read; of an unknown kind.
+            // The requests: after the end; a number that wraps; into read-only memory; of an
+            // unknown kind.
             assert_eq!(request(driver, request::READ, 8, true), 1);
             assert_eq!(request(driver, request::WRITE, u64::MAX, false), 1);
             assert_eq!(request(driver, request::READ, 0, false), 1);

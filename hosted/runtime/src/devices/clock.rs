@@ -2,7 +2,7 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// The clock.
+/// The clock of a PC.
 #[derive(Debug, Default)]
 pub struct Clock {
     index: u8,
@@ -41,7 +41,6 @@ fn moment(unix: u64) -> Moment {
 }
 
 impl Clock {
-    /// Reads a port.
     #[must_use]
     pub fn read(&self, port: u16) -> u8 {
         if port & 1 == 0 {
@@ -51,7 +50,6 @@ impl Clock {
         register(self.index, unix)
     }
 
-    /// Writes a port.
     pub fn write(&mut self, port: u16, value: u8) {
         if port & 1 == 0 {
             self.index = value & 0x7F;

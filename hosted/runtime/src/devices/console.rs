@@ -1,4 +1,4 @@
-//! The terminal: a thread of its own reads it, so that the guest is interrupted when somebody types.
+//! The terminal. A thread of its own reads it, and interrupts the guest when a person types.
 
 use std::{
     collections::VecDeque,
@@ -36,7 +36,8 @@ pub struct Console {
 static SAVED: Mutex<Option<libc::termios>> = Mutex::new(None);
 
 impl Console {
-    /// Makes the terminal give every key, and begins to listen; the calling thread is sent SIGUSR1 when there is something.
+    /// Makes the terminal deliver every key, and begins to listen. The calling thread gets SIGUSR1
+    /// for input.
     ///
     /// # Errors
     /// If there can be no thread.
@@ -61,20 +62,20 @@ impl Console {
         Ok(Self { typed, output: Vec::new() })
     }
 
-    /// One at which nobody types.
+    /// Makes a console without input.
     #[cfg(test)]
     pub fn silent() -> Self {
         Self { typed: Arc::default(), output: Vec::new() }
     }
 
-    /// What was typed, at most so much.
+    /// Takes the typed bytes, at most so many.
     pub fn take(&mut self, most: usize) -> Vec<u8> {
         let mut bytes = self.typed.bytes.lock().unwrap_or_else(PoisonError::into_inner);
         let count = most.min(bytes.len());
         bytes.drain(..count).collect()
     }
 
-    /// Whether somebody wants the machine's end.
+    /// Returns true if the person at the terminal has asked for the machine's end.
     #[must_use]
     pub fn was_ended(&self) -> bool {
         self.typed.ended.load(Ordering::Acquire)
@@ -88,10 +89,10 @@ impl Console {
         }
     }
 
-    /// Shows all of it now.
+    /// Writes all of the output now.
     pub fn flush(&mut self) {
         if !self.output.is_empty() {
-            // Nobody may be listening any more; the machine runs on.
+            // The reader of the output may be gone; the machine runs on.
             let _ = io::stdout().write_all(&self.output);
             let _ = io::stdout().flush();
             self.output.clear();

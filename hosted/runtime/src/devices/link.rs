@@ -1,7 +1,9 @@
-//! The host's end of a network card: frames to and from a descriptor that was opened before the guest ran. A thread of its own
-//! waits for it, so that the guest is interrupted when there is something.
+//! The host's end of a network card: frames to and from a descriptor that was opened before the
+//! guest ran. A thread of its own waits for the descriptor, and interrupts the guest when frames
+//! have come.
 //!
-//! Nothing is dropped here: what the guest does not take stays with the host's end, and what that does not take, with the guest.
+//! No frame is dropped here. A frame that the guest does not take stays with the host's end, and
+//! the other way round.
 
 use std::{
     collections::VecDeque,
@@ -20,18 +22,18 @@ use std::{
 use super::{bell::Bell, console::without_signals};
 use crate::error::{Error, Result};
 
-/// A frame's most bytes, without its checksum: what IP can have, behind Ethernet's addresses.
+/// The longest frame, without its checksum: the longest packet of IP, after Ethernet's addresses.
 pub const LONGEST: usize = 65535 + 14;
 /// A frame's least: its addresses.
 const SHORTEST: usize = 14;
 /// So many bytes wait for the guest, at most one reading more.
 const FULL: usize = 1 << 20;
-/// Of one reading.
+/// The size of one read, in bytes.
 const BUFFER: usize = 128 << 10;
 /// Before each frame of a stream: its length.
 const PREFIX: usize = 4;
 
-/// How frames are told from each other.
+/// The separation of frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Framing {
     /// Each read and write is one.
@@ -43,10 +45,9 @@ pub enum Framing {
 #[derive(Debug)]
 struct Shared {
     received: Mutex<Received>,
-    /// Somebody waits for the descriptor to take more.
+    /// Set while the guest waits until the descriptor takes more.
     wants_room: AtomicBool,
     ended: AtomicBool,
-    /// Wakes the thread.
     bell: Bell,
 }
 
@@ -68,13 +69,14 @@ pub struct Link {
     file: File,
     framing: Framing,
     shared: Arc<Shared>,
-    /// What was begun to be sent, with its length before it, and how much of it is gone.
+    /// The frame whose sending has begun, with its length before it, and the number of bytes sent.
     unsent: Vec<u8>,
     sent: usize,
 }
 
 impl Link {
-    /// Begins to listen to a descriptor that does not block; the calling thread is sent SIGUSR1 when there is something.
+    /// Begins to listen to a descriptor that does not block. The calling thread gets SIGUSR1 when
+    /// frames have come.
     ///
     /// # Errors
     /// If there can be no thread.
@@ -123,13 +125,14 @@ impl Link {
         Some(frame)
     }
 
-    /// Whether the other end is gone.
+    /// Returns true if the other end is gone.
     #[must_use]
     pub fn has_ended(&self) -> bool {
         self.shared.ended.load(Ordering::Acquire)
     }
 
-    /// Sends what is left of the last frame. Says whether another may be begun; otherwise there is a signal when to try again.
+    /// Sends the rest of the last frame. Returns true if another one may begin. Otherwise a signal
+    /// comes when there is room.
     pub fn flush(&mut self) -> bool {
         while self.sent < self.unsent.len() && !self.has_ended() {
             match self.file.write(&self.unsent[self.sent..]) {
@@ -150,7 +153,7 @@ impl Link {
         true
     }
 
-    /// Begins a frame: what comes behind the end is sent by [`Self::send`].
+    /// Begins a frame. [`Self::send`] sends the bytes that the caller appends.
     pub fn begin(&mut self) -> &mut Vec<u8> {
         self.unsent.clear();
         self.sent = 0;
@@ -173,7 +176,7 @@ impl Link {
     }
 }
 
-/// The thread.
+/// The thread that waits.
 struct Listening {
     file: File,
     framing: Framing,
@@ -271,10 +274,10 @@ impl Listening {
     }
 }
 
-/// The whole frames of a stream's bytes, and how many bytes are left behind them.
+/// Returns the whole frames of a stream's bytes, and the number of bytes that are left after them.
 ///
 /// # Errors
-/// If a length is none: nothing behind it can be understood.
+/// If a length is invalid: nothing after it can be understood.
 fn split(mut bytes: &[u8]) -> io::Result<(Vec<Vec<u8>>, usize)> {
     let mut frames = Vec::new();
     while let Some((prefix, rest)) = bytes.split_first_chunk::<PREFIX>() {

@@ -1,5 +1,5 @@
-//! The devices of a small PC, by their ports: interrupt controllers, timer, clock, serial port; and virtio's, by registers in
-//! memory.
+//! The devices of a small PC by their ports: interrupt controllers, timer, clock, serial port.
+//! Devices of virtio have registers in memory.
 
 mod bell;
 mod block;
@@ -43,17 +43,16 @@ const TIMER_LINE: u8 = 0;
 const SERIAL_LINE: u8 = 4;
 /// Lines for disks, which nothing else of a PC has.
 const DISK_LINES: [u8; 6] = [5, 7, 9, 10, 11, 12];
-/// That of the network card: the second disk controller's.
+/// The interrupt line of the network card: the second disk controller's.
 const NET_LINE: u8 = 15;
-/// That of the source of randomness: the second serial port's.
+/// The interrupt line of the source of randomness: the second serial port's.
 const RNG_LINE: u8 = 3;
 /// The keyboard controller's command that pulls the processor's reset line.
 const RESET: (u16, u8) = (0x64, 0xFE);
 
-/// All of them.
+/// The devices of a machine.
 #[derive(Debug)]
 pub struct Devices {
-    /// The terminal.
     pub console: Console,
     pics: Pics,
     pit: Pit,
@@ -86,7 +85,7 @@ impl Slots {
         Ok(Self(slots))
     }
 
-    /// What a kernel is told of them.
+    /// Returns the kernel's options that describe the devices.
     #[must_use]
     pub fn describe(&self, memory: &Memory) -> String {
         let words = self.0.iter().enumerate().map(|(number, (_, line))| {
@@ -136,7 +135,7 @@ impl Devices {
         Some(())
     }
 
-    /// Looks at what has come from outside.
+    /// Takes events from outside.
     pub fn poll(&mut self, memory: &Memory) {
         if self.pit.expired(now()) {
             self.pics.raise(TIMER_LINE);
@@ -174,7 +173,7 @@ impl Devices {
         }
     }
 
-    /// Whether an interrupt waits.
+    /// Returns true if an interrupt waits.
     #[must_use]
     pub fn has_interrupt(&self) -> bool {
         self.pics.has_interrupt()
@@ -185,13 +184,12 @@ impl Devices {
         self.pics.acknowledge()
     }
 
-    /// Whether the machine has come to its end.
+    /// Returns the machine's end, if it has come.
     #[must_use]
     pub fn ended(&self) -> Option<End> {
         self.ended
     }
 
-    /// Reads a port.
     pub fn read(&mut self, port: u16, size: usize) -> u32 {
         let byte = match port {
             0x20 | 0x21 | 0xA0 | 0xA1 => self.pics.read(port),
@@ -210,7 +208,6 @@ impl Devices {
         byte.into()
     }
 
-    /// Writes a port.
     pub fn write(&mut self, port: u16, size: usize, value: u32) {
         let byte = value as u8;
         match port {
@@ -232,7 +229,7 @@ impl Devices {
     }
 }
 
-/// Where devices' registers are: a gigabyte behind memory.
+/// Returns the address of devices' registers: a gigabyte after memory.
 fn window(memory: &Memory) -> u64 {
     const GIB: u64 = 1 << 30;
     memory.size().next_multiple_of(GIB) + GIB

@@ -1,5 +1,5 @@
-//! A network card (virtio 1.2, 5.1), with a [`Link`] behind it. It computes no checksums and splits nothing: frames are as long
-//! as the link's.
+//! A network card (virtio 1.2, 5.1) on a [`Link`]. It computes no checksums and splits nothing.
+//! Frames are as long as the link's.
 
 use mercury_hosted_options::net::Mac;
 use virtio_queue::desc::split::Descriptor;
@@ -18,7 +18,7 @@ const FEATURE_STATUS: u64 = 1 << 16;
 /// Before each frame: of its fields only the last is used, the number of buffers.
 const HEADER: usize = 12;
 
-/// The card.
+/// A network card.
 #[derive(Debug)]
 pub struct Net {
     link: Link,
@@ -116,7 +116,7 @@ fn deliver(frame: &[u8], ring: &mut Ring<'_>, memory: &Memory, merged: bool) -> 
     true
 }
 
-/// Puts a frame that the guest sends behind what is there, without its header. `None` if it is none.
+/// Appends a frame that the guest sends, without its header. Returns nothing if it is no frame.
 fn gather(frame: &mut Vec<u8>, parts: impl Iterator<Item = Descriptor>, memory: &Memory) -> Option<()> {
     let mut header = HEADER;
     for part in parts {

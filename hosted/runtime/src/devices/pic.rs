@@ -1,4 +1,5 @@
-//! The two interrupt controllers of a PC (Intel 8259A), the second at the first one's line 2. All lines are edge-triggered.
+//! The two interrupt controllers of a PC (Intel 8259A). The second is at the first one's line 2.
+//! All lines are edge-triggered.
 
 /// The line that the second controller is at.
 const CASCADE: u8 = 2;
@@ -11,7 +12,7 @@ struct Pic {
     in_service: u8,
     masked: u8,
     base: u8,
-    /// Which word of the initialization comes next.
+    /// The number of the next initialization word.
     initializing: u8,
     reads_in_service: bool,
     ends_itself: bool,
@@ -60,7 +61,7 @@ impl Pic {
     }
 }
 
-/// Both.
+/// Both controllers.
 #[derive(Debug, Default)]
 pub struct Pics {
     first: Pic,
@@ -84,7 +85,7 @@ impl Pics {
         }
     }
 
-    /// Whether an interrupt waits.
+    /// Returns true if an interrupt waits.
     #[must_use]
     pub fn has_interrupt(&self) -> bool {
         self.first.next().is_some()
@@ -102,14 +103,12 @@ impl Pics {
         Some(self.second.base + line)
     }
 
-    /// Reads a port.
     #[must_use]
     pub fn read(&self, port: u16) -> u8 {
         let pic = if port < 0xA0 { &self.first } else { &self.second };
         if port & 1 == 0 { pic.status() } else { pic.masked }
     }
 
-    /// Writes a port.
     pub fn write(&mut self, port: u16, value: u8) {
         let pic = if port < 0xA0 { &mut self.first } else { &mut self.second };
         if port & 1 == 0 {

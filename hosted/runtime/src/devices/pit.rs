@@ -1,6 +1,7 @@
-//! The timer of a PC (Intel 8254): its first channel, which interrupts. The others count as well, and nothing hears them.
+//! The timer of a PC (Intel 8254): its first channel, which interrupts. The others count as well,
+//! without effect.
 
-/// Ticks a second.
+/// The frequency in Hz.
 const FREQUENCY: u64 = 1_193_182;
 const NANOSECONDS: u64 = 1_000_000_000;
 
@@ -67,19 +68,17 @@ impl Channel {
     }
 }
 
-/// The timer.
+/// The timer of a PC.
 #[derive(Debug, Default)]
 pub struct Pit {
     channels: [Channel; 3],
 }
 
 impl Pit {
-    /// Reads a port.
     pub fn read(&mut self, port: u16, now: u64) -> u8 {
         self.channels.get_mut(usize::from(port & 3)).map_or(0, |channel| channel.read(now))
     }
 
-    /// Writes a port.
     pub fn write(&mut self, port: u16, value: u8, now: u64) {
         if let Some(channel) = self.channels.get_mut(usize::from(port & 3)) {
             return channel.write(value, now);
@@ -98,7 +97,8 @@ impl Pit {
         channel.started.map(|started| started + channel.period())
     }
 
-    /// Whether it has to interrupt now. Periods that passed unseen are one interrupt.
+    /// Returns true if the timer has to interrupt now. Periods that passed unseen are one
+    /// interrupt.
     pub fn expired(&mut self, now: u64) -> bool {
         let Some(when) = self.next().filter(|when| *when <= now) else { return false };
         let channel = &mut self.channels[0];

@@ -1,7 +1,8 @@
 //! Several requests of a disk at once, by the host's io_uring.
 //!
-//! A ring does its work in the host's kernel, where the filter of system calls does not see it. So it is restricted before the
-//! guest runs: it reads, writes and flushes, and only the one file that was registered with it.
+//! A ring does its work in the host's kernel, where the filter of system calls does not see it. So
+//! the ring is restricted before the guest runs: it reads, writes and flushes, and only the one
+//! file that was registered with it.
 
 use std::{
     fs::File,
@@ -25,7 +26,7 @@ const FILE: types::Fixed = types::Fixed(0);
 /// The flag of requests that name a registered file.
 const REGISTERED: u8 = 1;
 
-/// What is asked of the file.
+/// An operation on the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
     /// To read into these parts of memory, from an offset on.
@@ -41,7 +42,7 @@ pub struct Requests<T> {
     ring: IoUring,
     bell: Arc<Bell>,
     has_ended: Arc<AtomicBool>,
-    /// By their numbers: the parts of memory, which the ring uses, and what the request is to whoever asks.
+    /// The requests by number: the parts of memory that the ring uses, and the asker's own value.
     asked: Vec<Option<(Vec<libc::iovec>, T)>>,
     free: Vec<usize>,
 }
@@ -53,7 +54,8 @@ impl<T> std::fmt::Debug for Requests<T> {
 }
 
 impl<T> Requests<T> {
-    /// For a file; from now on the calling thread is sent SIGUSR1 when an answer has come that it does not wait for.
+    /// Makes a ring for a file. From now on the calling thread gets SIGUSR1 when an answer has come
+    /// for which it does not wait.
     ///
     /// # Errors
     /// If the host has no such rings, or does not let this process have one, or not a restricted one.
@@ -83,13 +85,13 @@ impl<T> Requests<T> {
         self.ring.as_raw_fd()
     }
 
-    /// Whether another request may be made.
+    /// Returns true if another request may be made.
     #[must_use]
     pub fn has_room(&self) -> bool {
         !self.free.is_empty()
     }
 
-    /// Whether no answer is missing.
+    /// Returns true if no answer is missing.
     #[must_use]
     pub fn is_idle(&self) -> bool {
         self.free.len() == self.asked.len()
@@ -108,14 +110,14 @@ impl<T> Requests<T> {
             Operation::Flush => opcode::Fsync::new(FILE).flags(types::FsyncFlags::DATASYNC).build(),
         };
         self.asked[number] = Some((parts, what));
-        // SAFETY: The list of parts is kept until the answer has come, and the caller keeps the parts. There is room: no more
-        // can be asked than the ring has entries.
+        // SAFETY: The list of parts is kept until the answer has come, and the caller keeps the
+        // parts. There is room: the requests are never more than the ring's entries.
         let pushed = unsafe { self.ring.submission().push(&entry.user_data(number as u64)) };
         debug_assert!(pushed.is_ok());
     }
 
-    /// Begins what was asked, and hands over each answer that is there already: what was asked, and the result as the system
-    /// call's would be, with the error's number below zero.
+    /// Begins the requests, and hands over each answer that is already there: the asker's value,
+    /// and the result as of the system call, with an error's number below zero.
     pub fn submit(&mut self, mut answer: impl FnMut(T, i32)) {
         // What is answered at once needs no signal.
         self.ring.completion().disable_eventfd();

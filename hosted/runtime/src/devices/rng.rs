@@ -6,7 +6,7 @@ use crate::memory::Memory;
 /// At most so much for a buffer: the driver asks again.
 const MOST: u64 = 4096;
 
-/// The source.
+/// The source of randomness.
 #[derive(Debug)]
 pub struct Rng;
 
@@ -37,8 +37,8 @@ impl Device for Rng {
 /// Fills a range. Says how much of it, or `None` if the guest has not such memory.
 fn fill(memory: &Memory, at: u64, length: u64) -> Option<u64> {
     let start = memory.pointer(at, length)?;
-    // SAFETY: The guest's memory has the range, and stays mapped. The host's kernel writes there by the address, as other processors
-    // of the guest may; Rust has no reference to it.
+    // SAFETY: The guest's memory has the range, and stays mapped. The host's kernel writes there by
+    // the address, as other processors of the guest may. Rust has no reference to the range.
     let done = unsafe { libc::getrandom(start.cast(), length as usize, 0) };
     u64::try_from(done).ok()
 }

@@ -31,7 +31,7 @@ impl Trigger for Line {
     }
 }
 
-/// What the guest has sent, until it is given to the terminal.
+/// The bytes that the guest has sent, until the terminal gets them.
 #[derive(Clone, Debug, Default)]
 struct Sent(Rc<std::cell::RefCell<Vec<u8>>>);
 
@@ -46,7 +46,7 @@ impl io::Write for Sent {
     }
 }
 
-/// The port.
+/// The serial port of a PC.
 pub struct Serial {
     uart: Uart<Line, NoEvents, Sent>,
     line: Line,
@@ -70,14 +70,14 @@ impl Default for Serial {
 }
 
 impl Serial {
-    /// How many bytes it can take. While no driver wants to be interrupted for them it takes none, so that what is typed
-    /// before the guest listens is not lost.
+    /// Returns the number of bytes that the port can take. While no driver wants interrupts for
+    /// them it takes none, so that input before the guest listens is not lost.
     #[must_use]
     pub fn room(&self) -> usize {
         if self.listens { self.uart.fifo_capacity() } else { 0 }
     }
 
-    /// Somebody has typed.
+    /// Receives typed bytes.
     pub fn receive(&mut self, bytes: &[u8]) {
         if !bytes.is_empty() {
             // There is room for them; while the port is being tested they are lost, as on a wire.
@@ -85,13 +85,14 @@ impl Serial {
         }
     }
 
-    /// Whether it wants attention; the answer is given once.
+    /// Returns true if the port wants attention. The answer is given once.
     pub fn wants_attention(&mut self) -> bool {
         self.line.0.take()
     }
 
-    /// Reads a port. As long as there is data the port says so: the model forgets that when the first byte is read, and a
-    /// driver that stops reading in the middle would wait for the rest until somebody types again.
+    /// Reads a port. The port says so as long as there is data. The model forgets the data when its
+    /// first byte is read. A driver that stops reading in the middle would wait for the rest until
+    /// the next key.
     pub fn read(&mut self, port: u16) -> u8 {
         let value = self.uart.read((port - BASE) as u8);
         let asks_why = port - BASE == INTERRUPT_IDENTIFICATION;
@@ -101,7 +102,6 @@ impl Serial {
         value
     }
 
-    /// Writes a port.
     pub fn write(&mut self, port: u16, value: u8, console: &mut Console) {
         match port - BASE {
             INTERRUPT_ENABLE if !self.shows_divisor => self.listens = value & 1 != 0,
@@ -132,7 +132,7 @@ mod tests {
             assert_eq!(serial.read(BASE), *byte);
         }
         assert_eq!(why(&mut serial), NONE);
-        // Whoever does not want to be interrupted is told nothing.
+        // A driver that wants no interrupts is told nothing.
         serial.receive(b"more");
         serial.write(BASE + INTERRUPT_ENABLE, 0, &mut Console::silent());
         serial.read(BASE + INTERRUPT_IDENTIFICATION);

@@ -12,10 +12,10 @@ static MEMORY: Mutex<Option<Memory>> = Mutex::new(None);
 const SIZE: u64 = 1 << 20;
 /// Entries of each queue.
 const ENTRIES: u16 = 8;
-/// Each queue has its descriptors here, and its rings one and two pages behind.
+/// Each queue has its descriptors here, and its rings one and two pages further on.
 const RINGS: u64 = 0x1000;
 const STEP: u64 = 0x3000;
-/// Where buffers may be.
+/// The area for buffers.
 pub const BUFFERS: u64 = 0x1_0000;
 
 /// A part of a buffer: where, how long, and whether the device may write to it.
@@ -117,12 +117,13 @@ impl<'a> Driver<'a> {
         self.write(0x50, queue as u64)
     }
 
-    /// Lets the device look at what has come from outside.
+    /// Lets the device take events from outside.
     pub fn poll(&mut self) -> bool {
         self.transport.work(self.memory, &self.view)
     }
 
-    /// What the device has given back since the last time: buffers' first descriptors and the bytes written.
+    /// Returns the buffers that the device has given back since the last call: their first
+    /// descriptors and the bytes written.
     pub fn used(&mut self, queue: usize) -> Vec<(u32, u32)> {
         let rings = RINGS + queue as u64 * STEP;
         let word = |at: u64| {
@@ -147,7 +148,8 @@ impl<'a> Driver<'a> {
 /// Addresses or registers, and what is written there.
 type Writes = Vec<(u64, u64)>;
 
-/// What a driver may do that is broken, or means harm: words anywhere in memory, then registers, each followed by notices.
+/// Makes the actions of a broken or malicious driver: words anywhere in memory, then registers,
+/// each followed by notices.
 pub fn anything() -> impl Strategy<Value = (Writes, Writes)> {
     let words = proptest::collection::vec((0_u64..0x4000, any::<u64>()), 0..40);
     let writes = proptest::collection::vec((0_u64..0x110, 0_u64..0x4000), 1..60);

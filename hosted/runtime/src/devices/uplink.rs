@@ -1,5 +1,5 @@
-//! What a network card is connected to: a `passt` of its own, or a tap interface of the host's. All of it is opened here,
-//! before the guest runs.
+//! The uplink of a network card: a `passt` of its own, or a tap interface of the host. All of it is
+//! opened here, before the guest runs.
 
 use std::{
     fs::{File, OpenOptions},
@@ -23,7 +23,7 @@ use crate::error::{Error, Result};
 /// A card that is wanted.
 #[derive(Clone, Debug)]
 pub struct NetOption {
-    /// What it is connected to.
+    /// The kind of uplink.
     pub uplink: Uplink,
     /// Its address, unless the default will do.
     pub mac: Option<Mac>,
@@ -44,7 +44,7 @@ impl NetOption {
     /// Opens it.
     ///
     /// # Errors
-    /// If it is not there, or not the user's.
+    /// If the interface is missing, or belongs to another user.
     pub fn open(&self) -> Result<Opened> {
         const MACHINE: &str = "/etc/machine-id";
         let host = std::fs::read_to_string(MACHINE).unwrap_or_default();
@@ -126,7 +126,8 @@ fn passt(reaches_host: bool, forwards: &[Forward]) -> Result<(OwnedFd, u16)> {
     Ok((ours.into(), MTU))
 }
 
-/// What passt cannot send at once it drops, and sends again only after a while. So its end gets as much room as the host allows.
+/// Gives passt's end as much room as the host allows. A frame that passt cannot send at once is
+/// dropped, and sent again only after a while.
 fn have_room(socket: &UnixStream) {
     let room: libc::c_int = 8 << 20;
     // SAFETY: The value is a number of this size. The host allows less if it does not like it.
@@ -152,7 +153,8 @@ fn tap(name: &str) -> Result<(OwnedFd, u16)> {
     };
     let opened = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(DEVICE);
     let file: File = opened.map_err(|error| Error::file("open", Path::new(DEVICE), error))?;
-    // SAFETY: All zeros are a valid request, of which the fields are set that this call has; its name ends with a zero.
+    // SAFETY: All zeros are a valid request. The fields of this call are set, and its name ends
+    // with a zero.
     let done = unsafe {
         let mut request: libc::ifreq = std::mem::zeroed();
         for (to, from) in request.ifr_name.iter_mut().zip(name.bytes()) {

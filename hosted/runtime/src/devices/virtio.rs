@@ -25,7 +25,7 @@ mod interrupt {
 /// A bit of the status: the driver has chosen from the features.
 const FEATURES_OK: u32 = 8;
 
-/// Offsets of registers.
+/// Offsets of registers (virtio 1.2, 4.2.2).
 mod register {
     pub const MAGIC: u64 = 0x00;
     pub const VERSION: u64 = 0x04;
@@ -69,17 +69,17 @@ pub fn view(memory: &Memory) -> Result<View> {
     View::from_regions(vec![region]).map_err(|error| wrong(&error.to_string()))
 }
 
-/// What is behind the registers.
+/// A device with its registers in front of it.
 pub trait Device: fmt::Debug {
     /// Its number among virtio's devices.
     fn number(&self) -> u32;
 
-    /// How many queues it has.
+    /// Returns the number of queues.
     fn queues(&self) -> usize {
         1
     }
 
-    /// What it offers.
+    /// Returns the features that the device offers.
     fn features(&self) -> u64 {
         0
     }
@@ -89,7 +89,8 @@ pub trait Device: fmt::Debug {
         Vec::new()
     }
 
-    /// Does what the driver wants, and gives it what has come from outside. Says whether the configuration has changed.
+    /// Does the driver's requests, and delivers events from outside. Returns true if the
+    /// configuration has changed.
     fn work(&mut self, rings: &mut [Ring<'_>], memory: &Memory, accepted: u64) -> bool;
 
     /// Forgets what it was asked for: nothing of the guest's memory is used afterwards.
@@ -121,8 +122,8 @@ impl<'a> Ring<'a> {
         (0..count).for_each(|_| self.queue.go_to_previous_position());
     }
 
-    /// Gives a buffer back, with so many bytes written. If the rings are not valid any more, the driver waits for what it
-    /// has destroyed.
+    /// Gives a buffer back, with so many bytes written. A driver that has destroyed its rings waits
+    /// for ever.
     pub fn used(&mut self, head: u16, written: u32) {
         self.was_used |= self.is_valid && self.queue.add_used(self.view, head, written).is_ok();
     }
@@ -172,7 +173,6 @@ impl Transport {
         self.device.features() | VERSION_1
     }
 
-    /// Reads a register.
     #[must_use]
     pub fn read(&self, offset: u64, size: usize) -> u64 {
         if let Some(at) = offset.checked_sub(register::CONFIGURATION) {
@@ -251,7 +251,7 @@ impl Transport {
     }
 }
 
-/// A little-endian field of a configuration, which is zero behind its end.
+/// Returns a little-endian field of a configuration. It is zero after the configuration's end.
 fn field(bytes: &[u8], at: usize, size: usize) -> u64 {
     let byte = |index: usize| bytes.get(at.saturating_add(index)).copied().unwrap_or(0);
     (0..size.min(8)).rev().fold(0, |value, index| value << 8 | u64::from(byte(index)))

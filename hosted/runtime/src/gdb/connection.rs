@@ -1,5 +1,5 @@
-//! The socket that gdb connects to. A thread of its own waits for it: it accepts one connection after the other, and interrupts
-//! the guest when gdb says something while it runs.
+//! The socket to which gdb connects. A thread of its own waits for it. It accepts one connection
+//! after the other, and interrupts the guest when gdb sends something while the guest runs.
 
 use std::{
     fs::File,
@@ -31,14 +31,14 @@ use crate::{
     signal::is_end_wanted,
 };
 
-/// What may be missed is tried again after this.
+/// The time after which a signal that may have been missed is sent again.
 const AGAIN: Duration = Duration::from_millis(100);
 
-/// A socket that is open, and that nobody listens at yet.
+/// A socket that is open, without a thread that listens.
 #[derive(Debug)]
 pub struct Opened {
     socket: OwnedFd,
-    /// Whether the machine waits for gdb before its first instruction.
+    /// True if the machine waits for gdb before its first instruction.
     pub waits: bool,
 }
 
@@ -56,10 +56,9 @@ pub fn open(option: &GdbOption) -> Result<Opened> {
     Ok(Opened { socket, waits: option.waits })
 }
 
-/// Who has the connection.
+/// The owner of the connection.
 #[derive(Debug)]
 enum State {
-    /// There is none.
     Nobody,
     /// It has come, and the processor has not taken it yet.
     New(Connection),
@@ -87,7 +86,7 @@ impl Shared {
     }
 }
 
-/// What the processor has of it.
+/// The processor's part of the socket.
 #[derive(Debug)]
 pub struct Listener {
     socket: RawFd,
@@ -124,18 +123,17 @@ impl Listener {
         Ok(Self { socket: number, shared })
     }
 
-    /// The socket.
     pub fn descriptor(&self) -> RawFd {
         self.socket
     }
 
-    /// Whether gdb has come, or said something while the guest ran.
+    /// Returns true if gdb has connected, or has sent something while the guest ran.
     pub fn is_wanted(&self) -> bool {
         self.shared.is_wanted.load(Ordering::Acquire)
     }
 
-    /// Waits until one of these is so if it is not yet, or until somebody wants the machine's end. Returns a connection if it is
-    /// new; it is the processor's from now on.
+    /// Waits until gdb has connected or sent something, or until a signal asks for the machine's
+    /// end. Returns a new connection, which is the processor's from now on.
     pub fn accept(&self) -> Option<Connection> {
         let mut state = self.shared.state();
         while !self.is_wanted() && !is_end_wanted() {
@@ -160,7 +158,7 @@ impl Listener {
     }
 }
 
-/// A socket with a name, which only its user may connect to. One that nobody listens at any more is replaced.
+/// Opens a socket with a name, to which only its user may connect. An abandoned one is replaced.
 fn listen_at(path: &Path) -> Result<OwnedFd> {
     let is_socket = std::fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket());
     if is_socket && UnixStream::connect(path).is_err() {
@@ -221,8 +219,8 @@ impl Connection {
 impl Drop for Connection {
     fn drop(&mut self) {
         if let Some(file) = self.file.take() {
-            // The library's own way looks whether it is open, by a call that is forbidden.
-            // SAFETY: The descriptor belongs to nobody any more.
+            // The library's own function first checks if the descriptor is open, by a forbidden
+            // call. SAFETY: The descriptor has no other owner any more.
             unsafe { libc::close(file.into_raw_fd()) };
         }
     }
@@ -252,7 +250,7 @@ impl gdbstub::conn::Connection for Connection {
     }
 }
 
-/// The thread.
+/// The thread that waits.
 struct Waiting {
     socket: OwnedFd,
     shared: Arc<Shared>,
@@ -272,8 +270,8 @@ impl Waiting {
                 is_readable(-1, Some(AGAIN));
                 continue;
             }
-            // SAFETY: The descriptor was made above and belongs to nobody else. Until the state is `Nobody` again, it is not
-            // closed: the number stays its own.
+            // SAFETY: The descriptor was made above and has no other owner. Until the state is
+            // `Nobody` again it is not closed, so the number stays its own.
             let file = File::from(unsafe { OwnedFd::from_raw_fd(descriptor) });
             *self.shared.state() = State::New(Connection::new(file));
             self.want();

@@ -1,8 +1,9 @@
 //! A debugger at the machine: gdb's remote protocol (the crate `gdbstub`) over a socket.
 //!
-//! The machine stops for it between two of the guest's instructions, wherever that is: the processor's thread does what gdb
-//! asks until gdb lets it go on. [`connection`] has the socket and the thread that listens to it, [`target`] what gdb sees,
-//! [`registers`] its processor, [`step`] where an instruction leads. Steps are breakpoints there.
+//! The machine stops for gdb between two of the guest's instructions. The processor's thread does
+//! what gdb asks until gdb lets it go on. [`connection`] has the socket and the thread that listens
+//! to it, [`target`] gdb's view of the machine, [`registers`] its processor, and [`step`] the
+//! successors of an instruction. Steps are breakpoints there.
 
 mod connection;
 pub(crate) mod fuzz;
@@ -45,7 +46,7 @@ impl fmt::Debug for Debugger {
 }
 
 impl Debugger {
-    /// Begins to listen; the calling thread is sent SIGUSR1 when somebody wants something.
+    /// Begins to listen. The calling thread gets SIGUSR1 when gdb connects or sends something.
     ///
     /// # Errors
     /// If there can be no thread.

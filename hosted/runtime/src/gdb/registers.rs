@@ -1,9 +1,8 @@
-//! The processor as gdb knows it: 64-bit registers, and the bases of FS and GS. Floating-point registers are not shown: kernels
-//! keep programs' there.
+//! The processor as gdb knows it: 64-bit registers, and the bases of FS and GS. Floating-point
+//! registers are not shown, because kernels keep programs' values there.
 
 use gdbstub::arch::{Arch, Registers};
 
-/// x86 with 64 bits.
 #[derive(Debug)]
 pub enum X86 {}
 
@@ -12,18 +11,16 @@ pub const ORDER: [usize; 16] = [0, 3, 1, 2, 6, 7, 5, 4, 8, 9, 10, 11, 12, 13, 14
 /// ST0 to ST7, and eight control registers of 32 bits.
 const FLOATING: usize = 8 * 10 + 8 * 4;
 
-/// Its registers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct State {
-    /// In [`ORDER`].
+    /// The general registers, in the order of [`ORDER`].
     pub general: [u64; 16],
     /// Of the next instruction.
     pub rip: u64,
-    /// Flags.
     pub flags: u32,
     /// CS, SS, DS, ES, FS, GS.
     pub segments: [u32; 6],
-    /// Of FS and GS.
+    /// The bases of FS and GS.
     pub bases: [u64; 2],
 }
 
@@ -79,7 +76,7 @@ impl Arch for X86 {
     }
 }
 
-/// What gdb calls them.
+/// The description of the registers for gdb.
 const DESCRIPTION: &str = r#"<?xml version="1.0"?>
 <!DOCTYPE target SYSTEM "gdb-target.dtd">
 <target version="1.0">

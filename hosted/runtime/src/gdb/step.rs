@@ -1,4 +1,4 @@
-//! Where an instruction leads: a step is a breakpoint at each place.
+//! The successors of an instruction. A step is a breakpoint at each of them.
 
 use iced_x86::{Code, Decoder, DecoderOptions, FlowControl, Instruction, OpKind, Register};
 
@@ -6,11 +6,12 @@ use iced_x86::{Code, Decoder, DecoderOptions, FlowControl, Instruction, OpKind, 
 pub trait Guest {
     /// A register's value; segments have their bases.
     fn register(&self, register: Register) -> u64;
-    /// A number in memory.
+    /// Returns a number in memory.
     fn long(&self, address: u64) -> Option<u64>;
 }
 
-/// Where the instructions of some code lead out of it, if it is begun at its start: a single instruction, or what was in a slot.
+/// Returns the addresses to which some code leads out of itself, from its start: a single
+/// instruction, or the content of a slot.
 #[must_use]
 pub fn successors(code: &[u8], address: u64, guest: &impl Guest) -> Vec<u64> {
     let end = address + code.len() as u64;
@@ -39,7 +40,7 @@ pub fn successors(code: &[u8], address: u64, guest: &impl Guest) -> Vec<u64> {
         ) {
             return found;
         }
-        // A call comes back later, to the place that is behind it; a step is over before.
+        // A call returns later, to the address after it. A step is over before.
         if matches!(flow, FlowControl::Call | FlowControl::IndirectCall) {
             return found;
         }
@@ -100,7 +101,7 @@ mod tests {
         assert_eq!(of(|code| code.jmp(rax)), [0x5000]);
         assert_eq!(of(|code| code.call(qword_ptr(rax + 8))), [0x5009]);
         assert_eq!(of(|code| code.jmp(qword_ptr(0x40).gs())), [0x10_0041]);
-        // Nobody knows where it leads.
+        // The target is not known.
         assert_eq!(of(|code| code.jmp(qword_ptr(rax + 0x20_0000))), [0_u64; 0]);
     }
 

@@ -1,4 +1,4 @@
-//! What gdb sees of the machine and does to it.
+//! The machine as gdb sees and changes it.
 
 use std::{
     cell::Cell,
@@ -39,12 +39,11 @@ use crate::{
 
 const INT3: u8 = 0xCC;
 
-/// How the guest goes on.
+/// The way in which the guest goes on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Until something stops it.
     Continue,
-    /// By one instruction.
     Step,
 }
 
@@ -52,20 +51,19 @@ pub enum Action {
 #[derive(Debug)]
 pub struct Target {
     machine: *mut Machine,
-    /// Where the kernel's code is.
+    /// The addresses of the kernel's code.
     code: Vec<Range<u64>>,
     /// Filled slots, by their addresses.
     slots: BTreeMap<u64, Filled>,
     /// Their addresses, by where their code begins, and where all of it is.
     slots_by_code: BTreeMap<u64, u64>,
     slot_code: Range<u64>,
-    /// gdb's breakpoints.
     wanted: BTreeSet<u64>,
     /// Places that the step leads to.
     steps: BTreeSet<u64>,
-    /// What was there before, wherever there is a breakpoint now.
+    /// The original bytes under all breakpoints.
     replaced: BTreeMap<u64, u8>,
-    /// How the guest goes on.
+    /// The way in which the guest goes on.
     pub action: Action,
     /// A step is being made, and nothing has come between.
     pub holds_interrupts: bool,
@@ -93,27 +91,29 @@ impl Target {
         self.machine = machine;
     }
 
-    /// The machine is somebody else's again.
+    /// Gives the machine back to its owner.
     pub fn leave(&mut self) {
         self.machine = ptr::null_mut();
     }
 
     fn machine(&mut self) -> TargetResult<&mut Machine, Self> {
-        // SAFETY: Whoever called `enter` has the machine and does not use it until `leave`, which makes the pointer null.
+        // SAFETY: The caller of `enter` has the machine and does not use it until `leave`, which
+        // makes the pointer null.
         NonNull::new(self.machine).map(|mut machine| unsafe { machine.as_mut() }).ok_or(TargetError::NonFatal)
     }
 
-    /// Whether there is a breakpoint.
+    /// Returns true if there is a breakpoint.
     pub fn has_breakpoint(&self, at: u64) -> bool {
         self.replaced.contains_key(&at)
     }
 
-    /// Whether a step has come to its end here.
+    /// Returns true if a step has come to its end here.
     pub fn has_step_to(&self, at: u64) -> bool {
         self.steps.contains(&at) && !self.wanted.contains(&at)
     }
 
-    /// Whether a breakpoint may be here: in the kernel's code, and not in the jump that a slot has become, but for its start.
+    /// Returns true if a breakpoint may be here: in the kernel's code, and only at the start of the
+    /// jump that a slot has become.
     fn may_break(&self, at: u64) -> bool {
         let slot = self.slots.range(..at).next_back();
         let is_inside = slot.is_some_and(|(start, slot)| at < start + slot.bytes.len() as u64);
@@ -184,8 +184,8 @@ impl Target {
         self.action = Action::Continue;
     }
 
-    /// The instruction pointer that gdb is shown: a program's own, if it is in a copy of its code; a slot's, if it is in the code
-    /// that stands for it.
+    /// Returns the instruction pointer that gdb is shown. In a patched copy it is the program's
+    /// own; in a thunk it is the slot's.
     fn shown(&self, machine: &Machine) -> u64 {
         let rip = machine.block().registers.rip.get();
         if self.slot_code.contains(&rip) {

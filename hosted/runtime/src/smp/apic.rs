@@ -1,6 +1,7 @@
-//! A processor's local interrupt controller (Intel's manual, volume 3, chapter 11), as far as a kernel uses it that has been
-//! told by a table that it is there: interrupts of other processors, and a timer that strikes at a value of the time stamp
-//! counter. Interrupts of devices come from the PC's old controllers, to the first processor.
+//! A processor's local interrupt controller (SDM 3A, chapter 11), as far as a kernel uses it that
+//! learns of it by a table: interrupts of other processors, and a timer that strikes at a value of
+//! the time stamp counter. Interrupts of devices come from the PC's old controllers, to the first
+//! processor.
 
 use std::{arch::x86_64::_rdtsc, sync::atomic::Ordering};
 
@@ -10,9 +11,9 @@ use crate::{
     error::Result,
 };
 
-/// Where its registers are.
+/// The physical address of its registers.
 pub const BASE: u64 = 0xFEE0_0000;
-/// Bytes of them.
+/// The size of its registers, in bytes.
 pub const SIZE: u64 = 0x1000;
 
 mod register {
@@ -40,7 +41,7 @@ const VERSION: u32 = 5 << 16 | 0x14;
 const MASKED: u32 = 1 << 16;
 const ALL: u32 = 0xFF;
 
-/// The controller.
+/// A local interrupt controller.
 #[derive(Debug)]
 pub struct Apic {
     one: Processor,
@@ -56,7 +57,8 @@ pub struct Apic {
 }
 
 impl Apic {
-    /// A processor's, whose time stamp counter has this frequency; the calling thread gets signals for its timer.
+    /// Makes the controller of a processor whose time stamp counter has this frequency. The calling
+    /// thread gets signals for the timer.
     ///
     /// # Errors
     /// If the host refuses a timer.
@@ -96,13 +98,12 @@ impl Apic {
         self.deadline
     }
 
-    /// Sets when it strikes.
     pub fn set_deadline(&mut self, when: u64) {
         self.deadline = when;
         self.poll();
     }
 
-    /// Looks at the timer.
+    /// Requests the timer's interrupt if its deadline has passed.
     pub fn poll(&mut self) {
         if self.deadline == 0 {
             return;
@@ -143,7 +144,7 @@ impl Apic {
         if task >> 4 >= served >> 4 { task } else { served }
     }
 
-    /// Whether an interrupt waits.
+    /// Returns true if an interrupt waits.
     #[must_use]
     pub fn has_interrupt(&self) -> bool {
         self.next().is_some()
@@ -158,7 +159,6 @@ impl Apic {
         Some(vector)
     }
 
-    /// Reads a register.
     #[must_use]
     pub fn read(&self, offset: u64) -> u32 {
         let part = |words: &dyn Fn(usize) -> u64, from: u64| {
@@ -179,7 +179,6 @@ impl Apic {
         }
     }
 
-    /// Writes a register.
     pub fn write(&mut self, offset: u64, value: u32) {
         match offset {
             register::END => {
@@ -247,7 +246,7 @@ mod tests {
 
     fn two() -> [Apic; 2] {
         let first = Processor::first(2).unwrap();
-        // Calls are for nobody: this process is no processor.
+        // No call is sent, because this process is no processor.
         first.cpu(1).called.store(1, Ordering::SeqCst);
         let apic = |number| Apic::new(Processor { number, ..first }, 1_000_000).unwrap();
         [apic(0), apic(1)]

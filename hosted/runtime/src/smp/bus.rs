@@ -13,10 +13,10 @@ use crate::{
     process::{wait, wake},
 };
 
-/// Looks at the answer so many times before it sleeps.
+/// The number of checks for the answer before the processor sleeps.
 const SPINS: u32 = 2000;
 
-/// What a processor asks for, and the answer.
+/// A question of a processor, and the answer.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Mailbox {
@@ -44,7 +44,7 @@ mod what {
 /// Devices, or the way to them.
 #[derive(Debug)]
 pub enum Bus {
-    /// They are here.
+    /// The devices are in this process.
     Own(Box<Devices>),
     /// The first processor has them.
     Other(Processor),
@@ -61,7 +61,6 @@ impl Bus {
         }
     }
 
-    /// Reads a port.
     pub fn read(&mut self, port: u16, size: usize) -> u32 {
         match self {
             Self::Own(devices) => devices.read(port, size),
@@ -70,7 +69,6 @@ impl Bus {
         }
     }
 
-    /// Writes a port.
     pub fn write(&mut self, port: u16, size: usize, value: u32) {
         match self {
             Self::Own(devices) => devices.write(port, size, value),
@@ -100,14 +98,14 @@ impl Bus {
         }
     }
 
-    /// Looks at what has come from outside.
+    /// Takes events from outside.
     pub fn poll(&mut self, memory: &Memory) {
         if let Some(devices) = self.own() {
             devices.poll(memory);
         }
     }
 
-    /// Whether an interrupt waits.
+    /// Returns true if an interrupt waits.
     #[must_use]
     pub fn has_interrupt(&self) -> bool {
         matches!(self, Self::Own(devices) if devices.has_interrupt())
@@ -118,7 +116,7 @@ impl Bus {
         self.own().and_then(Devices::acknowledge)
     }
 
-    /// Whether the machine has come to its end.
+    /// Returns the machine's end, if it has come.
     #[must_use]
     pub fn ended(&self) -> Option<End> {
         match self {

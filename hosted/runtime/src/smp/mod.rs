@@ -1,11 +1,12 @@
-//! Several processors: each is a process of the host's, with its own block, its own mappings and its own timer. They have the
-//! guest's memory in common, and one page in which they ask each other for something.
+//! Several processors. Each is a process of the host, with its own block, its own mappings and its
+//! own timer. They share the guest's memory, and one page with requests to each other.
 //!
-//! The first processor's process has the devices; the others ask it ([`bus`]). What a processor tells another by its local
-//! interrupt controller ([`apic`]) is a bit in the page, and a signal if the other may not have seen it yet.
+//! The first processor's process has the devices; the others ask it ([`bus`]). An interrupt from
+//! one processor to another ([`apic`]) is a bit in the page, and a signal if the other may not have
+//! seen it yet.
 //!
-//! A processor that is not started, or that halts with interrupts off, waits until it is started; so a kernel can take one
-//! offline and back. If all of them wait so, the machine has halted.
+//! A processor that is not started, or that halts with interrupts off, waits until it is started.
+//! So a kernel can take one offline and back. If all of them wait so, the machine has halted.
 
 pub mod apic;
 pub mod bus;
@@ -28,17 +29,16 @@ pub const MOST: usize = 8;
 /// The signal by which one processor calls another.
 pub const CALL: i32 = libc::SIGUSR2;
 
-/// What a processor does, as others see it.
+/// States of a processor, as others see them.
 pub mod state {
     /// It waits to be started.
     pub const WAITING: u32 = 0;
     /// It has been told to start.
     pub const STARTING: u32 = 1;
-    /// It runs.
     pub const RUNNING: u32 = 2;
 }
 
-/// What all processors see of one.
+/// The part of the page for one processor.
 #[repr(C, align(64))]
 #[derive(Debug)]
 pub struct Cpu {
@@ -53,11 +53,11 @@ pub struct Cpu {
     /// Its process is prepared.
     ready: AtomicU32,
     requested: [AtomicU64; 4],
-    /// What it asks the first processor for.
+    /// The processor's question to the first one.
     question: bus::Mailbox,
 }
 
-/// What all processors see.
+/// The page that all processors share.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Shared {
@@ -73,7 +73,7 @@ const _: () = assert!(size_of::<Shared>() <= PAGE as usize);
 pub struct Processor {
     /// Its number, which is its identifier, too.
     pub number: usize,
-    /// How many there are.
+    /// The number of processors.
     pub count: usize,
     shared: &'static Shared,
 }
@@ -86,7 +86,8 @@ impl Processor {
     pub fn first(count: usize) -> Result<Self> {
         debug_assert!((1..=MOST).contains(&count));
         let page = process::map_common(PAGE as usize)?;
-        // SAFETY: The page is never unmapped, is large enough, and zero, which is a valid value; all of it is atomic.
+        // SAFETY: The page is never unmapped and large enough. It is zero, which is a valid value,
+        // and all of it is atomic.
         let shared: &'static Shared = unsafe { &*page.cast::<Shared>() };
         let first = Self { number: 0, count, shared };
         for number in 0..count {
@@ -98,8 +99,8 @@ impl Processor {
         Ok(first)
     }
 
-    /// Makes the other processors' processes, which are copies of this one: there must be no threads yet. Gives, in each, which
-    /// one it is.
+    /// Makes the other processors' processes, as copies of this one, which must have one thread.
+    /// Returns its own number in each process.
     ///
     /// # Errors
     /// If the host refuses.
@@ -158,7 +159,7 @@ impl Processor {
         (0..self.count).map(process).collect()
     }
 
-    /// Whether it is the first one, which has the devices.
+    /// Returns true for the first processor, which has the devices.
     #[must_use]
     pub fn is_first(&self) -> bool {
         self.number == 0
@@ -179,8 +180,8 @@ impl Processor {
         unsafe { libc::syscall(libc::SYS_tgkill, process, process, CALL) };
     }
 
-    /// Asks a processor for an interrupt, and calls it if it may not have seen the last time that it was asked. Itself it does
-    /// not call.
+    /// Asks a processor for an interrupt, and calls it if it may not have seen the last request. A
+    /// processor does not call itself.
     pub fn request(&self, number: usize, vector: u8) {
         let cpu = self.cpu(number);
         cpu.requested[usize::from(vector / 64)].fetch_or(1 << (vector % 64), Ordering::SeqCst);
@@ -189,7 +190,7 @@ impl Processor {
         }
     }
 
-    /// This processor is about to look at what was asked of it.
+    /// Records that this processor now reads the requests to it.
     pub fn acknowledge_call(&self) {
         self.own().called.store(0, Ordering::SeqCst);
     }
@@ -213,13 +214,13 @@ impl Processor {
         }
     }
 
-    /// Whether this one was reset, or never started.
+    /// Returns true if this processor was reset, or never started.
     #[must_use]
     pub fn is_reset(&self) -> bool {
         self.own().state.load(Ordering::SeqCst) != state::RUNNING
     }
 
-    /// Whether this one was told to start. It does so.
+    /// Returns true if this processor was told to start. It is running from then on.
     #[must_use]
     pub fn starts(&self) -> bool {
         let (from, to) = (state::STARTING, state::RUNNING);
@@ -234,7 +235,7 @@ impl Processor {
         }
     }
 
-    /// Whether all of them sleep so.
+    /// Returns true if all processors sleep so.
     #[must_use]
     pub fn are_all_parked(&self) -> bool {
         (0..self.count).all(|number| self.cpu(number).parked.load(Ordering::SeqCst) == 1)
