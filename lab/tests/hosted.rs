@@ -1226,7 +1226,7 @@ fn what_cannot_be_started_is_refused_with_the_reason() -> Result<()> {
         let said = place.refusal(arguments);
         assert!(said.contains(reason) && !said.contains("panicked"), "{reason}: {said}");
     };
-    refused(&[path("--memory"), path("20")], "20 MiB of memory are too little");
+    refused(&[path("--memory"), path("20")], "20 MiB of memory are not enough");
     refused(&[path("--initramfs"), path("/nowhere")], "cannot read /nowhere");
     refused(&[path("--disk"), path("/nowhere")], "cannot open the disk /nowhere");
     let empty = place.file("empty", b"");
@@ -1250,7 +1250,7 @@ fn what_cannot_be_started_is_refused_with_the_reason() -> Result<()> {
     refused(&[path("--gdb"), path("/nowhere/gdb")], "cannot listen at /nowhere/gdb");
     refused(
         &[path("--gdb"), path("/nowhere/gdb"), path("--cpus"), path("2")],
-        "gdb is for machines with one processor",
+        "gdb works only with machines of one processor",
     );
     let kernel = fs::read(&place.kernel).expect("the kernel");
     for (bytes, reason) in [

@@ -58,7 +58,7 @@ pub fn describe(memory: &Memory, kernel: &Kernel, line: &str, initramfs: &[u8]) 
             "the kernel's command line is longer than {LONGEST_COMMAND_LINE} bytes"
         )));
     }
-    let little = || Error::new("the guest has too little memory").hint("give it more with --memory");
+    let little = || Error::new("the guest has too little memory").hint("give the guest more with --memory");
     let at = memory.size().min(LOW).checked_sub(initramfs.len() as u64).map(|at| at & !(PAGE - 1));
     let at = at.filter(|at| *at >= kernel.end().next_multiple_of(MIB)).ok_or_else(little)?;
     let put = |offset: u64, bytes: &[u8]| memory.write(PARAMETERS + offset, bytes).ok_or_else(little);
@@ -106,7 +106,7 @@ const TABLE: u64 = POINTER + 0x20;
 /// # Errors
 /// If there is too little memory.
 pub fn describe_processors(memory: &Memory, count: usize) -> Result<()> {
-    let little = || Error::new("the guest has too little memory").hint("give it more with --memory");
+    let little = || Error::new("the guest has too little memory").hint("give the guest more with --memory");
     let (pointer, table) = processors(count);
     memory.write(POINTER, &pointer).and_then(|()| memory.write(TABLE, &table)).ok_or_else(little)
 }
@@ -166,7 +166,7 @@ impl Bringup {
     pub fn of(kernel: &Kernel, loaded: &Loaded) -> Result<Self> {
         let at = |symbol| {
             load::address_of(kernel, symbol)
-                .map_err(|error| error.hint("more processors than one are for kernels of 6.1 with SMP=y"))
+                .map_err(|error| error.hint("use a kernel of 6.1 with SMP=y, or leave out --cpus"))
         };
         Ok(Self {
             code: at("initial_code")?,

@@ -57,7 +57,7 @@ pub fn fit_stack() -> Result<bool> {
             "the stack may have {} KiB, which is too little",
             limit.rlim_max >> 10
         ))
-        .hint("ulimit -Hs 8192, as who is allowed to"));
+        .hint("raise the limit with ulimit -Hs 8192, as a user who may do that"));
     }
     limit.rlim_cur = USUAL.min(limit.rlim_max);
     // SAFETY: It reads the structure.
@@ -75,7 +75,7 @@ impl Limits {
     pub fn addresses(&self) -> Result<()> {
         let maps = fs::read_to_string(self.root.join(MAPS)).unwrap_or_default();
         let Some((address, what)) = maps.lines().find_map(taken) else { return Ok(()) };
-        Err(Error::host(format!("the host has put {what} at {address:#x}, where the guest has its memory"))
+        Err(Error::host(format!("the host has put {what} at {address:#x}, where the guest needs its memory"))
             .hint("start it from another shell, without setarch and with the usual limits (ulimit -s 8192)"))
     }
 
@@ -111,7 +111,7 @@ impl Limits {
                 all >> 20,
                 bytes >> 20
             ))
-            .hint("give it less with --memory"));
+            .hint("give the guest less with --memory"));
         }
         for (most, path) in self.groups() {
             if most < bytes.saturating_add(OWN_MEMORY) {
@@ -121,7 +121,7 @@ impl Limits {
                     bytes >> 20,
                     OWN_MEMORY >> 20
                 ))
-                .hint(format!("give it less with --memory, or the group more (/{})", path.display())));
+                .hint(format!("give the guest less with --memory, or the control group more (/{})", path.display())));
             }
         }
         Ok(())

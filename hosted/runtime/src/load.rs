@@ -57,7 +57,7 @@ pub struct Filled {
 }
 
 fn outside() -> Error {
-    Error::new("the guest has too little memory for its kernel").hint("give it more with --memory")
+    Error::new("the guest has too little memory for its kernel").hint("give the guest more with --memory")
 }
 
 /// Returns the present address of a linked one.
@@ -94,7 +94,7 @@ pub fn load(kernel: &Kernel, memory: &Memory, isolation: Isolation) -> Result<Lo
         guard_accesses(kernel, memory, &mut loaded, &hooked, &fixed)?;
     }
     if loaded.thunks.len() as u64 > THUNKS_SIZE {
-        return Err(Error::new("the kernel has more slots than there is room for"));
+        return Err(Error::new("the kernel has too many slots"));
     }
     (loaded.root, loaded.constants, loaded.relocated) = (root, constants, kernel.relocations.len());
     Ok(loaded)
@@ -216,7 +216,7 @@ fn separate_programs(kernel: &Kernel, memory: &Memory) -> Result<()> {
         return Err(Error::new(
             "the kernel's pgd_alloc does not say where the kernel's address space begins",
         )
-        .hint("kernels from 6.1 on are known; build with RANDOMIZE_MEMORY=y"));
+        .hint("use a kernel from 6.1 on, built with RANDOMIZE_MEMORY=y"));
     }
     Ok(())
 }
@@ -345,7 +345,9 @@ fn guard_accesses(
     for instruction in user_access::find(kernel, memory, hooked)? {
         let (address, length) = (instruction.ip(), instruction.len());
         if slot_at(loaded, address..address + length as u64) {
-            return Err(user_access::not_understood(format!("a slot has borrowed what is at {address:#x}")));
+            return Err(user_access::not_understood(format!(
+                "a slot has borrowed the instruction at {address:#x}"
+            )));
         }
         match displaced(memory, loaded, fixed, &instruction)? {
             Some(displaced) => guard_by_jump(memory, loaded, &displaced)?,

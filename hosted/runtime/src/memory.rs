@@ -67,15 +67,16 @@ impl Memory {
         // SAFETY: It takes a descriptor and a number.
         if unsafe { libc::ftruncate(file, size.cast_signed()) } != 0 {
             return Err(Error::system("give the guest its memory")
-                .hint("choose less with --memory, or raise ulimit -f"));
+                .hint("give the guest less with --memory, or raise ulimit -f"));
         }
         memory.map_new(DIRECT_MAP, size, 0, Rights { write: true, execute: true })?;
         let rights = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: A new mapping where the host likes.
         let window = unsafe { libc::mmap(ptr::null_mut(), size as usize, rights, libc::MAP_SHARED, file, 0) };
         if window == libc::MAP_FAILED {
-            return Err(Error::system("map the guest's memory for the monitor")
-                .hint("the guest's memory is mapped twice: choose less with --memory, or raise ulimit -v"));
+            return Err(Error::system("map the guest's memory for the monitor").hint(
+                "the guest's memory is mapped twice: give the guest less with --memory, or raise ulimit -v",
+            ));
         }
         memory.window = window.expose_provenance();
         Ok(memory)
@@ -111,7 +112,7 @@ impl Memory {
         }
         let what = format!("map the guest's memory at {address:#x}");
         Err(Error::system(&what).hint(
-            "something else of this process is there, or the host forbids memory that can be \
+            "another mapping of this process is there, or the host forbids memory that can be \
             written and executed (SELinux: deny_execmem)",
         ))
     }

@@ -157,21 +157,21 @@ impl PatchedCopies {
         // SAFETY: The name is a string with its end, and the descriptor is checked.
         let file = unsafe { libc::memfd_create(c"mercury-hosted-copies".as_ptr(), libc::MFD_CLOEXEC) };
         if file < 0 {
-            return Err(Error::system("make memory for copies of programs"));
+            return Err(Error::system("make memory for patched copies of programs"));
         }
         // SAFETY: The descriptor was made above and has no other owner.
         let file = unsafe { OwnedFd::from_raw_fd(file) };
         let size = MOST_PAGES * PAGE;
         // SAFETY: It takes a descriptor and a number.
         if unsafe { libc::ftruncate(file.as_raw_fd(), size as i64) } != 0 {
-            return Err(Error::system("give copies of programs their memory"));
+            return Err(Error::system("set the size of the memory for patched copies of programs"));
         }
         let rights = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: A new mapping where the host likes.
         let window =
             unsafe { libc::mmap(ptr::null_mut(), size, rights, libc::MAP_SHARED, file.as_raw_fd(), 0) };
         if window == libc::MAP_FAILED {
-            return Err(Error::system("map copies of programs"));
+            return Err(Error::system("map the patched copies of programs"));
         }
         process::map_private(POINTERS, POINTERS_SIZE + PAGE as u64, rights)?;
         process::map_private(CELLS, CELLS_SIZE, rights | libc::PROT_EXEC)?;

@@ -250,7 +250,9 @@ fn check_processors(options: &Options) -> Result<()> {
             .hint("choose another number with --cpus"));
     }
     if options.cpus > 1 && options.gdb.is_some() {
-        return Err(Error::new("gdb is for machines with one processor").hint("leave out --cpus or --gdb"));
+        return Err(
+            Error::new("gdb works only with machines of one processor").hint("leave out --cpus or --gdb")
+        );
     }
     Ok(())
 }
@@ -264,8 +266,8 @@ struct Prepared {
 fn prepare(options: &Options) -> Result<Prepared> {
     check_host()?;
     if options.memory < LEAST_MEMORY {
-        return Err(Error::new(format!("{} MiB of memory are too little", options.memory >> 20))
-            .hint(format!("a kernel needs {} MiB or more: --memory", LEAST_MEMORY >> 20)));
+        return Err(Error::new(format!("{} MiB of memory are not enough", options.memory >> 20))
+            .hint(format!("give the guest {} MiB or more with --memory", LEAST_MEMORY >> 20)));
     }
     let bytes = fs::read(&options.kernel).map_err(|error| Error::file("read", &options.kernel, error))?;
     let kernel = Kernel::parse(&bytes).map_err(|error| error.about(options.kernel.display()))?;
@@ -279,7 +281,7 @@ fn prepare(options: &Options) -> Result<Prepared> {
             load::load(&kernel, &memory, options.isolation).map(|loaded| (memory, loaded))
         });
         let accounted = accounted.join();
-        accounted.map_err(|_| Error::new("cannot account for the kernel: this is a bug"))??;
+        accounted.map_err(|_| Error::new("cannot check the kernel's code: this is a bug"))??;
         loaded
     })?;
     Ok(Prepared { kernel, memory, loaded })
@@ -292,7 +294,7 @@ fn prepare(options: &Options) -> Result<Prepared> {
 /// The first of what is wrong.
 fn account_for(kernel: &Path) -> Result<()> {
     const HOW: &str =
-        "`afterburner verify` names all that is wrong; `afterburner make` builds kernels without";
+        "list all errors with `afterburner verify`, and build the kernel with `afterburner make`";
     let account = verify::verify(kernel).map_err(|error| Error::new(error.to_string()).hint(HOW))?;
     let Some(first) = account.findings.first() else { return Ok(()) };
     let others = match account.findings.len() - 1 {
@@ -375,7 +377,9 @@ impl Start<'_> {
             if let Err(error) = disk.overlap()
                 && self.options.verbose
             {
-                eprintln!("mercury hosted: no io_uring ({error}): a disk's requests are done one by one");
+                eprintln!(
+                    "mercury hosted: no io_uring ({error}): the machine serves a disk's requests one by one"
+                );
             }
         }
     }
@@ -523,9 +527,7 @@ fn check_host() -> Result<()> {
     let capabilities = unsafe { libc::getauxval(libc::AT_HWCAP2) };
     if capabilities & FSGSBASE == 0 {
         return Err(Error::host("the host does not let processes set the bases of FS and GS (FSGSBASE)")
-            .hint(
-                "the processor has to be of 2012 (Intel) or 2017 (AMD) or later, the kernel 5.9 or later",
-            ));
+            .hint("use a processor from 2012 (Intel) or 2017 (AMD) on, with a kernel from 5.9 on"));
     }
     if !cpuid::has_xsave() {
         return Err(Error::host("the host's processor or kernel has no XSAVE"));
@@ -562,15 +564,15 @@ fn without_randomization() -> Result<()> {
     }
     // SAFETY: It takes a number.
     if now < 0 || unsafe { libc::personality(wanted as libc::c_ulong) } < 0 {
-        return Err(Error::system("have fixed addresses (personality)"));
+        return Err(Error::system("switch random addresses off (personality)"));
     }
     let words: std::result::Result<Vec<CString>, _> = std::env::args_os()
         .map(|word| CString::new(std::os::unix::ffi::OsStringExt::into_vec(word)))
         .collect();
-    let words = words.map_err(|_| Error::new("an argument has a zero byte"))?;
+    let words = words.map_err(|_| Error::new("an argument contains a zero byte"))?;
     let pointers: Vec<*const libc::c_char> =
         words.iter().map(|word| word.as_ptr()).chain([std::ptr::null()]).collect();
     // SAFETY: The list of strings ends with a null pointer.
     unsafe { libc::execv(c"/proc/self/exe".as_ptr(), pointers.as_ptr()) };
-    Err(Error::system("start again with fixed addresses"))
+    Err(Error::system("start again without random addresses"))
 }

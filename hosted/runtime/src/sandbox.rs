@@ -62,7 +62,7 @@ pub fn close_inherited() -> Result<()> {
     // SAFETY: No part of this process owns a descriptor yet, so none that is in use is closed.
     match unsafe { libc::syscall(libc::SYS_close_range, FIRST, libc::c_uint::MAX, 0) } {
         0 => Ok(()),
-        _ => Err(Error::system("close what this process has inherited")),
+        _ => Err(Error::system("close inherited descriptors")),
     }
 }
 
@@ -75,7 +75,7 @@ pub fn keep_only(kept: RawFd) -> Result<()> {
     for (first, last) in [(3, kept - 1), (kept + 1, libc::c_uint::MAX)] {
         // SAFETY: The former owners of these descriptors in this process never use them again.
         if first <= last && unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) } != 0 {
-            return Err(Error::system("close what is the first process'"));
+            return Err(Error::system("close the first process's descriptors"));
         }
     }
     Ok(())
@@ -86,8 +86,7 @@ pub fn keep_only(kept: RawFd) -> Result<()> {
 /// # Errors
 /// If it can and does not.
 pub fn forbid_files() -> Result<bool> {
-    let wrong =
-        |error: landlock::RulesetError| Error::host(format!("cannot forbid this process files: {error}"));
+    let wrong = |error: landlock::RulesetError| Error::host(format!("cannot give up opening files: {error}"));
     let newest = ABI::V6;
     let status = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
@@ -119,9 +118,7 @@ pub struct Special {
 /// # Errors
 /// If the host does not do it.
 pub fn forbid_calls(isolation: Isolation, special: &Special) -> Result<()> {
-    let wrong = |error: &dyn std::fmt::Display| {
-        Error::host(format!("cannot forbid this process system calls: {error}"))
-    };
+    let wrong = |error: &dyn std::fmt::Display| Error::host(format!("cannot give up system calls: {error}"));
     let filter = filter(isolation, special).map_err(|error| wrong(&error))?;
     let program: BpfProgram = filter.try_into().map_err(|error: seccompiler::BackendError| wrong(&error))?;
     seccompiler::apply_filter_all_threads(&program).map_err(|error| wrong(&error))

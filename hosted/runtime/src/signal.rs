@@ -219,7 +219,7 @@ pub fn dispatch_system_calls() -> Result<()> {
         return Ok(());
     }
     Err(Error::system("have system calls dispatched (Syscall User Dispatch)")
-        .hint("the host's kernel has to be 5.11 or later"))
+        .hint("use a host with kernel 5.11 or later"))
 }
 
 /// Handles a signal; the handler in assembler calls it. Returns 1 if the guest was interrupted and

@@ -147,7 +147,7 @@ impl UserAccesses {
 /// Makes the error for a kernel of an unknown kind.
 pub fn not_understood(what: impl std::fmt::Display) -> Error {
     Error::new(format!("the kernel's use of programs' memory is not understood: {what}"))
-        .hint("--isolation=process is for kernels of 6.1; without isolation it does not matter")
+        .hint("use a kernel of 6.1 with --isolation=process, or leave the option out")
 }
 
 /// Returns the operands of an instruction that are in memory.

@@ -119,8 +119,9 @@ impl Block {
         let how = if read_only { libc::LOCK_SH } else { libc::LOCK_EX };
         // SAFETY: It takes a descriptor that is open.
         if unsafe { libc::flock(file.as_raw_fd(), how | libc::LOCK_NB) } != 0 {
-            return Err(Error::new(format!("the disk {} is in use", path.display()))
-                .hint("two machines on one disk destroy its file system; `,ro` is for sharing"));
+            return Err(Error::new(format!("the disk {} is in use", path.display())).hint(
+                "two machines that write to one disk destroy its file system: add `,ro` in both to share it",
+            ));
         }
         let bytes =
             file.seek(SeekFrom::End(0)).map_err(|error| Error::file("measure the disk", path, error))?;
@@ -132,11 +133,11 @@ impl Block {
                 "the disk {} has {bytes} bytes, which are no whole sectors of {SECTOR}",
                 path.display()
             ))
-            .hint("it is cut off, or no disk: `truncate -s %512` fills it up"));
+            .hint("the file is cut off, or is no disk: `truncate -s %512` fills it up"));
         }
         if let Some(format) = format_of(&mut file) {
             return Err(Error::new(format!("the disk {} is an image of {format}", path.display()))
-                .hint("only raw images are known: `qemu-img convert -O raw` makes one"));
+                .hint("convert it to a raw image with `qemu-img convert -O raw`"));
         }
         Ok(Self { file, sectors: bytes / SECTOR, read_only, requests: None })
     }

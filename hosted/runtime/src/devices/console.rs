@@ -57,7 +57,7 @@ impl Console {
         };
         without_signals(spawn)
             .map_err(|error| Error::new(format!("cannot start a thread for the console: {error}")))
-            .map_err(|error| error.hint("the host limits a user's processes and threads (ulimit -u)"))?;
+            .map_err(|error| error.hint("the host limits your processes and threads: raise ulimit -u"))?;
         let _ = begun.recv();
         Ok(Self { typed, output: Vec::new() })
     }

@@ -53,7 +53,7 @@ impl NetOption {
                 ("passt", passt(*reaches_host, &self.forwards)?, Framing::Stream)
             }
             Uplink::Tap(_) if !self.forwards.is_empty() => {
-                return Err(Error::new("ports are forwarded by passt only").hint("leave out --forward"));
+                return Err(Error::new("only passt forwards ports").hint("leave out --forward"));
             }
             Uplink::Tap(name) => (name.as_str(), tap(name)?, Framing::Packets),
         };
@@ -121,7 +121,7 @@ fn passt(reaches_host: bool, forwards: &[Forward]) -> Result<(OwnedFd, u16)> {
             ));
         }
         return Err(Error::new(format!("passt does not start: {why}"))
-            .hint("--forward has ports as passt(1) has them; those below 1024 are root's"));
+            .hint("write the ports of --forward as in passt(1); those below 1024 need root"));
     }
     Ok((ours.into(), MTU))
 }
@@ -167,7 +167,7 @@ fn tap(name: &str) -> Result<(OwnedFd, u16)> {
         let error = io::Error::last_os_error();
         let refused = Error::new(format!("cannot open the interface {name}: {error}"));
         return Err(match error.raw_os_error() {
-            Some(libc::EBUSY) => refused.hint("another machine has it"),
+            Some(libc::EBUSY) => refused.hint("another machine uses the interface: choose another one"),
             _ => refused.hint(hint),
         });
     }

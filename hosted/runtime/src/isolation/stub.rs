@@ -277,7 +277,7 @@ impl Common {
         // SAFETY: It takes a number.
         let needed = unsafe { libc::getauxval(libc::AT_MINSIGSTKSZ) };
         if needed > STUB_STATE_SIZE - STACK {
-            return Err(Error::host("this processor's registers are too many for --isolation=process"));
+            return Err(Error::host("this processor has more registers than --isolation=process can keep"));
         }
         let size = PAGE as usize + count * STUB_STATE_SIZE as usize;
         // SAFETY: The name is a string with its end, and the descriptor is checked.
@@ -436,7 +436,7 @@ impl Stub {
             return Ok(());
         }
         Err(Error::host("a program's process cannot give up the monitor's memory")
-            .hint("a host whose vDSO is sealed (MSEAL_SYSTEM_MAPPINGS) is not known to --isolation=process"))
+            .hint("the host may seal its vDSO (MSEAL_SYSTEM_MAPPINGS): use --isolation=none there"))
     }
 
     /// Has orders carried out, and waits. Returns false if one was refused.
@@ -669,7 +669,7 @@ fn spawn(common: &Common, index: usize, program: &[libc::sock_filter]) -> Result
     };
     if pid < 0 {
         return Err(Error::system("start a process for programs")
-            .hint("the host limits a user's processes (ulimit -u); --isolation=none needs none"));
+            .hint("the host limits your processes: raise ulimit -u, or use --isolation=none"));
     }
     signal::watch_child(pid as i32);
     // SAFETY: The host has just made the descriptor for us.

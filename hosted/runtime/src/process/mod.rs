@@ -167,7 +167,7 @@ pub fn map_common(length: usize) -> Result<*mut c_void> {
     // SAFETY: A new mapping where the host likes.
     let memory = unsafe { libc::mmap(ptr::null_mut(), length, rights, how, -1, 0) };
     if memory == libc::MAP_FAILED {
-        return Err(Error::system("map what processes have in common"));
+        return Err(Error::system("map the memory that processes share"));
     }
     Ok(memory)
 }
@@ -244,5 +244,6 @@ pub(crate) fn map_new(address: u64, length: u64, protection: i32, how: i32) -> R
     if mapped.addr() as u64 == address {
         return Ok(());
     }
-    Err(Error::system(&format!("map memory at {address:#x}")).hint("something else of this process is there"))
+    Err(Error::system(&format!("map memory at {address:#x}"))
+        .hint("another mapping of this process is at that address"))
 }

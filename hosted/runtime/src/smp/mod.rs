@@ -113,8 +113,9 @@ impl Processor {
                     signal::watch_child(pid);
                 }
                 Fork::Refused => {
-                    return Err(Error::system("start a process for a processor")
-                        .hint("the host limits a user's processes (ulimit -u)"));
+                    return Err(Error::system("start a process for a processor").hint(
+                        "the host limits your processes: raise ulimit -u, or give the guest fewer processors",
+                    ));
                 }
             }
         }
