@@ -3,6 +3,7 @@
 use std::{
     fs::{self, File},
     io::{Read, Write},
+    net::TcpListener,
     path::{Path, PathBuf},
     process::{Command, Stdio},
 };
@@ -133,6 +134,15 @@ pub fn tail(path: &Path, lines: usize) -> String {
 pub fn last_lines(text: &str, lines: usize) -> String {
     let all: Vec<&str> = text.lines().collect();
     all[all.len().saturating_sub(lines)..].join("\n")
+}
+
+/// Returns a free port of this host.
+///
+/// # Errors
+/// If no port is free.
+pub fn free_port() -> Result<u16> {
+    let listener = TcpListener::bind("127.0.0.1:0").context(|| "find a free port".into())?;
+    Ok(listener.local_addr().context(|| "find a free port".into())?.port())
 }
 
 /// Returns the file that a program's name means in this process's search path.

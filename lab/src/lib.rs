@@ -64,6 +64,7 @@ pub mod scene;
 pub mod selftests;
 pub mod sizes;
 pub mod spec;
+mod terminal;
 pub mod testing;
 pub mod testmod;
 mod tsc;

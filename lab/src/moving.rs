@@ -1,14 +1,15 @@
 //! Machines that move. Two machines hang on two ports of a switch. The switch is a third machine,
 //! which is also the server of the root file system and the peer that talks to the moving machine.
 
-use std::{net::TcpListener, thread, time::Duration};
+use std::{thread, time::Duration};
 
 use serde_json::json;
 
 use crate::{
     command::{Background, patient},
     driver::Variant,
-    error::{Context, Error, Result, wait_for},
+    error::{Error, Result, wait_for},
+    host,
     kernel::Kernel,
     lock::Reservation,
     machine::Machine,
@@ -52,15 +53,6 @@ fn card(spec: Spec, id: u8, netdev: &str) -> Spec {
     ["-netdev", &netdev, "-device", &device].into_iter().fold(spec, Spec::qemu_arg)
 }
 
-/// Returns a free port of this host.
-///
-/// # Errors
-/// If no port is free.
-pub fn free_port() -> Result<u16> {
-    let listener = TcpListener::bind("127.0.0.1:0").context(|| "find a free port".into())?;
-    Ok(listener.local_addr().context(|| "find a free port".into())?.port())
-}
-
 /// The switch, with places 2 and 3 for machines.
 #[derive(Debug)]
 pub struct Switch {
@@ -77,7 +69,7 @@ impl Switch {
     /// If the switch does not come up.
     pub fn boot() -> Result<Self> {
         let slots = Reservation::wait(3)?;
-        let ports = [free_port()?, free_port()?];
+        let ports = [host::free_port()?, host::free_port()?];
         let listen = |port: u16| format!("socket,listen=127.0.0.1:{port}");
         let peer = spec(Kernel::BookwormCloud).cpus(1).memory_mib(768);
         let peer = card(card(peer, 0x11, &listen(ports[0])), 0x12, &listen(ports[1]));

@@ -21,10 +21,11 @@ use crate::{
     error::{Context, Error, Result, wait_for},
     kernel::Kernel,
     live::say,
-    machine::{Machine, Terminal},
+    machine::Machine,
     moving::{GOES_ON, Switch, plug_in, receive_after, times},
     progress,
     spec::{Console, Platform, Spec},
+    terminal::Terminal,
 };
 
 /// The key that makes the next key a command to this program, and the command that ends the

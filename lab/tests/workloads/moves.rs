@@ -4,8 +4,8 @@
 use std::{fs, io::Write, net::TcpStream, path::PathBuf, thread, time::Duration};
 
 use mercury_lab::{
-    Kernel, Machine, Result, Spec,
-    moving::{LIMIT, PEER, Switch, free_port, move_to, plug_in, receive},
+    Kernel, Machine, Result, Spec, host,
+    moving::{LIMIT, PEER, Switch, move_to, plug_in, receive},
     restart::{
         boot_id, comes_further, count, is_well, nothing_wrong,
         script::{CLOCK, HEAR, TALK},
@@ -104,7 +104,7 @@ pub fn fails(peer: &Machine, machine: &Machine, line: &str, reasons: &[&str]) ->
 
 /// Connects to the console, to which nothing else is connected.
 pub fn console(machine: &Machine) -> Result<TcpStream> {
-    let port = free_port()?;
+    let port = host::free_port()?;
     let address = json!({"type": "inet", "data": {"host": "127.0.0.1", "port": port.to_string()}});
     let socket =
         json!({"addr": address, "server": true, "wait": false, "logfile": "serial.log", "logappend": true});
