@@ -134,7 +134,8 @@ fn what_fails_shows_the_scene(machine: &Machine) -> Result<()> {
         assert!(error.contains(part), "{part:?} is not in: {error}");
     }
     let late = machine.command("sleep 77").timeout(Duration::from_millis(300)).run();
-    assert!(late.unwrap_err().to_string().contains("sleep 77"));
+    let late = late.unwrap_err().to_string();
+    assert!(late.contains("sleep 77") && late.contains("RIP="), "{late}");
     // The lab examines a machine that does not answer from outside.
     machine.sh("echo a word in the log > /dev/kmsg")?;
     let silent = machine.wait_shutdown(Duration::from_millis(300)).unwrap_err().to_string();
