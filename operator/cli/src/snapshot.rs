@@ -186,18 +186,18 @@ fn keep(
     // whose files come from a server: even a look-up of /proc may ask the server of the root.
     let fenced = !has_servers && device.fence(&[], Silent::Second).is_ok();
     let begun = time::Instant::now();
+    let left_behind: Vec<_> = mounts.iter().filter(|mount| is_left_behind(mount)).cloned().collect();
     // If disks are put back too, they must be in the state that memory expects. The kernel's own
     // freezer fails if a task waits for one that it has frozen already: for a FUSE server, or for
     // the lock of an NFS directory, whose holder was frozen while it waited for an answer.
-    let still = if mounts.iter().any(is_left_behind) || has_servers || !waits::servers().is_empty() {
+    let still = if !left_behind.is_empty() || has_servers || !waits::servers().is_empty() {
         disks::sync(mounts, sysroot)?;
         let frozen = Frozen::hold(guard, &[])?;
-        Some((Still::hold(mounts, guard)?, frozen))
+        Some((Still::hold(if left_behind.is_empty() { &[] } else { mounts }, guard)?, frozen))
     } else {
         None
     };
     disks::are_still(mounts, sysroot)?;
-    let left_behind: Vec<_> = mounts.iter().filter(|mount| is_left_behind(mount)).cloned().collect();
     let were = guard.hear_during(|| marks(&left_behind));
     if let Some(hook) = &args.hook {
         hook::run_hook(hook)?;
@@ -207,6 +207,13 @@ fn keep(
     let failures = culprit::quiesce_failures(sysroot);
     let swap_pages = swap.pages(sysroot)?;
     let begin = device.snapshot_begin(pool, flags, swap_pages);
+    // Without disks to put back, applications wait for nothing. A server of files that the machine
+    // talked to after the instant may take minutes to answer, and this process waits for it below.
+    if left_behind.is_empty()
+        && let Some((_, frozen)) = &still
+    {
+        frozen.thaw(guard);
+    }
     if begin.as_ref().is_ok_and(|begin| begin.rolled_back != 0) {
         if let Some(stale) = &mut stale {
             stale.end(sysroot);

@@ -18,7 +18,9 @@ use mercury_control::{
     exit::Exit,
 };
 use std::{
-    fs, io,
+    fs::{self, File},
+    io,
+    os::unix::fs::FileExt,
     path::{Path, PathBuf},
     sync::{
         Arc,
@@ -59,6 +61,8 @@ struct Gathered {
 /// Applications that are held still until this is dropped.
 #[derive(Debug)]
 pub struct Frozen {
+    /// The open `cgroup.freeze` files: a path may lead over a server that does not answer yet.
+    switches: Vec<File>,
     _gathered: Gathered,
 }
 
@@ -151,7 +155,7 @@ impl Gathered {
         let mut attempts = ATTEMPTS.iter().peekable();
         while let Some(patience) = attempts.next() {
             let frozen = self.freeze_within(*patience).map_err(still_failed)?;
-            let Some(group) = frozen else { return Ok(Frozen { _gathered: self }) };
+            let Some(group) = frozen else { return Frozen::new(self).map_err(still_failed) };
             // The tasks are examined before the groups are thawed.
             let tasks = if attempts.peek().is_none() { waits::restless(&group) } else { Vec::new() };
             self.thaw();
@@ -206,6 +210,23 @@ impl Frozen {
     /// applications then run on.
     pub fn hold(guard: &mut Guard, needed: &[u32]) -> Result<Self> {
         Gathered::new(guard, needed)?.freeze()
+    }
+
+    fn new(gathered: Gathered) -> io::Result<Self> {
+        let groups = gathered.groups.iter().chain(&gathered.first);
+        let open = |group: &PathBuf| File::options().write(true).open(group.join("cgroup.freeze"));
+        let switches = groups.map(open).collect::<io::Result<_>>()?;
+        Ok(Self { switches, _gathered: gathered })
+    }
+
+    /// Lets applications run again without a look-up of any path. The processes stay in Mercury's
+    /// groups until this is dropped.
+    pub fn thaw(&self, guard: &mut Guard) {
+        for switch in &self.switches {
+            // A group that is gone needs no thaw.
+            let _ = switch.write_all_at(b"0", 0);
+        }
+        guard.is_thawed();
     }
 }
 

@@ -215,6 +215,11 @@ impl Guard {
         let _ = self.say(DECIDED);
     }
 
+    /// Tells the process that applications run, though some are still in Mercury's control groups.
+    pub fn is_thawed(&mut self) {
+        let _ = self.say(THAWED);
+    }
+
     /// Tells the process that all applications run.
     pub fn is_released(&mut self) {
         let _ = self.say(RELEASED);
@@ -236,6 +241,7 @@ impl Guard {
 const UNDONE: &str = "undone";
 const DECIDED: &str = "decided";
 const RELEASED: &str = "released";
+const THAWED: &str = "thawed";
 const ALIVE: &str = "alive";
 
 impl Drop for Guard {
@@ -326,6 +332,7 @@ fn to_undo(
                     Ok(undo) => steps.push(undo),
                     Err(_) if text == UNDONE => steps.clear(),
                     Err(_) if text == DECIDED => steps.retain(|undo| !matches!(undo, Undo::Decide(_))),
+                    Err(_) if text == THAWED => steps.retain(|undo| !matches!(undo, Undo::Unfreeze(_))),
                     Err(_) if text == RELEASED => steps.retain(|undo: &Undo| !undo.is_of_stillness()),
                     Err(_) => {}
                 }
@@ -370,6 +377,17 @@ mod tests {
         let texts = [line(&Undo::Detach), UNDONE.into(), line(&Undo::Detach), line(&thaw), "{\"Tha".into()];
         assert_eq!(to_undo(&told(&texts), SILENCE, &mut |_| ()), (vec![Undo::Detach, thaw], true));
         assert_eq!(to_undo(&told(&[UNDONE.into()]), SILENCE, &mut |_| ()), (vec![], true));
+    }
+
+    /// A thaw leaves the processes to be moved back; nothing holds applications still any more.
+    #[test]
+    fn a_thaw_leaves_the_groups() {
+        let back = Undo::Return { from: "/a".into(), to: "/".into() };
+        let line = |undo: &Undo| serde_json::to_string(undo).expect("JSON");
+        let texts = [line(&back), line(&Undo::Unfreeze("/a".into())), THAWED.into()];
+        let (steps, broken) = to_undo(&told(&texts), SILENCE, &mut |_| ());
+        assert!(broken && !steps.iter().any(Undo::holds));
+        assert_eq!(steps, [back]);
     }
 
     /// Watchdogs are fed from the first group that is frozen until all go on.
