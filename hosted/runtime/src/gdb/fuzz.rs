@@ -14,7 +14,7 @@ use super::{
     step::{Guest, successors},
     target::Target,
 };
-use crate::{load::Loaded, user_access::Guards};
+use crate::{load::Loaded, user_access::UserAccesses};
 
 /// Largest input in bytes. The socket holds all of it.
 const LONGEST: usize = 8 << 10;
@@ -61,7 +61,7 @@ fn converse(connection: Connection) {
         thunks: Vec::new(),
         exits: Vec::new(),
         slots: BTreeMap::new(),
-        guards: Guards::default(),
+        accesses: UserAccesses::default(),
         root: 0,
         filled: 0,
         unfilled: 0,
