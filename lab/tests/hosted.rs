@@ -789,7 +789,7 @@ if ORDERED:
         print(name, {attempt(lambda: jump(at - 2, number, 1, 9, 0, 0, 0, 0)) for at in (ORDERED, REPORTED, RETURNED)})
     print('sigreturn', attempt(lambda: jump(RETURNED - 2, 15, 0, 0, 0, 0, 0, 0)))
     print('orders', attempt(lambda: jump(REPORTED, 0)))
-    # Reports what has not happened: that is done to it.
+    # A report of a change that has not happened: the monitor carries the change out.
     print('report', attempt(lambda: jump(REPORTED - 2, 14, 2, ALL_SIGNALS, 0, 8), 1) < 0)
     print('other reports', {attempt(lambda: jump(REPORTED - 2, *words)) for words in [(4096,), (14, 0, ALL_SIGNALS, 0, 8), (14, 2, STATE, 0, 8), (14, 2, ALL_SIGNALS, STATE, 8)]})
     def spin():
@@ -902,7 +902,7 @@ CALLS = {
 }
 for name, one in CALLS.items():
     print('errand', name, {one(to) for to in PLACES})
-# A message with a descriptor: what cannot be told about it is left out.
+# A message with a descriptor. A part that cannot be written to the program is left out.
 for to in PLACES: call(47, passed().fileno(), at(message(to, 4)), 0)
 code = mmap.mmap(-1, 4096, prot=7)
 code_at = ctypes.addressof(ctypes.c_char.from_buffer(code))
@@ -916,10 +916,10 @@ def deliver(to):
     signal.signal(signal.SIGUSR1, caught)
     run(bytes.fromhex('48bc') + number(to + 4096) + bytes.fromhex('b8270000000f0589c7be0a000000b83e0000000f050f0b'))
 def come_back(to):
-    # Return from a signal, whose frame is there.
+    # Return from a signal, whose frame is at this address.
     run(bytes.fromhex('48bc') + number(to) + bytes.fromhex('b80f0000000f050f0b'))
 def restore(to):
-    # The handler says that the floating-point registers are there: mov $to,%rax ; mov %rax,0xe0(%rdx) ; ret
+    # The handler reports the floating-point registers at this address: mov $to,%rax ; mov %rax,0xe0(%rdx) ; ret
     made = bytes.fromhex('48b8') + number(to) + bytes.fromhex('488982e0000000c3')
     code[:len(made)] = made
     libc.signal(10, ctypes.c_void_p(code_at))
@@ -931,15 +931,15 @@ print('errand signal', {attempt(lambda: deliver(to)) for to in PLACES})
 print('errand sigreturn', {attempt(lambda: come_back(to)) for to in PLACES})
 print('errand registers', {attempt(lambda: restore(to)) for to in PLACES})
 print('errand robust', {attempt(lambda: robust(to)) for to in PLACES})
-# What begins in a program's memory and ends beyond it.
+# Buffers that begin in a program's memory and end beyond it.
 fixed = call(9, EDGE - 4096, 4096, 3, 0x32, -1, 0)
 ctypes.memset(EDGE - 4096, 65, 4096)
 print('edge', fixed == EDGE - 4096, call(1, writing, EDGE - 4, 8), call(0, full(), EDGE - 4, 8), call(2, EDGE - 4, 0), call(79, EDGE - 1, 64), ctypes.string_at(EDGE - 4, 4))
-# What is right is done.
+# Calls with right buffers are carried out.
 path = ctypes.create_string_buffer(b'/tmp/written')
 ctypes.memmove(EDGE - len(path), path, len(path))
 print('right', call(2, EDGE - len(path), 0) > 2, call(1, writing, EDGE - 4, 4), call(0, zero, EDGE - 4096, 4096), ctypes.string_at(EDGE - 4096, 4096) == bytes(4096))
-# Nobody is given these addresses, so that nobody can be told to try again for ever.
+# No program gets these addresses, so that no call can be restarted for ever.
 print('given', {call(9, to & -4096, 4096, 3, 0x32, -1, 0) for to in PLACES}, call(9, EDGE - 4096, 8192, 3, 0x32, -1, 0))
 print('moved', {call(25, fixed, 4096, 4096, 3, to & -4096) for to in PLACES}, call(25, fixed, 4096, 8192, 0, 0))
 print('near', {call(9, to & -4096, 4096, 3, 0x22, -1, 0) > END for to in PLACES})

@@ -90,7 +90,7 @@ dmsetup create back --noudevsync --table "0 $sectors snapshot-merge /dev/vdb /de
 dmsetup status back
 for i in $(seq 600); do
     set -- $(dmsetup status back)
-    # Sectors in use, of all, and those of them that only say what is where.
+    # Sectors in use, all sectors, and those that only record where data is.
     if [ "${4%/*}" = "$5" ]; then
         dmsetup remove --noudevsync back
         exit
