@@ -1,15 +1,15 @@
 //! The command line. Manual pages and completions are generated from this definition.
 
-use crate::{
-    checkpoint::{series::Interval, target::Name},
-    explain::Codes,
-    receive::Listen,
-    restore::MEMORY_LEAST_MIB,
-};
+use crate::explain::Codes;
 use clap::{Args, Parser, Subcommand};
 use mercury_control::{cpus::CpuSet, size::mebibytes, span::Span};
 use mercury_hosted_options::HostedCommand;
 use mercury_migration::streams::STREAMS_MAX;
+use mercury_relocation::{
+    checkpoint::{series::Interval, target::Name},
+    receive::Listen,
+    restore::MEMORY_LEAST_MIB,
+};
 use std::path::PathBuf;
 
 /// Slip a hypervisor beneath the running Linux, and take it out again

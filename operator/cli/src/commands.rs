@@ -5,11 +5,9 @@ use crate::{
         AttachArgs, BenchCommand, Cli, Command, CpusArgs, DetachArgs, DoctorArgs, FaultArgs, GenerateArgs,
         Generated, LogArgs, ModuleArgs, UnloadArgs, VerifyArgs,
     },
-    bench, checkpoint, daemon,
+    bench, daemon,
     doctor::{self, machine::Machine},
-    explain, generate, hosted, inspect, maintenance, merge, metrics,
-    migrate::{self, doubt::Reach},
-    receive, restore, snapshot,
+    explain, generate, hosted, inspect, maintenance, metrics,
 };
 use mercury_abi::{code::Code, ioctl::FaultRequest};
 use mercury_control::{
@@ -33,6 +31,11 @@ use mercury_control::{
 };
 use mercury_hosted_options::HostedCommand;
 use mercury_quiesce::undo;
+use mercury_relocation::{
+    checkpoint, merge,
+    migrate::{self, doubt::Reach},
+    receive, restore, snapshot,
+};
 use serde::Serialize;
 use std::{
     io::IsTerminal,
@@ -66,18 +69,18 @@ fn dispatch(command: &Command, format: Format, name: &str) -> Result<Exit> {
         Command::Status(_) => current_status().map(|status| say.done(&status)),
         Command::Top => watch(say),
         Command::Bench(args) => bench::run(args, say),
-        Command::Checkpoint(args) => checkpoint::run(args, say),
-        Command::Snapshot(args) => snapshot::run(args, say),
+        Command::Checkpoint(args) => checkpoint::run(&args.into(), say),
+        Command::Snapshot(args) => snapshot::run(&args.into(), say),
         Command::Rollback => snapshot::rollback(),
-        Command::Restore(args) => restore::run(args, say),
-        Command::Receive(args) => receive::run(args, say),
-        Command::Migrate(args) => migrate::run(args, say),
-        Command::Mark(args) => migrate::marks::command::run(args, say),
+        Command::Restore(args) => restore::run(&args.into(), say),
+        Command::Receive(args) => receive::run(&args.into(), say),
+        Command::Migrate(args) => migrate::run(&args.into(), say),
+        Command::Mark(args) => migrate::marks::command::run(&args.into(), say),
         Command::Maintenance(args) => maintenance::run(args, say),
         Command::Evacuate(args) => daemon::evacuate::run(args, say),
         Command::Daemon(args) => daemon::run(args),
         Command::Inspect(args) => inspect::run(args, say),
-        Command::Merge(args) => merge::run(args, say),
+        Command::Merge(args) => merge::run(&args.into(), say),
         Command::Answer => Ok(migrate::arrival::answer()),
         Command::Guard => Ok(undo::run(|| Arc::new(Reach::open()))),
         Command::Hosted(_) => hosted::run(),

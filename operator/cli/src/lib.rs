@@ -4,19 +4,16 @@
 //!   completions;
 //! * [`commands`]: each command opens the driver, does one thing, returns a report;
 //! * [`doctor`], [`bench`], [`metrics`]: the commands about the mode switch;
-//! * [`checkpoint`], [`restore`], [`inspect`], [`merge`]: the whole machine into a file, and back;
-//!   [`images`] reads such files;
-//! * [`refusals`]: the reasons against a checkpoint, a snapshot or a move of this machine;
-//! * [`snapshot`]: a rollback of the whole machine, in memory.
+//! * [`inspect`], [`maintenance`], [`daemon`], [`hosted`], [`explain`]: commands with work of their own.
 //!
-//! The crate `mercury-control` has the driver's interface, errors and output, which all of them use. Unsafe code is in the
-//! benchmarks and in the few system calls of checkpoint and restore that no library has; nowhere else.
+//! This crate is the face only. The crate `mercury-relocation` does the work of checkpoint, restore, snapshot and
+//! migrate; `options` gives it the command line's arguments. The crate `mercury-control` has the driver's interface, errors
+//! and output. Unsafe code is in the benchmarks and in one call of the daemon.
 
 #![allow(missing_docs)]
 
 pub mod args;
 pub mod bench;
-pub mod checkpoint;
 pub mod commands;
 pub mod daemon;
 pub mod doctor;
@@ -24,15 +21,9 @@ pub mod explain;
 pub mod generate;
 pub mod help;
 pub mod hosted;
-pub mod images;
 pub mod inspect;
 pub mod maintenance;
-pub mod merge;
 pub mod metrics;
-pub mod migrate;
-pub mod receive;
-pub mod refusals;
+mod options;
 #[cfg(test)]
 mod remedies;
-pub mod restore;
-pub mod snapshot;

@@ -4,10 +4,7 @@
 //! This process moves with the machine. The same process leaves, waits on the other machine until
 //! an operator names the destination of the way back, and arrives in the end.
 
-use crate::{
-    args::{MaintenanceArgs, MigrateArgs},
-    migrate::{self, report::Report},
-};
+use crate::args::MaintenanceArgs;
 use mercury_control::{
     access,
     error::{Error, Result},
@@ -18,6 +15,10 @@ use mercury_control::{
 };
 use mercury_migration::session::PairingToken;
 use mercury_quiesce::this_process;
+use mercury_relocation::{
+    migrate::{self, report::Report},
+    options::MigrateOptions,
+};
 use serde::Serialize;
 use std::{
     io::BufRead,
@@ -86,7 +87,7 @@ impl Render for Maintained {
 /// Returns an error if a move has failed: the machine goes on where it was. Returns an error if the
 /// operator names no destination for the way back.
 pub fn run(args: &MaintenanceArgs, say: Say<'_>) -> Result<Exit> {
-    let args = &args.migrate;
+    let args = &MigrateOptions::from(&args.migrate);
     if args.dry_run {
         return migrate::run(args, say);
     }
@@ -102,7 +103,7 @@ pub fn run(args: &MaintenanceArgs, say: Say<'_>) -> Result<Exit> {
     say.one_of_many(&Step::Away);
     let back = loop {
         let Words { host, key } = wait_for_words(&deferred)?;
-        let way = MigrateArgs { host, key: Some(key), ..args.clone() };
+        let way = MigrateOptions { host, key: Some(key), ..args.clone() };
         say.one_of_many(&Step::Returning { to: &way.host });
         match migrate::move_away(&way, say, &deferred) {
             Ok(report) => break report,

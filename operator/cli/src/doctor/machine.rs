@@ -1,9 +1,5 @@
 //! The facts that doctor judges, read once, so that judging them is a pure function.
 
-use crate::{
-    refusals::{self, Answer, Operation},
-    snapshot,
-};
 use mercury_abi::{
     code::Code,
     facts::CpuFacts,
@@ -17,6 +13,10 @@ use mercury_control::{
     lockdown, module,
     processor::cpuid_facts,
     sysroot::{Module, Sysroot},
+};
+use mercury_relocation::{
+    refusals::{self, Answer, Operation},
+    snapshot,
 };
 use std::path::PathBuf;
 

@@ -6,10 +6,10 @@ use super::{
     machine::{Asked, Machine},
     verdict_of,
 };
-use crate::refusals::{Answer, Operation};
 use mercury_abi::code::Code;
 use mercury_control::explain;
 use mercury_preflight::{Vendor, vendor};
+use mercury_relocation::refusals::{Answer, Operation};
 
 /// Makes a section for each operation.
 #[must_use]

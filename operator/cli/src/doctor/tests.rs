@@ -5,7 +5,6 @@ use super::{
     machine::{Asked, Machine},
     processor, system,
 };
-use crate::refusals::{Answer, Operation};
 use mercury_abi::{code::Code, facts::CpuFacts};
 use mercury_control::{
     cpus::CpuSet,
@@ -16,6 +15,7 @@ use mercury_control::{
     sysroot::Module,
 };
 use mercury_preflight::example::{good_epyc, good_xeon};
+use mercury_relocation::refusals::{Answer, Operation};
 
 fn good_machine() -> Machine {
     Machine {

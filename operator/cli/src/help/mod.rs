@@ -1,4 +1,4 @@
-//! The command line's help: groups of  examples, colours.
+//! The command line's help: groups of commands, examples, colours.
 //!
 //! [`crate::args`] defines options; [`pages`] has the rest of what help and manual pages say. [`command`] joins them.
 

@@ -4,11 +4,7 @@
 mod core;
 
 use self::core::Core;
-use crate::{
-    args::InspectArgs,
-    images::{self, Image},
-    migrate::marks::when,
-};
+use crate::args::InspectArgs;
 use mercury_control::{
     error::Result,
     exit::Exit,
@@ -17,6 +13,10 @@ use mercury_control::{
     say::Say,
 };
 use mercury_image::{Commit, Machine};
+use mercury_relocation::{
+    images::{self, Image},
+    migrate::marks::when,
+};
 use serde::Serialize;
 
 /// The contents of an image.

@@ -19,7 +19,7 @@ use super::{
     report::{Report, Told},
     system::{Memory, System},
 };
-use crate::args::MigrateArgs;
+use crate::options::MigrateOptions;
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
@@ -105,7 +105,7 @@ enum Step {
 
 /// The source and its resources.
 pub struct Mover<'a> {
-    args: &'a MigrateArgs,
+    args: &'a MigrateOptions,
     system: &'a mut dyn System,
     memory: &'a dyn Memory,
     to: SocketAddr,
@@ -150,7 +150,7 @@ impl<'a> Mover<'a> {
     ///
     /// Returns an error if the connection is gone.
     pub fn new(
-        args: &'a MigrateArgs,
+        args: &'a MigrateOptions,
         system: &'a mut dyn System,
         patience: Patience,
         departure: Departure<'a>,

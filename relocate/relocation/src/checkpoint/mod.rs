@@ -24,7 +24,7 @@ pub mod target;
 mod writeback;
 
 use crate::{
-    args::CheckpointArgs,
+    options::CheckpointOptions,
     refusals::{self, Lifted, Operation},
     restore::{
         MEMORY_LEAST_MIB,
@@ -165,7 +165,7 @@ impl Render for Report {
 /// # Errors
 ///
 /// Returns an error if there is no image in the end; the machine runs on.
-pub fn run(args: &CheckpointArgs, say: Say<'_>) -> Result<Exit> {
+pub fn run(args: &CheckpointOptions, say: Say<'_>) -> Result<Exit> {
     let deferred = Deferred::begin();
     let sysroot = Sysroot::default();
     access::need_root("checkpoint")?;
@@ -196,7 +196,7 @@ fn no_parent() -> Error {
 
 /// Makes one image after the other until Ctrl-C. A failed image does not end the series.
 fn series(
-    args: &CheckpointArgs,
+    args: &CheckpointOptions,
     say: Say<'_>,
     path: &Path,
     interval: time::Duration,
@@ -244,7 +244,7 @@ impl Stillness {
     /// Holds applications, file systems, and the threads of RAID arrays if disks must stay
     /// unchanged.
     fn hold(
-        args: &CheckpointArgs,
+        args: &CheckpointOptions,
         mounts: &[disks::Mounted],
         target: &Target,
         sysroot: &Sysroot,
@@ -270,7 +270,7 @@ struct Held {
 
 /// Reports the result, and powers the machine off if that is wanted.
 fn finish(
-    args: &CheckpointArgs,
+    args: &CheckpointOptions,
     say: Say<'_>,
     sysroot: &Sysroot,
     report: &Report,
@@ -310,7 +310,7 @@ fn recorded(make: impl FnOnce() -> Result<(Report, Held)>) -> Result<(Report, He
 
 /// Makes one image; with --poweroff the machine stands still after it.
 fn one(
-    args: &CheckpointArgs,
+    args: &CheckpointOptions,
     image: &target::Name,
     before: Before,
     sysroot: &Sysroot,
@@ -327,7 +327,7 @@ fn one(
     refuse_unreachable(args, image, sysroot)?;
     before.refuse_loss(image)?;
     // Only the process that controls the driver writes images.
-    let (device, _) = access::loaded(args.module.module.as_deref(), "checkpoint")?;
+    let (device, _) = access::loaded(args.module.as_deref(), "checkpoint")?;
     // The undo process starts before the file is made, so that a killed command hardly ever leaves
     // the file behind.
     let mut guard = Guard::start()?;
@@ -380,7 +380,7 @@ struct Instant {
 }
 
 fn checkpoint(
-    args: &CheckpointArgs,
+    args: &CheckpointOptions,
     device: &Device,
     mut target: Target,
     before: Before,
@@ -473,7 +473,7 @@ const WARNING: &str = "this machine has local disks, which go on changing; the i
     with the disks as they were at the instant. --poweroff leaves them so, --hook makes a snapshot of \
     them at the same moment.";
 
-pub(crate) fn random<const COUNT: usize>() -> Result<[u8; COUNT]> {
+pub fn random<const COUNT: usize>() -> Result<[u8; COUNT]> {
     use std::io::Read;
     let mut bytes = [0; COUNT];
     let read = std::fs::File::open("/dev/urandom").and_then(|mut from| from.read_exact(&mut bytes));
@@ -485,7 +485,7 @@ pub(crate) fn random<const COUNT: usize>() -> Result<[u8; COUNT]> {
 
 /// Holds everything still, and takes the instant.
 fn reach(
-    args: &CheckpointArgs,
+    args: &CheckpointOptions,
     device: &Device,
     target: &Target,
     sysroot: &Sysroot,
@@ -587,7 +587,12 @@ fn silence_second_life(device: &Device, unfenced: Option<String>, sysroot: &Sysr
 
 /// Fences off a machine that stands still until it is off, so that it neither sends nor receives.
 /// If that is impossible the result has the reason.
-fn raise_fence(args: &CheckpointArgs, device: &Device, target: &Target, sysroot: &Sysroot) -> Result<Fenced> {
+fn raise_fence(
+    args: &CheckpointOptions,
+    device: &Device,
+    target: &Target,
+    sysroot: &Sysroot,
+) -> Result<Fenced> {
     if !args.poweroff || args.no_fence {
         return silence_second_life(device, None, sysroot);
     }
@@ -618,7 +623,7 @@ fn below<'a>(mounts: &'a [disks::Mounted], target: &Target, sysroot: &Sysroot) -
 }
 
 /// Refuses to power off a machine that could not be brought back.
-fn refuse_blind(args: &CheckpointArgs, mounts: &[disks::Mounted], sysroot: &Sysroot) -> Result<()> {
+fn refuse_blind(args: &CheckpointOptions, mounts: &[disks::Mounted], sysroot: &Sysroot) -> Result<()> {
     if !args.poweroff {
         return Ok(());
     }
@@ -648,7 +653,7 @@ fn refuse_unrestorable(machine: &Machine, sysroot: &Sysroot) -> Result<()> {
 }
 
 /// Refuses to power off a machine whose image lies where the restore environment cannot reach it.
-fn refuse_unreachable(args: &CheckpointArgs, image: &target::Name, sysroot: &Sysroot) -> Result<()> {
+fn refuse_unreachable(args: &CheckpointOptions, image: &target::Name, sysroot: &Sysroot) -> Result<()> {
     let target::Name::Path(path) = image else { return Ok(()) };
     let is_device = std::fs::metadata(path).is_ok_and(|found| found.file_type().is_block_device());
     if !args.poweroff || args.force_devices || !is_device {
@@ -663,7 +668,7 @@ fn refuse_unreachable(args: &CheckpointArgs, image: &target::Name, sysroot: &Sys
 }
 
 fn write(
-    args: &CheckpointArgs,
+    args: &CheckpointOptions,
     device: &Device,
     writer: &mut Writer<&mut Target>,
     before: Before,

@@ -17,11 +17,11 @@ mod spare;
 mod streams;
 
 use crate::{
-    args::ReceiveArgs,
     migrate::{
         disk::{self, Disk},
         host as named,
     },
+    options::ReceiveOptions,
     restore::{
         Prepared,
         environment::{self, Purpose},
@@ -131,7 +131,7 @@ impl Render for Report {
 ///
 /// Returns an error if this machine cannot receive, or the command is interrupted. Nothing was
 /// given up then.
-pub fn run(args: &ReceiveArgs, say: Say<'_>) -> Result<Exit> {
+pub fn run(args: &ReceiveOptions, say: Say<'_>) -> Result<Exit> {
     access::need_root("receive")?;
     if args.here {
         return host::run().map(|()| Exit::Done);
@@ -160,7 +160,7 @@ pub fn run(args: &ReceiveArgs, say: Say<'_>) -> Result<Exit> {
         .map_err(|error| Error::fault(format!("the configuration cannot be written as JSON: {error}")))?;
     let purpose = Purpose {
         memory: args.memory.unwrap_or_else(|| memory(&sysroot) + more),
-        module: args.module.module.as_deref(),
+        module: args.module.as_deref(),
         words: vec![init::RECEIVE.to_owned()],
         // A machine that arrives may have a file system on a disk that this machine only reaches,
         // or bring one onto a given disk.
@@ -197,7 +197,7 @@ pub fn run(args: &ReceiveArgs, say: Say<'_>) -> Result<Exit> {
 }
 
 /// Chooses the card that the machine will arrive by.
-fn choose(args: &ReceiveArgs, cards: Vec<Card>) -> Result<Card> {
+fn choose(args: &ReceiveOptions, cards: Vec<Card>) -> Result<Card> {
     let mut usable: Vec<_> = cards.into_iter().filter(|card| card.up && !card.addresses.is_empty()).collect();
     if let Some(listen) = args.listen.filter(|listen| !listen.0.ip().is_unspecified()) {
         let ip = *listen.0.ip();
@@ -249,7 +249,7 @@ mod tests {
 
     #[test]
     fn the_card_in_use_is_chosen() {
-        let mut args = ReceiveArgs::default();
+        let mut args = ReceiveOptions::default();
         let (plain, other) = (card("a", Some([10, 0, 0, 1]), None), card("b", Some([10, 1, 0, 1]), None));
         let out = card("c", Some([10, 2, 0, 1]), Some([10, 2, 0, 9]));
         assert!(choose(&args, vec![card("x", None, None)]).is_err());

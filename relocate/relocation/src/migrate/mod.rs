@@ -41,7 +41,7 @@ mod trial;
 mod turns;
 
 use crate::{
-    args::MigrateArgs,
+    options::MigrateOptions,
     refusals::{self, Lifted, Operation},
 };
 use here::{Here, With};
@@ -79,7 +79,7 @@ const FROZEN: Duration = Duration::from_secs(20);
 /// # Errors
 ///
 /// Returns the reason if this machine has not moved; the machine goes on.
-pub fn run(args: &MigrateArgs, say: Say<'_>) -> Result<Exit> {
+pub fn run(args: &MigrateOptions, say: Say<'_>) -> Result<Exit> {
     let deferred = Deferred::begin();
     access::need_root("migrate")?;
     lockdown::refuse_reading("migrate", &Sysroot::default())?;
@@ -98,14 +98,14 @@ pub fn run(args: &MigrateArgs, say: Say<'_>) -> Result<Exit> {
 /// # Errors
 ///
 /// Returns the reason if this machine has not moved; the machine goes on.
-pub fn move_away(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Result<report::Report> {
+pub fn move_away(args: &MigrateOptions, say: Say<'_>, deferred: &Deferred) -> Result<report::Report> {
     let attempt = Attempt::begin(Action::Migrate);
     let moved = leave(args, say, deferred);
     attempt.end(moved.as_ref().map(|_| (history::Outcome::Continued, None)));
     moved
 }
 
-fn leave(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Result<report::Report> {
+fn leave(args: &MigrateOptions, say: Say<'_>, deferred: &Deferred) -> Result<report::Report> {
     let sysroot = Sysroot::default();
     course::refuse_hopeless(args)?;
     let token = key(args)?;
@@ -116,7 +116,7 @@ fn leave(args: &MigrateArgs, say: Say<'_>, deferred: &Deferred) -> Result<report
     if let Some(name) = &args.congestion_control {
         link.control_congestion(name)?;
     }
-    let (device, _) = access::loaded(args.module.module.as_deref(), "migrate")?;
+    let (device, _) = access::loaded(args.module.as_deref(), "migrate")?;
     // The open device keeps other processes from moving this machine now, and the undo process
     // finds what is opened here.
     let marks = if args.without_mark { None } else { Some(Marks::choose(&args.host, &sysroot)?) };
@@ -226,14 +226,14 @@ fn refuse_busy() -> Result<()> {
 }
 
 /// Refuses the same machines as `mercury doctor` predicts, before anything is tried.
-fn refuse_unmovable(args: &MigrateArgs, sysroot: &Sysroot) -> Result<()> {
+fn refuse_unmovable(args: &MigrateOptions, sysroot: &Sysroot) -> Result<()> {
     let lifted =
         refusals::lifted(&[(args.force_devices, Lifted::Devices), (args.without_mark, Lifted::Mark)]);
     refusals::refuse(Operation::Migrate, &lifted, sysroot)
 }
 
 /// Reads the pairing token.
-fn key(args: &MigrateArgs) -> Result<PairingToken> {
+fn key(args: &MigrateOptions) -> Result<PairingToken> {
     let text = match args.key.as_deref() {
         Some("-") => {
             let mut text = String::new();
@@ -266,14 +266,10 @@ fn key(args: &MigrateArgs) -> Result<PairingToken> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::args::{Cli, Command};
-    use clap::Parser;
     use mercury_migration::session::Receiver;
 
     fn key_of(text: &str) -> Result<PairingToken> {
-        let cli = Cli::parse_from(["mercury", "migrate", "10.9.0.3", "--key", text]);
-        let Command::Migrate(args) = cli.command else { panic!("another command") };
-        key(&args)
+        key(&MigrateOptions { key: Some(text.to_owned()), ..MigrateOptions::of("") })
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! goes on inside this command, which therefore ends a second time.
 
 use crate::{
-    args::SnapshotArgs,
+    options::SnapshotOptions,
     refusals::{self, Lifted, Operation},
 };
 use mercury_abi::{
@@ -96,7 +96,7 @@ impl Render for Report {
 /// # Errors
 ///
 /// Returns an error if there is no snapshot in the end; the machine runs on.
-pub fn run(args: &SnapshotArgs, say: Say<'_>) -> Result<Exit> {
+pub fn run(args: &SnapshotOptions, say: Say<'_>) -> Result<Exit> {
     access::need_root("snapshot")?;
     if args.drop {
         let status = Device::open(Access::Control)?.snapshot_end()?.status;
@@ -109,7 +109,7 @@ pub fn run(args: &SnapshotArgs, say: Say<'_>) -> Result<Exit> {
         refusals::lifted(&[(args.force_devices, Lifted::Devices), (args.force_disks, Lifted::Disks)]);
     refusals::refuse(Operation::Snapshot, &lifted, &sysroot)?;
     let mounts = disks::all(&sysroot)?;
-    let (device, _) = access::loaded(args.module.module.as_deref(), "snapshot")?;
+    let (device, _) = access::loaded(args.module.as_deref(), "snapshot")?;
     let mut guard = Guard::start()?;
     let attached = Attached::make(&device, &mut guard)?;
     let report = keep(args, &device, &mounts, &sysroot, &mut guard)?;
@@ -133,7 +133,7 @@ pub fn rollback() -> Result<Exit> {
 
 /// Refuses local file systems that are mounted for writing: memory must never be put back beside a
 /// disk that has changed.
-pub(crate) fn refuse_disks(sysroot: &Sysroot) -> Result<()> {
+pub fn refuse_disks(sysroot: &Sysroot) -> Result<()> {
     let mounts = disks::mounted(sysroot)?;
     let found: Vec<_> = mounts.iter().filter(|mount| is_left_behind(mount)).collect();
     if found.is_empty() {
@@ -149,7 +149,7 @@ pub(crate) fn refuse_disks(sysroot: &Sysroot) -> Result<()> {
 
 /// Refuses NFS 4.1 and later, whose requests are numbered: a client that falls behind its server
 /// never recovers.
-pub(crate) fn refuse_sessions(sysroot: &Sysroot) -> Result<()> {
+pub fn refuse_sessions(sysroot: &Sysroot) -> Result<()> {
     let mountinfo = sysroot.text("proc/self/mountinfo").unwrap_or_default();
     let Some((at, version)) = mountinfo.lines().find_map(numbered) else { return Ok(()) };
     let text = format!("{at} is on NFS {version}, which does not survive a rollback");
@@ -170,7 +170,7 @@ fn is_left_behind(mount: &Mounted) -> bool {
 }
 
 fn keep(
-    args: &SnapshotArgs,
+    args: &SnapshotOptions,
     device: &Device,
     mounts: &[Mounted],
     sysroot: &Sysroot,
@@ -266,7 +266,7 @@ fn marks(mounts: &[Mounted]) -> Vec<Option<String>> {
 
 /// Puts the disks of a rolled-back machine back; returns the reason as a clause if that failed.
 fn put_disks_back(
-    args: &SnapshotArgs,
+    args: &SnapshotOptions,
     mounts: &[Mounted],
     were: &[Option<String>],
     guard: &mut Guard,

@@ -14,8 +14,8 @@ pub mod menu;
 pub mod place;
 
 use crate::{
-    args::RestoreArgs,
     images::{self, Image},
+    options::RestoreOptions,
 };
 use environment::Purpose;
 use mercury_abi::restart::{
@@ -71,7 +71,7 @@ impl Render for Prepared {
 ///
 /// Returns an error if the image is damaged or does not fit, or this machine cannot restore it.
 /// Nothing was given up then.
-pub fn run(args: &RestoreArgs, say: Say<'_>) -> Result<Exit> {
+pub fn run(args: &RestoreOptions, say: Say<'_>) -> Result<Exit> {
     access::need_root("restore")?;
     if args.here {
         return bring_back(args).map(|()| Exit::Done);
@@ -107,13 +107,13 @@ pub fn run(args: &RestoreArgs, say: Say<'_>) -> Result<Exit> {
 }
 
 /// Returns the purpose of the restore environment.
-fn purpose<'a>(args: &'a RestoreArgs, place: &Place) -> Result<Purpose<'a>> {
+fn purpose<'a>(args: &'a RestoreOptions, place: &Place) -> Result<Purpose<'a>> {
     let force = args.force_disks.then(|| init::FORCE_DISKS.to_owned());
     let file = serde_json::to_vec(place)
         .map_err(|error| Error::fault(format!("the image's place cannot be encoded: {error}")))?;
     Ok(Purpose {
         memory: args.memory,
-        module: args.module.module.as_deref(),
+        module: args.module.as_deref(),
         words: [format!("{}={}", init::WORD, place.word())].into_iter().chain(force).collect(),
         disks: place.disk().into_iter().collect(),
         cards: place.card().into_iter().collect(),
@@ -125,7 +125,7 @@ fn purpose<'a>(args: &'a RestoreArgs, place: &Place) -> Result<Purpose<'a>> {
 
 /// Refuses disks that have changed since the instant, because memory must never be restored beside
 /// them.
-fn refuse_disks(args: &RestoreArgs, machine: &Machine) -> Result<()> {
+fn refuse_disks(args: &RestoreOptions, machine: &Machine) -> Result<()> {
     let changed = fit::changed_disks(&machine.file_systems);
     if changed.is_empty() || args.force_disks {
         return Ok(());
@@ -161,14 +161,14 @@ fn refuse(image: &Path, reasons: Vec<String>) -> Result<()> {
 
 /// Loads the image in the restore environment, and goes on in it. Returns only if that fails. The
 /// machine is started only after all of the image has been read and verified.
-fn bring_back(args: &RestoreArgs) -> Result<()> {
+fn bring_back(args: &RestoreOptions) -> Result<()> {
     let mut image = Image::open(&args.image)?;
     let machine = image.machine().clone();
     images::refuse_incremental(&args.image, &machine)?;
     refuse(&args.image, fit::differences(&machine, &describe::describe(&Sysroot::default())))?;
     fit::wait_for_disks(&machine.file_systems, DISKS_PATIENCE);
     refuse_disks(args, &machine)?;
-    module::insert(args.module.module.as_deref(), &Sysroot::default())?;
+    module::insert(args.module.as_deref(), &Sysroot::default())?;
     let device = Device::open(Access::Control)?;
     device.restore_begin(&restart(&machine))?;
     image.read("loading", &Deferred::begin(), |chunk| load(&device, &chunk))?;
@@ -182,7 +182,7 @@ fn load(device: &Device, chunk: &Chunk) -> Result<()> {
 }
 
 /// Describes a machine for the driver.
-pub(crate) fn restart(machine: &Machine) -> Restart {
+pub fn restart(machine: &Machine) -> Restart {
     let kind = |kind| if kind == Kind::Kept { MERCURY_RANGE_KEPT } else { MERCURY_RANGE_FREE };
     let flag = |set, flag| if set { flag } else { 0 };
     Restart {

@@ -13,8 +13,7 @@ use super::{
     report::Told,
     system::{After, Memory, System},
 };
-use crate::args::{Cli, Command, MigrateArgs};
-use clap::Parser;
+use crate::options::MigrateOptions;
 use mercury_abi::ioctl::MERCURY_TAKE_LOGGED;
 use mercury_control::{
     device::{Cursor, Frames},
@@ -327,12 +326,8 @@ pub fn announcer(token: &PairingToken) -> Announcer {
     announcer
 }
 
-pub fn args(options: &str) -> MigrateArgs {
-    let line = format!("mercury migrate there {options}");
-    match Cli::try_parse_from(line.split_whitespace()).expect("arguments").command {
-        Command::Migrate(args) => args,
-        _ => panic!("another command"),
-    }
+pub fn args(options: &str) -> MigrateOptions {
+    MigrateOptions::of(options)
 }
 
 /// The end of the source.

@@ -1,13 +1,13 @@
 //! `mercury merge`: merges incremental images and the full image that they were made on.
 
 use crate::{
-    args::MergeArgs,
     checkpoint::{
         incremental::are_one,
         stream::{Pace, Send, Watch, image_error, pipe, send_full},
         target::{Name, Target},
     },
     images::{named, unreadable},
+    options::MergeOptions,
 };
 use mercury_control::{
     error::{Error, Result},
@@ -73,7 +73,7 @@ impl Render for Report {
 ///
 /// Returns an error if one is damaged or missing, or they do not belong together; there is no new
 /// image then.
-pub fn run(args: &MergeArgs, say: Say<'_>) -> Result<Exit> {
+pub fn run(args: &MergeOptions, say: Say<'_>) -> Result<Exit> {
     let deferred = Deferred::begin();
     let report = merge(args, &|| interrupted(&deferred))?;
     if args.out == Name::Stdout {
@@ -86,7 +86,7 @@ pub fn run(args: &MergeArgs, say: Say<'_>) -> Result<Exit> {
     Ok(say.done(&report))
 }
 
-fn merge(args: &MergeArgs, stop: &Stop<'_>) -> Result<Report> {
+fn merge(args: &MergeOptions, stop: &Stop<'_>) -> Result<Report> {
     let begun = Instant::now();
     let images = complete(&args.images)?;
     refuse_loss(&args.out, &images)?;
@@ -272,7 +272,7 @@ mod tests {
         fn merge(&self, out: &str, images: &[&str]) -> Result<Report> {
             let images = images.iter().map(|name| self.path(name)).collect();
             let out = Name::Path(self.path(out));
-            merge(&MergeArgs { out, images, overwrite: false, level: 1 }, &|| Ok(()))
+            merge(&MergeOptions { out, images, overwrite: false, level: 1 }, &|| Ok(()))
         }
 
         fn content(&self, name: &str) -> u8 {

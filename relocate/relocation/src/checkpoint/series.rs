@@ -1,7 +1,7 @@
 //! A series of images: the last few are kept, with all images that they need.
 
 use super::incremental::Before;
-use crate::args::CheckpointArgs;
+use crate::options::CheckpointOptions;
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
@@ -50,7 +50,7 @@ pub struct Series {
 impl Series {
     /// Makes a series with the operator's options.
     #[must_use]
-    pub fn new(args: &CheckpointArgs) -> Self {
+    pub fn new(args: &CheckpointOptions) -> Self {
         let full_every = if args.incremental.is_some() { args.full_every } else { 1 };
         Self { full_every, incremental: 0, last: args.incremental.clone().flatten() }
     }

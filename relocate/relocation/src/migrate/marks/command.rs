@@ -2,7 +2,7 @@
 //! clears it, and prepares a place for it on a disk.
 
 use super::{Named, SPOTS, all, boot, clear, disk, initramfs, record::Record, spots, when};
-use crate::args::MarkArgs;
+use crate::options::MarkOptions;
 use mercury_control::{
     access,
     error::{Error, Result},
@@ -78,7 +78,7 @@ fn describe(mark: &Record, cleared: bool) -> String {
 /// # Errors
 ///
 /// Returns an error if this cannot be done.
-pub fn run(args: &MarkArgs, say: Say<'_>) -> Result<Exit> {
+pub fn run(args: &MarkOptions, say: Say<'_>) -> Result<Exit> {
     let sysroot = Sysroot::default();
     access::need_root("mark")?;
     if args.at_boot {

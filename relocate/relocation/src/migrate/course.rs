@@ -2,7 +2,7 @@
 //! By numbers alone.
 
 use super::copy::Pass;
-use crate::args::MigrateArgs;
+use crate::options::MigrateOptions;
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
@@ -38,7 +38,7 @@ pub fn guess(reading: Duration) -> Fixed {
 
 /// Returns the limits that the operator has set.
 #[must_use]
-pub fn limits(args: &MigrateArgs) -> Limits {
+pub fn limits(args: &MigrateOptions) -> Limits {
     Limits {
         max_downtime: args.max_downtime.map_or(MAX_DOWNTIME, |span| span.0),
         max_bytes_per_second: args.bandwidth.map(|mib| mib << 20),
@@ -53,7 +53,7 @@ pub fn limits(args: &MigrateArgs) -> Limits {
 /// # Errors
 ///
 /// Returns a usage error for such options.
-pub fn refuse_hopeless(args: &MigrateArgs) -> Result<()> {
+pub fn refuse_hopeless(args: &MigrateOptions) -> Result<()> {
     let (limits, least) = (limits(args), GUESS.sum());
     if !args.or_give_up {
         return Ok(());
@@ -159,15 +159,9 @@ impl Course {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::args::{Cli, Command};
-    use clap::Parser;
 
-    fn args(options: &str) -> MigrateArgs {
-        let line = format!("mercury migrate there {options}");
-        match Cli::try_parse_from(line.split_whitespace()).expect("arguments").command {
-            Command::Migrate(args) => args,
-            _ => panic!("another command"),
-        }
+    fn args(options: &str) -> MigrateOptions {
+        MigrateOptions::of(options)
     }
 
     /// Makes a round that sent so many pages, each in 40 microseconds.

@@ -104,7 +104,7 @@ pub fn are_one(one: &Path, other: &Path) -> bool {
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
+pub mod tests {
     use super::*;
     use mercury_image::{Kind, Machine, PAGE, Packer, Range, Writer};
 

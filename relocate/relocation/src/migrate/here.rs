@@ -15,7 +15,7 @@ use super::{
     report::Told,
     system::{After, System},
 };
-use crate::{args::MigrateArgs, checkpoint};
+use crate::{checkpoint, options::MigrateOptions};
 use mercury_abi::ioctl::{MERCURY_SNAPSHOT_HASH, MERCURY_SNAPSHOT_TRACK};
 use mercury_control::{
     device::{Device, Silent},
@@ -65,7 +65,7 @@ pub struct Held {
 /// The means of a move.
 pub struct With<'a> {
     /// Options of the operator.
-    pub args: &'a MigrateArgs,
+    pub args: &'a MigrateOptions,
     /// Output of the command.
     pub say: Say<'a>,
     /// Root of sysfs and procfs.
@@ -178,7 +178,7 @@ impl<'a> Here<'a> {
 }
 
 /// Returns the number of streams for pages.
-fn streams(args: &MigrateArgs) -> u32 {
+fn streams(args: &MigrateOptions) -> u32 {
     const USUAL_MOST: usize = 4;
     let usual = thread::available_parallelism().map_or(1, usize::from).min(USUAL_MOST);
     args.streams.unwrap_or(usual as u32)

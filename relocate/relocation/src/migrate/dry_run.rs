@@ -7,8 +7,8 @@ use super::{
     log::prepare,
 };
 use crate::{
-    args::MigrateArgs,
     migrate::{mirror::Mirror, offer::kept},
+    options::MigrateOptions,
 };
 use mercury_control::{
     access,
@@ -172,10 +172,10 @@ struct Look {
     took: Duration,
 }
 
-pub fn run(args: &MigrateArgs, say: Say<'_>, sysroot: &Sysroot, deferred: &Deferred) -> Result<Exit> {
+pub fn run(args: &MigrateOptions, say: Say<'_>, sysroot: &Sysroot, deferred: &Deferred) -> Result<Exit> {
     super::course::refuse_hopeless(args)?;
     super::refuse_unmovable(args, sysroot)?;
-    let (device, _) = access::loaded(args.module.module.as_deref(), "migrate")?;
+    let (device, _) = access::loaded(args.module.as_deref(), "migrate")?;
     let mut guard = Guard::start()?;
     let attached = Attached::make(&device, &mut guard)?;
     let predicted = predict(args, &device, sysroot, deferred);
@@ -201,7 +201,7 @@ fn with_disks(memory: Prediction, disks: u64, dirty_disk: f64) -> Prediction {
 }
 
 fn predict(
-    args: &MigrateArgs,
+    args: &MigrateOptions,
     device: &Device,
     sysroot: &Sysroot,
     deferred: &Deferred,
@@ -245,7 +245,7 @@ fn predict(
     Ok(with_disks(memory, disks.bytes(), dirty_disk))
 }
 
-fn predicted(args: &MigrateArgs, measured: &Measured, found_by: String, memory: u64) -> Prediction {
+fn predicted(args: &MigrateOptions, measured: &Measured, found_by: String, memory: u64) -> Prediction {
     let limits = course::limits(args);
     let (rounds, last, downtime, next) = if args.rounds == 0 {
         // Everything is sent while applications stand still.
@@ -294,7 +294,7 @@ fn refuse_interrupted(deferred: &Deferred) -> Result<()> {
 fn look(
     device: &Device,
     ledger: &mut Ledger,
-    args: &MigrateArgs,
+    args: &MigrateOptions,
     only: u64,
     deferred: &Deferred,
     what: &str,
@@ -334,16 +334,10 @@ fn look(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::args::{Cli, Command};
-    use clap::Parser;
 
     /// Estimates the move of a machine of 2 GiB that writes so many pages a second.
     fn predict(options: &str, per_second: u64) -> Prediction {
-        let line = format!("mercury migrate --dry-run {options}");
-        let Command::Migrate(args) = Cli::try_parse_from(line.split_whitespace()).expect("arguments").command
-        else {
-            panic!("another command");
-        };
+        let args = MigrateOptions::of(options);
         let all = 500_000;
         let measured = Measured {
             first: Look { looked: all, changed: all, packed: all * 2048, took: Duration::from_secs(2) },
