@@ -204,7 +204,7 @@ fn leave<V: Vendor>(area: &mut Area<V>, phase: Phase, code: Code) -> ! {
         V::depart(area, hardware, code)
     };
     if next == Next::Leave {
-        V::return_extended_state(area);
+        V::restore_extended_state(area);
     }
     let next = machine_check::finish(area, hardware, next);
     abandon_stack(area, next)

@@ -50,14 +50,14 @@ pub fn phys_of<T>(own: &'static T) -> HostPhys {
 #[inline(always)]
 pub fn enter<V: Vendor>(area: &mut Area<V>) -> Next {
     area.cpu.phase = Phase::Native;
-    V::take_extended_state(area);
+    V::save_extended_state(area);
     let hardware = &mut Processor;
     match perform(area, hardware) {
         Ok(Next::Run) => machine_check::finish(area, hardware, Next::Run),
         result => {
             let code = result.err().unwrap_or(Code::Ok);
             V::put_back_native(area, hardware, code);
-            V::return_extended_state(area);
+            V::restore_extended_state(area);
             machine_check::finish(area, hardware, Next::Leave)
         }
     }

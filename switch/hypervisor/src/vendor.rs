@@ -68,10 +68,10 @@ pub trait Vendor: Sized + 'static {
     fn learn(area: &mut Area<Self>, facts: &CpuFacts);
 
     /// Puts the system's extended state aside and loads the hypervisor's.
-    fn take_extended_state(area: &mut Area<Self>);
+    fn save_extended_state(area: &mut Area<Self>);
 
     /// Gives the system its extended state back. From here to the gate nothing may fault.
-    fn return_extended_state(area: &mut Area<Self>);
+    fn restore_extended_state(area: &mut Area<Self>);
 
     /// Fills the control block from the live processor, which is native until [`Vendor::run`].
     ///

@@ -168,7 +168,7 @@ fn a_page_is_noted_anew_when_it_was_collected() {
     assert_eq!(machine.collect(&[]), BTreeSet::new());
 }
 
-/// Without room for a table the log is given up, and everything can be written.
+/// Without room for a table the log is incomplete, and every page can be written.
 #[test]
 fn a_log_without_room_is_in_nobodys_way() {
     let mut machine = Machine::<AmdNested>::new(LargestPage::OneGibibyte);
@@ -178,7 +178,7 @@ fn a_log_without_room_is_in_nobodys_way() {
         machine.log.fault(&mut machine.pages, &MEMORY, machine.written, gpa, Access::Write)
     };
     assert_eq!(fault(&mut machine), Outcome::Exhausted);
-    machine.log.give_up();
+    machine.log.invalidate();
     assert_eq!(fault(&mut machine), Outcome::Open);
     machine.write(0x10_0000);
 }

@@ -18,7 +18,7 @@ use mercury_hypervisor::paging::plan::{LargestPage, Layout};
 use mercury_hypervisor::paging::table::{Depth, Table, TablePages};
 use mercury_hypervisor::snapshot::free::{FreeMap, Piece};
 use mercury_hypervisor::snapshot::view::Access;
-use mercury_hypervisor::snapshot::{Log, Memory as Held, Outcome, Pool, Snapshot};
+use mercury_hypervisor::snapshot::{Memory as Held, Outcome, Pool, Snapshot, Tracking};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -131,11 +131,11 @@ struct Machine<F> {
     free: BTreeSet<u64>,
     instant: BTreeMap<u64, u64>,
     written: BTreeSet<u64>,
-    taken: BTreeMap<u64, u64>,
+    contents: BTreeMap<u64, u64>,
     /// Of those: there may have been no page for the note.
     unnoted: BTreeSet<u64>,
     gives_up: bool,
-    /// Of `frames`: all before have been taken.
+    /// Of `frames`: all before have been read.
     next: usize,
 }
 
@@ -143,7 +143,7 @@ impl<F: Format<Address = GuestPhys>> Machine<F> {
     fn new(
         layout: &(LargestPage, Depth),
         pool: usize,
-        log: Log,
+        log: Tracking,
         gives_up: bool,
         free: &[(usize, usize)],
     ) -> Self {
@@ -171,7 +171,7 @@ impl<F: Format<Address = GuestPhys>> Machine<F> {
         memory.available = pool + 2;
         let tables = map.tables().expect("tables");
         let snapshot = Snapshot::new(&mut memory, tables, held, log).expect("a root");
-        let (written, taken, unnoted) = (BTreeSet::new(), BTreeMap::new(), BTreeSet::new());
+        let (written, contents, unnoted) = (BTreeSet::new(), BTreeMap::new(), BTreeSet::new());
         Self {
             memory,
             map,
@@ -181,7 +181,7 @@ impl<F: Format<Address = GuestPhys>> Machine<F> {
             free,
             instant,
             written,
-            taken,
+            contents,
             unnoted,
             gives_up,
             next: 0,
@@ -206,7 +206,7 @@ impl<F: Format<Address = GuestPhys>> Machine<F> {
                 self.memory.available = available;
                 self.snapshot.adopt(&mut self.memory, gpa);
             }
-            Outcome::Exhausted if self.gives_up => self.snapshot.give_up(),
+            Outcome::Exhausted if self.gives_up => self.snapshot.invalidate(),
             Outcome::Exhausted => self.memory.available += 1,
         }
     }
@@ -231,10 +231,10 @@ impl<F: Format<Address = GuestPhys>> Machine<F> {
         panic!("{gpa:#x} cannot be written");
     }
 
-    fn take(&mut self, frame: u64) {
-        let (exact, known) = (self.snapshot.is_exact(), self.taken.contains_key(&frame));
+    fn read(&mut self, frame: u64) {
+        let (exact, known) = (self.snapshot.is_exact(), self.contents.contains_key(&frame));
         let page = GuestPhys::new(frame);
-        match self.snapshot.take(&mut self.memory, self.held, page, BUFFER) {
+        match self.snapshot.read(&mut self.memory, self.held, page, BUFFER) {
             true => {
                 // Once more only where there was no page for a note.
                 assert!(exact && (!known || self.unnoted.contains(&frame)));
@@ -243,21 +243,21 @@ impl<F: Format<Address = GuestPhys>> Machine<F> {
                 }
                 let content = self.memory.content(BUFFER);
                 assert_eq!(content, self.instant[&frame], "{frame:#x}");
-                self.taken.insert(frame, content);
+                self.contents.insert(frame, content);
             }
             // A reader in ascending order passes over free frames.
-            false if self.free.contains(&frame) => drop(self.taken.insert(frame, 0)),
+            false if self.free.contains(&frame) => drop(self.contents.insert(frame, 0)),
             false => assert!(known || !exact, "{frame:#x} is not to be had"),
         }
     }
 
     fn take_next(&mut self) {
-        while self.frames.get(self.next).is_some_and(|frame| self.taken.contains_key(frame)) {
+        while self.frames.get(self.next).is_some_and(|frame| self.contents.contains_key(frame)) {
             self.next += 1;
         }
         if let Some(frame) = self.frames.get(self.next).copied() {
-            self.take(frame);
-            assert!(self.taken.contains_key(&frame) || !self.snapshot.is_exact());
+            self.read(frame);
+            assert!(self.contents.contains_key(&frame) || !self.snapshot.is_exact());
         }
     }
 
@@ -277,10 +277,10 @@ impl<F: Format<Address = GuestPhys>> Machine<F> {
                 self.fault(page, Access::Execute);
             }
             Action::TakeNext(count) => (0..count).for_each(|_| self.take_next()),
-            Action::TakeAny(index) => self.take(frame(&self.frames, index)),
+            Action::ReadAny(index) => self.read(frame(&self.frames, index)),
             Action::TakeCopy => {
                 if let Some(copy) = self.snapshot.next_copy(&mut self.memory, GuestPhys::new(0)) {
-                    self.take(copy.as_u64());
+                    self.read(copy.as_u64());
                 }
             }
             Action::Donate(count) => self.memory.available += count,
@@ -288,8 +288,8 @@ impl<F: Format<Address = GuestPhys>> Machine<F> {
             Action::Use(index) => {
                 let page = frame(&self.frames, index);
                 let wanted = self.snapshot.is_wanted(&mut self.memory, self.held, GuestPhys::new(page));
-                let gone = self.taken.contains_key(&page) || self.free.contains(&page);
-                // What is not known to be taken is kept.
+                let gone = self.contents.contains_key(&page) || self.free.contains(&page);
+                // A frame without a note of its reading is kept.
                 if !self.unnoted.contains(&page) {
                     assert_eq!(wanted, self.snapshot.is_exact() && !gone, "{page:#x}");
                 }
@@ -303,7 +303,7 @@ impl<F: Format<Address = GuestPhys>> Machine<F> {
     /// Asserts that memory goes back to the instant, unless part of that is gone: then nothing has happened.
     fn put_back(&mut self) {
         let before = self.memory.content.clone();
-        let whole = self.snapshot.is_exact() && self.taken.is_empty() && self.next == 0;
+        let whole = self.snapshot.is_exact() && self.contents.is_empty() && self.next == 0;
         let pages = self.snapshot.put_back(&mut self.memory);
         assert_eq!(pages, whole.then_some(self.snapshot.counts().copies));
         if !whole {
@@ -316,22 +316,22 @@ impl<F: Format<Address = GuestPhys>> Machine<F> {
     }
 
     /// Takes the rest, and compares.
-    fn finish(mut self, log: Log) {
-        while self.snapshot.is_exact() && self.taken.len() < self.frames.len() {
+    fn finish(mut self, log: Tracking) {
+        while self.snapshot.is_exact() && self.contents.len() < self.frames.len() {
             self.take_next();
         }
         if self.snapshot.is_exact() {
-            assert_eq!(self.taken, self.instant);
-            // What is not known to be taken may have been copied since.
+            assert_eq!(self.contents, self.instant);
+            // A frame without a note of its reading may have been copied since.
             self.memory.available += 10_000;
             std::mem::take(&mut self.unnoted).into_iter().for_each(|frame| {
-                if self.snapshot.take(&mut self.memory, self.held, GuestPhys::new(frame), BUFFER) {
+                if self.snapshot.read(&mut self.memory, self.held, GuestPhys::new(frame), BUFFER) {
                     assert_eq!(self.memory.content(BUFFER), self.instant[&frame]);
                 }
             });
             assert_eq!(self.snapshot.counts().copies, 0);
             assert_eq!(self.snapshot.next_copy(&mut self.memory, GuestPhys::new(0)), None);
-            if log == Log::Kept {
+            if log == Tracking::On {
                 self.check_log();
             }
         }
@@ -371,7 +371,7 @@ enum Action {
     WriteHidden(usize),
     Execute(usize),
     TakeNext(usize),
-    TakeAny(usize),
+    ReadAny(usize),
     TakeCopy,
     Donate(usize),
     PutBack,
@@ -389,7 +389,7 @@ fn any_action() -> impl Strategy<Value = Action> {
         1 => index.clone().prop_map(Action::Execute),
         3 => (1..300_usize).prop_map(Action::TakeNext),
         2 => index.clone().prop_map(Action::Use),
-        2 => index.prop_map(Action::TakeAny),
+        2 => index.prop_map(Action::ReadAny),
         2 => Just(Action::TakeCopy),
         1 => (0..300_usize).prop_map(Action::Donate),
         2 => Just(Action::PutBack),
@@ -404,7 +404,7 @@ fn any_layout() -> impl Strategy<Value = (LargestPage, Depth)> {
 fn run<F: Format<Address = GuestPhys>>(
     layout: &(LargestPage, Depth),
     pool: usize,
-    log: Log,
+    log: Tracking,
     gives_up: bool,
     free: &[(usize, usize)],
     actions: &[Action],
@@ -418,10 +418,10 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
     #[test]
-    fn what_is_taken_is_what_was(
+    fn frames_are_read_as_they_were(
         layout in any_layout(),
         pool in prop_oneof![0..60_usize, 0..2500_usize],
-        log in prop_oneof![Just(Log::None), Just(Log::Kept)],
+        log in prop_oneof![Just(Tracking::Off), Just(Tracking::On)],
         gives_up in any::<bool>(),
         free in vec((0..0x900_usize, 1..700_usize), 0..4),
         actions in vec(any_action(), 0..60),
@@ -436,22 +436,22 @@ const SMALL: (LargestPage, Depth) = (LargestPage::OneGibibyte, Depth::Four);
 /// To freeze is to load another root: two pages, whatever the memory.
 #[test]
 fn a_snapshot_begins_with_two_pages() {
-    let machine = Machine::<AmdNested>::new(&SMALL, 0, Log::None, false, &[]);
+    let machine = Machine::<AmdNested>::new(&SMALL, 0, Tracking::Off, false, &[]);
     assert_eq!(machine.memory.available, 0);
     assert_eq!(machine.snapshot.counts(), Default::default());
 }
 
 #[test]
 fn without_a_page_nothing_begins() {
-    let mut machine = Machine::<AmdNested>::new(&SMALL, 1, Log::None, false, &[]);
+    let mut machine = Machine::<AmdNested>::new(&SMALL, 1, Tracking::Off, false, &[]);
     let tables = machine.map.tables().expect("tables");
-    assert!(Snapshot::new(&mut machine.memory, tables, machine.held, Log::None).is_err());
+    assert!(Snapshot::new(&mut machine.memory, tables, machine.held, Tracking::Off).is_err());
 }
 
 /// Devices' registers are not memory: writing to them costs no copy, and no page once the way is open.
 #[test]
 fn devices_are_not_kept() {
-    let mut machine = Machine::<AmdNested>::new(&SMALL, 100, Log::None, false, &[]);
+    let mut machine = Machine::<AmdNested>::new(&SMALL, 100, Tracking::Off, false, &[]);
     machine.write(3 * GIB, 1);
     let left = machine.memory.available;
     machine.write(3 * GIB + MIB, 1);
@@ -461,15 +461,15 @@ fn devices_are_not_kept() {
 /// Frames that were read in ascending order are given back in large pages, without tables: from any start, and with
 /// any frames between that were free or read before.
 #[test]
-fn what_was_taken_in_order_costs_nothing() {
+fn frames_read_in_order_cost_nothing() {
     for first in [0, 0x400] {
         let free = [(first + 0x40, 5), (first + 0x80, 1)];
-        let mut machine = Machine::<AmdNested>::new(&SMALL, 1, Log::None, false, &free);
+        let mut machine = Machine::<AmdNested>::new(&SMALL, 1, Tracking::Off, false, &free);
         // Nothing of it is hidden.
         machine.held.ranges = &VISIBLE;
         let frames = machine.frames[first..].to_vec();
         let wanted = frames.iter().filter(|frame| !machine.free.contains(frame));
-        wanted.copied().collect::<Vec<_>>().into_iter().for_each(|frame| machine.take(frame));
+        wanted.copied().collect::<Vec<_>>().into_iter().for_each(|frame| machine.read(frame));
         machine.memory.available = 0;
         for frame in frames {
             machine.write(frame, 3);
@@ -481,15 +481,15 @@ fn what_was_taken_in_order_costs_nothing() {
 
 /// A pool that has no page left is no reason not to take what is there.
 #[test]
-fn what_cannot_be_noted_is_taken() {
-    let mut machine = Machine::<AmdNested>::new(&SMALL, 0, Log::None, false, &[]);
+fn frames_are_read_without_room_for_a_note() {
+    let mut machine = Machine::<AmdNested>::new(&SMALL, 0, Tracking::Off, false, &[]);
     machine.memory.available = 0;
     for frame in [GIB, 0x10_0000, 4 * GIB, 0] {
         let frame = machine.frames.iter().copied().find(|known| *known >= frame).expect("a frame");
-        machine.take(frame);
-        assert!(machine.taken.contains_key(&frame));
+        machine.read(frame);
+        assert!(machine.contents.contains_key(&frame));
     }
-    machine.finish(Log::None);
+    machine.finish(Tracking::Off);
 }
 
 /// A free page costs no copy, and a block that is all free costs no table.
@@ -497,7 +497,7 @@ fn what_cannot_be_noted_is_taken() {
 fn what_was_free_costs_nothing() {
     // The third range begins with a block that is free.
     let first = frames().iter().position(|frame| *frame == GIB - 2 * MIB).expect("a frame");
-    let mut machine = Machine::<AmdNested>::new(&SMALL, 3, Log::None, false, &[(first, 512)]);
+    let mut machine = Machine::<AmdNested>::new(&SMALL, 3, Tracking::Off, false, &[(first, 512)]);
     for page in 0..512 {
         machine.write(GIB - 2 * MIB + 4096 * page, 1);
     }
@@ -505,5 +505,5 @@ fn what_was_free_costs_nothing() {
     assert_eq!((left, machine.snapshot.counts().copied), (1, 0));
     machine.write(0x10_0000, 1);
     assert_eq!(machine.snapshot.counts().copied, 1);
-    machine.finish(Log::None);
+    machine.finish(Tracking::Off);
 }

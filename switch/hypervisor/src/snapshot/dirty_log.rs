@@ -60,7 +60,7 @@ pub struct Budget {
 #[derive(Clone, Copy, Debug)]
 pub struct DirtyLog<F> {
     view: View<F>,
-    given_up: bool,
+    incomplete: bool,
 }
 
 impl<F: Format<Address = GuestPhys>> DirtyLog<F> {
@@ -74,7 +74,7 @@ impl<F: Format<Address = GuestPhys>> DirtyLog<F> {
         ranges: &[OwnedRange],
     ) -> Result<Self, Exhausted> {
         let keeps = |block, size| of_memory(ranges, block, size);
-        Ok(Self { view: View::new(pages, base, &keeps)?, given_up: false })
+        Ok(Self { view: View::new(pages, base, &keeps)?, incomplete: false })
     }
 
     /// Returns the root of the view: the address in nCR3 or in the EPT pointer.
@@ -91,13 +91,13 @@ impl<F: Format<Address = GuestPhys>> DirtyLog<F> {
 
     /// Returns true if the log has every write.
     #[must_use]
-    pub const fn is_whole(&self) -> bool {
-        !self.given_up
+    pub const fn is_complete(&self) -> bool {
+        !self.incomplete
     }
 
-    /// Gives the log up: no write is held up any more, and none is noted.
-    pub const fn give_up(&mut self) {
-        self.given_up = true;
+    /// Makes the log incomplete: no write is held up any more, and none is noted.
+    pub const fn invalidate(&mut self) {
+        self.incomplete = true;
     }
 
     /// Answers a nested fault at `gpa`, never by [`Outcome::Copied`].
@@ -109,7 +109,7 @@ impl<F: Format<Address = GuestPhys>> DirtyLog<F> {
         gpa: GuestPhys,
         access: Access,
     ) -> Outcome {
-        let keeps = |block: GuestPhys, size: PageSize| match self.given_up {
+        let keeps = |block: GuestPhys, size: PageSize| match self.incomplete {
             true => Keep::Nothing,
             false => of_memory(ranges, block, size),
         };
@@ -137,20 +137,20 @@ impl<F: Format<Address = GuestPhys>> DirtyLog<F> {
         budget: Budget,
     ) -> (u64, Option<GuestPhys>) {
         let mut number = (from.as_u64() / PAGE_SIZE) as usize / WORD_BITS;
-        let (mut moved, mut looked) = (0, 0);
+        let (mut moved, mut scanned) = (0, 0);
         while number < written.0.len() * WORDS {
-            if looked == budget.words || moved >= budget.pages {
+            if scanned == budget.words || moved >= budget.pages {
                 return (moved, Some(address_of(number)));
             }
-            looked += 1;
-            let (Some(word), Some(taken)) = (written.word(number), to.word(number)) else {
+            scanned += 1;
+            let (Some(word), Some(collected)) = (written.word(number), to.word(number)) else {
                 number = (number / WORDS + 1) * WORDS;
                 continue;
             };
             // Most are 0, and their cache lines need not move to this CPU.
             let mut bits =
                 if word.load(Ordering::Relaxed) == 0 { 0 } else { word.swap(0, Ordering::Relaxed) };
-            taken.fetch_or(bits, Ordering::Relaxed);
+            collected.fetch_or(bits, Ordering::Relaxed);
             moved += u64::from(bits.count_ones());
             while bits != 0 {
                 let page = u64::from(bits.trailing_zeros());

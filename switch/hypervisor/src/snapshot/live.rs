@@ -17,7 +17,7 @@ use super::ledger::Ledger;
 use super::recording::Recording;
 use super::rollback::Target;
 use super::view::Access;
-use super::{Counts, Log, Memory, Outcome, Snapshot};
+use super::{Counts, Memory, Outcome, Snapshot, Tracking};
 use crate::address::{GuestPhys, HostPhys};
 use crate::argument::array;
 use crate::cpu::Area;
@@ -126,8 +126,8 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
             self.hashes = Hashes::of(setup.hashes_virt, pages)?;
         }
         self.invalid = Code::Ok;
-        let log = if setup.log != 0 { Log::Kept } else { Log::None };
-        let snapshot = Snapshot::new(&mut self.ledger, base, memory, log);
+        let tracking = if setup.log != 0 { Tracking::On } else { Tracking::Off };
+        let snapshot = Snapshot::new(&mut self.ledger, base, memory, tracking);
         self.snapshot = Some(snapshot.map_err(|_| Code::SnapshotPool)?);
         Ok(())
     }
@@ -201,7 +201,7 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
                 return Err(self.invalid);
             }
             let (frame, to) = (GuestPhys::new(entry.frame_phys), HostPhys::new(entry.to_phys));
-            if !snapshot.take(&mut self.ledger, self.memory, frame, to) {
+            if !snapshot.read(&mut self.ledger, self.memory, frame, to) {
                 list.taken_before |= 1 << number;
             }
         }
@@ -215,7 +215,7 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         let Some(snapshot) = self.snapshot.as_ref() else {
             return SnapshotStatus { free_pages, rollback: self.report, ..SnapshotStatus::default() };
         };
-        let Counts { copies, copied, taken } = snapshot.counts();
+        let Counts { copies, copied, read } = snapshot.counts();
         let Costs { enter_ticks, persistent_pages, persistent_ticks } = self.instant.costs();
         let (hurries, waits) = self.ledger.hurries_and_waits();
         SnapshotStatus {
@@ -224,7 +224,7 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
             free_pages,
             copies,
             copied,
-            taken,
+            taken: read,
             invalid_because: self.invalid as u32,
             kept: u32::from(self.target.is_some()),
             persistent_pages,
@@ -342,7 +342,7 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
             recording.invalidate(because);
         }
         if let Some(snapshot) = self.snapshot.as_mut().filter(|snapshot| snapshot.is_exact()) {
-            snapshot.give_up();
+            snapshot.invalidate();
             self.invalid = because;
         }
     }
@@ -378,7 +378,7 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
 
 /// Makes the snapshot invalid. This CPU stays on its tables until the end.
 #[cold]
-pub fn give_up<V: Vendor>(_: &Area<V>, because: Code) {
+pub fn invalidate<V: Vendor>(_: &Area<V>, because: Code) {
     if let Some(mut guard) = V::tables().lock()
         && let Some(nested) = guard.as_mut()
     {
@@ -391,5 +391,5 @@ pub fn give_up<V: Vendor>(_: &Area<V>, because: Code) {
 pub fn leave<V: Vendor>(area: &mut Area<V>) {
     area.cpu.on_snapshot = 0;
     area.cpu.is_held = 0;
-    give_up(area, Code::SnapshotLost);
+    invalidate(area, Code::SnapshotLost);
 }

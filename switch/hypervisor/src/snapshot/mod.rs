@@ -2,7 +2,7 @@
 //!
 //! From the instant on the machine runs on a [`view::View`], in which no page can be written whose content
 //! must be kept. A page is copied into the pool before the first write to it. The reader, who streams the
-//! snapshot out ([`Snapshot::take`]), gets the copy where there is one, and the page itself where there is
+//! snapshot out ([`Snapshot::read`]), gets the copy where there is one, and the page itself where there is
 //! none. A frame that has been read needs no copy any more. If the pool is too small, the snapshot is given
 //! up and the machine runs on: never the other way round.
 //!
@@ -97,27 +97,27 @@ pub enum Outcome {
     /// No page is mapped: see [`crate::paging::identity::IdentityMap::fill`], and then [`Snapshot::adopt`].
     Absent,
     /// The pool is empty, and nothing has changed. The caller donates pages and tries again, or calls
-    /// [`Snapshot::give_up`].
+    /// [`Snapshot::invalidate`].
     Exhausted,
 }
 
 /// State of a frame, as a number in the [`FrameMap`]. An untouched frame has 0.
-mod mark {
+mod state {
     /// The frame was written since the instant.
     pub const WRITTEN: u64 = 1 << 0;
     /// The frame has been read.
-    pub const TAKEN: u64 = 1 << 1;
+    pub const READ: u64 = 1 << 1;
     /// Host-physical address of the copy.
     pub const COPY: u64 = 0x000f_ffff_ffff_f000;
 }
 
 /// Restriction of pages at the instant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Log {
+pub enum Tracking {
     /// Only pages are restricted whose content must be copied.
-    None,
+    Off,
     /// All pages are restricted, until the first write to each, which the dirty log notes.
-    Kept,
+    On,
 }
 
 /// Most blocks that one call passes over. Interrupts are off meanwhile.
@@ -131,7 +131,7 @@ pub struct Counts {
     /// Copies made in all.
     pub copied: u64,
     /// Number of frames that were read.
-    pub taken: u64,
+    pub read: u64,
 }
 
 /// A snapshot over the tables of an identity map.
@@ -139,12 +139,13 @@ pub struct Counts {
 pub struct Snapshot<F> {
     view: View<F>,
     frames: FrameMap,
-    log: Log,
-    given_up: bool,
+    tracking: Tracking,
+    /// True once the snapshot has lost content of the instant.
+    invalid: bool,
     /// Frames that were read in ascending order, from any start. All frames of it have been read, or were
     /// free.
-    stretch: Range<GuestPhys>,
-    /// End of the frames without copies, once the snapshot was given up.
+    streamed: Range<GuestPhys>,
+    /// End of the frames without copies, once the snapshot is invalid.
     dropped: GuestPhys,
     counts: Counts,
 }
@@ -159,14 +160,14 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
         pool: &mut impl Pool,
         base: PageTable<F>,
         memory: Memory<'_>,
-        log: Log,
+        tracking: Tracking,
     ) -> Result<Self, Exhausted> {
         let keeps = |block, size| of_memory(memory.ranges, block, size);
         let view = View::new(pool, base, &keeps)?;
         let frames = FrameMap::new(pool, base.depth())?;
-        let stretch = GuestPhys::new(0)..GuestPhys::new(0);
+        let streamed = GuestPhys::new(0)..GuestPhys::new(0);
         let dropped = GuestPhys::new(0);
-        Ok(Self { view, frames, log, given_up: false, stretch, dropped, counts: Counts::default() })
+        Ok(Self { view, frames, tracking, invalid: false, streamed, dropped, counts: Counts::default() })
     }
 
     /// Returns the root of the view: the address in nCR3 or in the EPT pointer.
@@ -190,7 +191,7 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
     /// Returns true if the snapshot holds all that memory held at the instant.
     #[must_use]
     pub const fn is_exact(&self) -> bool {
-        !self.given_up
+        !self.invalid
     }
 
     /// Answers a nested fault at `gpa`.
@@ -201,12 +202,12 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
         gpa: GuestPhys,
         access: Access,
     ) -> Outcome {
-        let (stretch, log, given_up) = (&self.stretch, self.log, self.given_up);
+        let (streamed, tracking, invalid) = (&self.streamed, self.tracking, self.invalid);
         let keeps = |block: GuestPhys, size: PageSize| {
-            let taken = if log == Log::None { part_of(stretch, block, size) } else { Part::None };
-            let is_free = log == Log::None && memory.free.has(block, size);
-            match (of_memory(memory.ranges, block, size), taken) {
-                _ if given_up || is_free => Keep::Nothing,
+            let read = if tracking == Tracking::Off { part_of(streamed, block, size) } else { Part::None };
+            let is_free = tracking == Tracking::Off && memory.free.has(block, size);
+            match (of_memory(memory.ranges, block, size), read) {
+                _ if invalid || is_free => Keep::Nothing,
                 (_, Part::Whole) => Keep::Nothing,
                 (Keep::Everything, Part::Some) => Keep::Something,
                 (keep, _) => keep,
@@ -235,10 +236,10 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
         frame: GuestPhys,
     ) -> Result<Outcome, Exhausted> {
         let known = self.frames.get(pool, frame);
-        let is_kept = known & (mark::TAKEN | mark::COPY) != 0
-            || self.stretch.contains(&frame)
+        let is_kept = known & (state::READ | state::COPY) != 0
+            || self.streamed.contains(&frame)
             || memory.free.has(frame, PageSize::Size4K);
-        self.frames.set(pool, frame, known | mark::WRITTEN)?;
+        self.frames.set(pool, frame, known | state::WRITTEN)?;
         if is_kept {
             return Ok(Outcome::Open);
         }
@@ -247,7 +248,7 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
             return Err(Exhausted);
         };
         pool.copy(frame.identity(), copy);
-        self.frames.set(pool, frame, mark::WRITTEN | copy.as_u64())?;
+        self.frames.set(pool, frame, state::WRITTEN | copy.as_u64())?;
         self.counts.copies += 1;
         self.counts.copied += 1;
         Ok(Outcome::Copied)
@@ -258,11 +259,11 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
     /// up.
     pub fn content(&self, pool: &mut impl Pool, frame: GuestPhys) -> Option<HostPhys> {
         let known = self.frames.get(pool, frame);
-        if self.given_up || known & mark::TAKEN != 0 || self.stretch.contains(&frame) {
+        if self.invalid || known & state::READ != 0 || self.streamed.contains(&frame) {
             return None;
         }
-        let copy = HostPhys::new(known & mark::COPY);
-        Some(if known & mark::COPY != 0 { copy } else { frame.identity() })
+        let copy = HostPhys::new(known & state::COPY);
+        Some(if known & state::COPY != 0 { copy } else { frame.identity() })
     }
 
     /// Returns true if the frame belongs to `memory`, its content at the instant matters, and it has not been
@@ -278,44 +279,44 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
     ///
     /// In ascending order, from any start, reading costs no page. In another order the snapshot notes the
     /// frame. Where the pool has no page for the note, the frame can be read once more.
-    pub fn take(&mut self, pool: &mut impl Pool, memory: Memory<'_>, frame: GuestPhys, to: HostPhys) -> bool {
+    pub fn read(&mut self, pool: &mut impl Pool, memory: Memory<'_>, frame: GuestPhys, to: HostPhys) -> bool {
         self.reach(pool, memory, frame);
         let Some(source) = self.content(pool, frame) else { return false };
         let known = self.frames.get(pool, frame);
-        let in_order = frame == self.stretch.end;
+        let in_order = frame == self.streamed.end;
         if in_order {
-            self.stretch.end = frame.block_end(PageSize::Size4K);
+            self.streamed.end = frame.block_end(PageSize::Size4K);
         }
         if known != 0 || !in_order {
             // A frame that has a number has room for another one.
-            let _ = self.frames.set(pool, frame, known & mark::WRITTEN | mark::TAKEN);
+            let _ = self.frames.set(pool, frame, known & state::WRITTEN | state::READ);
         }
         match memory.free.has(frame, PageSize::Size4K) {
             true => pool.clear(to),
             false => pool.copy(source, to),
         }
-        self.counts.taken += 1;
-        if known & mark::COPY != 0 {
+        self.counts.read += 1;
+        if known & state::COPY != 0 {
             self.drop_copy(pool, source);
         }
         true
     }
 
-    /// Moves the end of the stretch to `frame` if all frames between were read or free; or as far as
+    /// Moves the end of the streamed to `frame` if all frames between were read or free; or as far as
     /// [`STEPS`] go.
     fn reach(&mut self, pool: &mut impl Pool, memory: Memory<'_>, frame: GuestPhys) {
-        if self.stretch.is_empty() {
-            self.stretch = frame..frame;
+        if self.streamed.is_empty() {
+            self.streamed = frame..frame;
             return;
         }
         for _ in 0..STEPS {
-            let next = next_of_memory(memory.ranges, self.stretch.end);
+            let next = next_of_memory(memory.ranges, self.streamed.end);
             let Some(at) = next.filter(|at| *at <= frame) else { return };
             let large = at.is_aligned(PageSize::Size2M)
                 && at.block_end(PageSize::Size2M) <= frame
                 && memory.free.has(at, PageSize::Size2M);
-            let passes = |pool| self.frames.get(pool, at) & mark::TAKEN != 0;
-            self.stretch.end = match large {
+            let passes = |pool| self.frames.get(pool, at) & state::READ != 0;
+            self.streamed.end = match large {
                 _ if at == frame => at,
                 true => at.block_end(PageSize::Size2M),
                 false if memory.free.has(at, PageSize::Size4K) || passes(pool) => {
@@ -339,12 +340,12 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
     /// devices from writing meanwhile. Returns the number of pages; `None`, without any change, if the
     /// snapshot is not complete.
     pub fn put_back(&self, pool: &mut impl Pool) -> Option<u64> {
-        if self.given_up || self.counts.taken != 0 {
+        if self.invalid || self.counts.read != 0 {
             return None;
         }
         let (mut from, mut pages) = (GuestPhys::new(0), 0);
-        while let Some((frame, copy)) = self.next_with(pool, from, mark::COPY) {
-            pool.copy(HostPhys::new(copy & mark::COPY), frame.identity());
+        while let Some((frame, copy)) = self.next_with(pool, from, state::COPY) {
+            pool.copy(HostPhys::new(copy & state::COPY), frame.identity());
             from = frame.block_end(PageSize::Size4K);
             pages += 1;
         }
@@ -354,12 +355,12 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
     /// Returns the first frame at or after `from` that has a copy. The reader takes those first when the pool
     /// runs low.
     pub fn next_copy(&self, pool: &mut impl Pool, from: GuestPhys) -> Option<GuestPhys> {
-        self.next_with(pool, from, mark::COPY).map(|(frame, _)| frame)
+        self.next_with(pool, from, state::COPY).map(|(frame, _)| frame)
     }
 
     /// Returns the first frame at or after `from` that was written since the instant, with a dirty log.
     pub fn next_written(&self, pool: &mut impl Pool, from: GuestPhys) -> Option<GuestPhys> {
-        self.next_with(pool, from, mark::WRITTEN).map(|(frame, _)| frame)
+        self.next_with(pool, from, state::WRITTEN).map(|(frame, _)| frame)
     }
 
     fn next_with(&self, pool: &mut impl Pool, from: GuestPhys, bits: u64) -> Option<(GuestPhys, u64)> {
@@ -373,20 +374,20 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
         }
     }
 
-    /// Gives the snapshot up: no write is held up any more, and the machine runs on. The copies go back to
+    /// Makes the snapshot invalid: no write is held up any more, and the machine runs on. The copies go back to
     /// the pool by [`Snapshot::drop_copies`], or with all of the pool at the end.
-    pub fn give_up(&mut self) {
-        self.given_up = true;
+    pub fn invalidate(&mut self) {
+        self.invalid = true;
     }
 
-    /// Gives back at most so many copies of a snapshot that was given up.
+    /// Gives back at most so many copies of an invalid snapshot.
     pub fn drop_copies(&mut self, pool: &mut impl Pool, most: u64) {
         for _ in 0..most {
-            let next = self.next_with(pool, self.dropped, mark::COPY);
-            let Some((frame, known)) = next.filter(|_| self.given_up) else { return };
+            let next = self.next_with(pool, self.dropped, state::COPY);
+            let Some((frame, known)) = next.filter(|_| self.invalid) else { return };
             // A frame that has a number needs no page for another one.
-            let _ = self.frames.set(pool, frame, known & !mark::COPY);
-            self.drop_copy(pool, HostPhys::new(known & mark::COPY));
+            let _ = self.frames.set(pool, frame, known & !state::COPY);
+            self.drop_copy(pool, HostPhys::new(known & state::COPY));
             self.dropped = frame.block_end(PageSize::Size4K);
         }
     }
@@ -415,11 +416,11 @@ enum Part {
     Whole,
 }
 
-fn part_of(stretch: &Range<GuestPhys>, block: GuestPhys, size: PageSize) -> Part {
+fn part_of(streamed: &Range<GuestPhys>, block: GuestPhys, size: PageSize) -> Part {
     let end = block.block_end(size);
-    match stretch {
-        stretch if stretch.start <= block && end <= stretch.end => Part::Whole,
-        stretch if stretch.start < end && block < stretch.end => Part::Some,
+    match streamed {
+        streamed if streamed.start <= block && end <= streamed.end => Part::Whole,
+        streamed if streamed.start < end && block < streamed.end => Part::Some,
         _ => Part::None,
     }
 }

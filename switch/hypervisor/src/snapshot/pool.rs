@@ -51,7 +51,7 @@ impl FreeList {
 /// Longest wait of a writer in TSC ticks: less than a millisecond, for interrupts wait with the writer.
 const WAIT_MAX: u64 = 1 << 21;
 
-/// TSC ticks for which writers may find no page before the snapshot is given up: about a fifth of a second,
+/// TSC ticks for which writers may find no page before the snapshot becomes invalid: about a fifth of a second,
 /// for one waiting CPU or for all.
 pub const PATIENCE: u64 = 1 << 29;
 
@@ -94,15 +94,15 @@ mod tests {
     }
 
     #[test]
-    fn what_was_added_comes_back_once() {
+    fn added_pages_come_back_once() {
         let (mut memory, mut list) = (Memory::default(), FreeList::new());
         assert_eq!(list.pop(&mut memory), None);
         let page = |number: u64| HostPhys::new(0).saturating_add(number * PAGE_SIZE);
         (1..=3).for_each(|number| list.push(&mut memory, page(number)));
         assert_eq!(list.count(), 3);
         // The content of a page while it was in use does not matter.
-        let taken = [list.pop(&mut memory), list.pop(&mut memory)];
-        assert_eq!(taken, [Some(page(3)), Some(page(2))]);
+        let popped = [list.pop(&mut memory), list.pop(&mut memory)];
+        assert_eq!(popped, [Some(page(3)), Some(page(2))]);
         list.push(&mut memory, page(3));
         assert_eq!(
             [list.pop(&mut memory), list.pop(&mut memory), list.pop(&mut memory)],

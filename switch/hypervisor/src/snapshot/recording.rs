@@ -55,7 +55,7 @@ impl<F: Format<Address = GuestPhys>> Recording<F> {
 
     /// Returns true if the log has every write.
     pub(super) const fn is_complete(&self) -> bool {
-        self.log.is_whole()
+        self.log.is_complete()
     }
 
     /// Answers a nested fault of a CPU on the log's tables. An empty pool makes the log incomplete.
@@ -71,7 +71,7 @@ impl<F: Format<Address = GuestPhys>> Recording<F> {
             return outcome;
         }
         self.invalid = Code::SnapshotPool;
-        self.log.give_up();
+        self.log.invalidate();
         // Nothing is recorded from here on, so that no page is needed.
         self.log.fault(ledger, ranges, self.written, address, access)
     }
@@ -83,8 +83,8 @@ impl<F: Format<Address = GuestPhys>> Recording<F> {
 
     /// Makes the log incomplete, if it was complete.
     pub(super) const fn invalidate(&mut self, because: Code) {
-        if self.log.is_whole() {
-            self.log.give_up();
+        if self.log.is_complete() {
+            self.log.invalidate();
             self.invalid = because;
         }
     }

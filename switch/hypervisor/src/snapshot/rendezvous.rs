@@ -125,7 +125,7 @@ mod tests {
 
     /// The CPUs that came go on without the missing one, which cannot begin the work again later.
     #[test]
-    fn nobody_waits_for_ever() {
+    fn no_cpu_waits_for_ever() {
         let (rendezvous, work) = (Rendezvous::new(), AtomicU32::new(0));
         assert_eq!(meet(&rendezvous, CPUS - 1, 1000, &work), [false; CPUS as usize - 1]);
         assert_eq!(rendezvous.arrive(CPUS), Arrival::Late);

@@ -143,11 +143,11 @@ impl<F: Format<Address = GuestPhys>> Machine<F> {
     }
 
     /// Returns the content of a page at the instant.
-    pub fn taken(&mut self, page: usize) -> Option<Page> {
-        self.take(page).expect("a snapshot").map(|_| self.buffer[0].clone())
+    pub fn content(&mut self, page: usize) -> Option<Page> {
+        self.read(page).expect("a snapshot").map(|_| self.buffer[0].clone())
     }
 
-    fn take(&mut self, page: usize) -> Result<Option<u8>, Code> {
+    fn read(&mut self, page: usize) -> Result<Option<u8>, Code> {
         let entry = TakeEntry { frame_phys: phys(&self.memory[page]), to_phys: phys(&self.buffer[0]) };
         let mut list = TakeList { count: 1, ..TakeList::default() };
         list.entries[0] = entry;
@@ -158,15 +158,15 @@ impl<F: Format<Address = GuestPhys>> Machine<F> {
 
 fn what_was<F: Format<Address = GuestPhys>>() {
     let mut machine = Machine::<F>::new(64);
-    assert_eq!(machine.take(0), Err(Code::NoSnapshot));
+    assert_eq!(machine.read(0), Err(Code::NoSnapshot));
     assert_eq!(machine.begin(), Ok(()));
     assert_eq!(machine.begin(), Err(Code::SnapshotLive));
     machine.write(3, 0xEE);
     machine.write(3, 0xFF);
     assert_eq!((machine.live.status().copies, machine.live.status().exact), (1, 1));
     for page in 0..8 {
-        assert_eq!(machine.take(page), Ok(Some(page as u8 + 1)));
-        assert_eq!(machine.take(page), Ok(None), "only once");
+        assert_eq!(machine.read(page), Ok(Some(page as u8 + 1)));
+        assert_eq!(machine.read(page), Ok(None), "only once");
         machine.write(page, 0);
     }
     let status = machine.live.status();
@@ -174,7 +174,7 @@ fn what_was<F: Format<Address = GuestPhys>>() {
 }
 
 #[test]
-fn what_is_taken_is_what_was() {
+fn frames_are_read_as_they_were() {
     what_was::<AmdNested>();
     what_was::<IntelExtended>();
 }
@@ -186,7 +186,7 @@ fn a_pool_that_is_too_small_invalidates_the_snapshot() {
     assert_eq!(machine.begin(), Err(Code::SnapshotPool));
     let mut machine = Machine::<AmdNested>::new(2);
     assert_eq!(machine.begin(), Ok(()));
-    // The snapshot is not given up at once: the driver may be about to donate pages.
+    // The snapshot does not become invalid at once: the driver may be about to donate pages.
     for _ in 0..256 {
         machine.write(5, 6);
         assert_eq!(machine.live.status().exact, 1);
@@ -199,17 +199,17 @@ fn a_pool_that_is_too_small_invalidates_the_snapshot() {
     machine.live.ledger.set_starved(ago(2 * pool::PATIENCE), ago(0));
     machine.write(5, 1);
     assert_eq!(machine.live.status().exact, 0);
-    assert_eq!(machine.take(0), Err(Code::SnapshotPool));
+    assert_eq!(machine.read(0), Err(Code::SnapshotPool));
     machine.write(6, 1);
 }
 
 /// Memory that has been read can be donated. Memory cannot that is still to be read, or belongs to a target
 /// of a rollback.
 #[test]
-fn a_pool_grows_by_what_was_taken() {
+fn a_pool_grows_by_frames_that_were_read() {
     let mut machine = Machine::<AmdNested>::new(64);
     assert_eq!(machine.begin(), Ok(()));
-    assert_eq!(machine.take(0), Ok(Some(1)));
+    assert_eq!(machine.read(0), Ok(Some(1)));
     let free = machine.live.status().free_pages;
     let mut offer = list(&machine.memory[..2]);
     machine.live.donate(&mut offer);
@@ -217,8 +217,8 @@ fn a_pool_grows_by_what_was_taken() {
     assert_eq!(machine.live.status().free_pages, free + 1);
     // The page that came last goes first.
     machine.write(2, 0xEE);
-    assert_eq!(machine.take(2), Ok(Some(3)));
-    assert_eq!(machine.take(1), Ok(Some(2)));
+    assert_eq!(machine.read(2), Ok(Some(3)));
+    assert_eq!(machine.read(1), Ok(Some(2)));
     machine.live.target = Some(TARGET);
     machine.live.donate(&mut offer);
     assert_eq!(offer.count, 1);
@@ -243,7 +243,7 @@ fn a_pool_gives_half_of_what_is_free() {
 
 /// Its copies are of no use any more, and a write needs no page.
 #[test]
-fn a_snapshot_that_was_given_up_gives_all_of_its_pool() {
+fn an_invalid_snapshot_gives_all_of_its_pool() {
     let mut machine = Machine::<AmdNested>::new(64);
     assert_eq!(machine.begin(), Ok(()));
     (0..5).for_each(|page| machine.write(page, 0xEE));
@@ -266,7 +266,7 @@ fn a_snapshot_that_was_given_up_gives_all_of_its_pool() {
 
 /// Writers wait, and the reader is told to hurry.
 #[test]
-fn a_pool_that_runs_low_is_told_of() {
+fn a_pool_that_runs_low_makes_the_reader_hurry() {
     let mut machine = Machine::<AmdNested>::new(64);
     assert_eq!(machine.begin(), Ok(()));
     machine.write(2, 0);
@@ -277,15 +277,15 @@ fn a_pool_that_runs_low_is_told_of() {
     assert_eq!(
         (machine.live.status().hurries, machine.live.status().waits),
         (1, 0),
-        "who takes hurries first"
+        "the reader hurries first"
     );
     assert!(machine.live.throttle() > 0);
     assert_eq!(machine.live.status().waits, 1);
     machine.live.target = Some(TARGET);
-    assert_eq!(machine.live.throttle(), 0, "nobody takes it");
+    assert_eq!(machine.live.throttle(), 0, "no reader comes");
     machine.live.target = None;
     machine.live.invalidate(Code::SnapshotLost);
-    assert_eq!(machine.live.throttle(), 0, "nobody waits for nothing");
+    assert_eq!(machine.live.throttle(), 0, "no writer waits in vain");
     assert_eq!(machine.live.status().waits, 1);
 }
 
@@ -294,7 +294,7 @@ fn put_back<F: Format<Address = GuestPhys>>() {
     let mut machine = Machine::<F>::new(64);
     assert_eq!(machine.live.put_back(), Err(Code::NoSnapshot));
     assert_eq!(machine.begin(), Ok(()));
-    assert_eq!(machine.live.target().map(|_| ()), Err(Code::NoSnapshot), "it is to be taken");
+    assert_eq!(machine.live.target().map(|_| ()), Err(Code::NoSnapshot), "it is for a reader");
     let cpus: &[RestartCpu] = vec![RestartCpu { cpu: 3, ..RestartCpu::default() }].leak();
     machine.live.target = Some(Target { cpus, ..TARGET });
     assert_eq!(machine.live.target().map(|target| target.cpus), Ok(cpus));
@@ -309,14 +309,14 @@ fn put_back<F: Format<Address = GuestPhys>>() {
 }
 
 #[test]
-fn what_was_written_is_put_back() {
+fn written_pages_are_put_back() {
     put_back::<AmdNested>();
     put_back::<IntelExtended>();
 }
 
 /// Half of the machine put back would be worse than none of it.
 #[test]
-fn what_is_not_exact_is_not_put_back() {
+fn an_invalid_snapshot_is_not_put_back() {
     let mut machine = Machine::<AmdNested>::new(64);
     assert_eq!(machine.begin(), Ok(()));
     machine.write(2, 0xEE);
@@ -327,7 +327,7 @@ fn what_is_not_exact_is_not_put_back() {
 
 /// Persistent DMA memory is copied before any CPU writes.
 #[test]
-fn what_lasts_is_copied_at_the_instant() {
+fn persistent_dma_memory_is_copied_at_the_instant() {
     let mut machine = Machine::<AmdNested>::new(64);
     let mut piece: Box<free::Piece> = vec![0; MAP_BITS / 64].try_into().expect("the number of words");
     piece[..2].copy_from_slice(&[0b1001_0010, u64::MAX]);
@@ -339,9 +339,9 @@ fn what_lasts_is_copied_at_the_instant() {
     assert_eq!(machine.live.status().persistent_pages, 3);
     machine.memory.iter_mut().for_each(|page| page.0.fill(0xEE));
     for page in [1, 4, 7] {
-        assert_eq!(machine.take(page), Ok(Some(page as u8 + 1)));
+        assert_eq!(machine.read(page), Ok(Some(page as u8 + 1)));
     }
-    assert_eq!(machine.take(0), Ok(Some(0xEE)), "a device's write that nobody was told of");
+    assert_eq!(machine.read(0), Ok(Some(0xEE)), "a device's write, which no fault shows");
 }
 
 #[test]
@@ -349,5 +349,5 @@ fn a_cpu_that_left_invalidates_the_snapshot() {
     let mut machine = Machine::<IntelExtended>::new(64);
     assert_eq!(machine.begin(), Ok(()));
     machine.live.invalidate(Code::SnapshotLost);
-    assert_eq!(machine.take(0), Err(Code::SnapshotLost));
+    assert_eq!(machine.read(0), Err(Code::SnapshotLost));
 }

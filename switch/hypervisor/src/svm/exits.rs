@@ -60,7 +60,7 @@ pub unsafe extern "C" fn svm_exit(area: *mut Area) -> Next {
     let ticks = hardware.tsc().wrapping_sub(area.cpu.exit_tsc);
     publish::add_ticks(area, ticks);
     if next == Next::Leave {
-        run::return_extended_state(area);
+        run::restore_extended_state(area);
     }
     machine_check::finish(area, hardware, next)
 }
@@ -120,9 +120,9 @@ fn vmmcall(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
 fn msr_access(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     let registers = &area.cpu.gate.outward.registers;
     let index = registers[RCX] as u32;
-    if quick::is_question(area) {
+    if quick::asks_for_mode(area) {
         publish::count(area, ExitReason::MsrEfer);
-        return Answer::Value(quick::told_efer(area));
+        return Answer::Value(quick::efer_with_mode(area));
     }
     if area.control.exit_info1 == 0 {
         return msr::read(area, hardware, index);

@@ -134,7 +134,7 @@ pub fn settle(area: &mut Area, next: Next) {
     }
     if next == Next::Leave {
         area.own.enter_guest = 0;
-        take_shadow_off(area);
+        remove_shadow(area);
     }
 }
 
@@ -176,7 +176,7 @@ pub fn run(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
             // As if an interrupt had come: KVM takes interrupts, and comes again.
             Prepared::WaitOutside => return end_at_once(area, exit_code::INTR),
             // It writes where the snapshot's tables do not see it.
-            Prepared::Impossible => live::give_up(area, Code::SnapshotGuest),
+            Prepared::Impossible => live::invalidate(area, Code::SnapshotGuest),
         }
     }
     forget_block(area);
@@ -254,7 +254,7 @@ pub fn exited(area: &mut Area, hardware: &mut impl Hardware) -> Next {
             }
         }
     }
-    take_shadow_off(area);
+    remove_shadow(area);
     area.own.entry_state_valid = 0;
     back_from_guest(area);
     Next::Run
@@ -282,7 +282,7 @@ fn enter_again(area: &mut Area, qualification: u64) -> Next {
 }
 
 /// Gives KVM's block its own nested root back.
-fn take_shadow_off(area: &mut Area) {
+fn remove_shadow(area: &mut Area) {
     if area.own.around_guest & SHADOWED == 0 {
         return;
     }
@@ -404,7 +404,7 @@ pub fn leave(area: &mut Area, hardware: &mut impl Hardware) {
     if !has_svm(area) {
         return leave_without(area);
     }
-    take_shadow_off(area);
+    remove_shadow(area);
     forget_translations(area, hardware);
     let at_run = area.control.exit_code == super::vmcb::exit_code::VMRUN;
     let gif_is_clear = area.own.gif_is_clear != 0 || at_run;
@@ -420,7 +420,7 @@ pub fn leave(area: &mut Area, hardware: &mut impl Hardware) {
 #[inline]
 pub fn leave_without(area: &mut Area) {
     debug_assert!(!has_svm(area));
-    take_shadow_off(area);
+    remove_shadow(area);
     area.cpu.gate.outward.svm = 0;
 }
 
@@ -622,7 +622,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_driver_is_told_that_the_cpu_is_attached() {
+    fn only_the_driver_learns_that_the_cpu_is_attached() {
         use crate::quick::Quick;
         use crate::svm::quick::answer;
         const ATTACHED: u64 = mercury_abi::gate::EFER_ATTACHED;
@@ -644,7 +644,7 @@ mod tests {
     }
 
     #[test]
-    fn the_driver_is_told_on_the_long_way_as_well() {
+    fn the_driver_gets_the_mode_on_the_long_way_as_well() {
         const ATTACHED: u64 = mercury_abi::gate::EFER_ATTACHED;
         let mut host = Host::new();
         host.allow(0);

@@ -29,7 +29,7 @@ pub unsafe extern "C" fn quick_exit(area: *mut Area) -> Quick {
     let area = unsafe { &mut *area };
     let quick = answer(area, &mut Processor);
     if quick == Quick::Leave {
-        run::return_extended_state(area);
+        run::restore_extended_state(area);
     }
     quick
 }
@@ -43,8 +43,8 @@ pub(super) fn answer(area: &mut Area, hardware: &mut impl Hardware) -> Quick {
     if !is_plain(area) {
         return Quick::Slow;
     }
-    if is_question(area) {
-        return tell_mode(area);
+    if asks_for_mode(area) {
+        return answer_mode(area);
     }
     if !is_hypercall(area) {
         return Quick::Slow;
@@ -72,7 +72,7 @@ fn is_hypercall(area: &Area) -> bool {
 /// Returns true if the driver asks for the mode of this CPU: it reads EFER, with the hypercall's magic
 /// number in RSI.
 #[inline]
-pub(super) fn is_question(area: &Area) -> bool {
+pub(super) fn asks_for_mode(area: &Area) -> bool {
     let registers = &area.cpu.gate.outward.registers;
     area.control.exit_code == exit_code::MSR
         && area.control.exit_info1 == 0
@@ -82,14 +82,14 @@ pub(super) fn is_question(area: &Area) -> bool {
 
 /// Returns EFER as it is shown, with the bit that says that the CPU is attached.
 #[inline]
-pub(super) fn told_efer(area: &mut Area) -> u64 {
+pub(super) fn efer_with_mode(area: &mut Area) -> u64 {
     msr::shown_efer(area) | EFER_ATTACHED
 }
 
 #[inline]
-fn tell_mode(area: &mut Area) -> Quick {
+fn answer_mode(area: &mut Area) -> Quick {
     fault::in_quick_answer(area);
-    let value = told_efer(area);
+    let value = efer_with_mode(area);
     area.control.tlb_control = TLB_KEEP;
     area.cpu.gate.outward.registers[RDX] = value >> 32;
     finish(area, exits::MSR_LENGTH, value & 0xFFFF_FFFF);

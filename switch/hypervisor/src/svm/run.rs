@@ -382,7 +382,7 @@ mod switch {
 
 /// Saves the system's FS, GS, TR, LDTR and syscall MSRs to the control block and loads the
 /// hypervisor's.
-pub fn take_extended_state(area: &Area) {
+pub fn save_extended_state(area: &Area) {
     // SAFETY: EFER.SVME is set, and both addresses are those of this CPU's own pages. The hypervisor's code uses
     // none of the registers that change, but for TR, which becomes valid.
     unsafe {
@@ -392,7 +392,7 @@ pub fn take_extended_state(area: &Area) {
 }
 
 /// Gives the system its FS, GS, TR, LDTR and syscall MSRs back.
-pub fn return_extended_state(area: &Area) {
+pub fn restore_extended_state(area: &Area) {
     // SAFETY: as above; from here to the gate nothing may fault, for TR is the system's.
     unsafe { asm!("vmload rax", in("rax") area.cpu.control_phys, options(nostack, preserves_flags)) };
 }

@@ -434,9 +434,9 @@ mod tests {
         assert_eq!(host.translated(2), Some((frame, true)));
         assert_eq!(host.last(2) & bit::DIRTY, bit::DIRTY);
         host.machine.memory[5].0.fill(0xEE);
-        assert_eq!(host.machine.taken(5).expect("kept").0[..8], copied.to_le_bytes());
+        assert_eq!(host.machine.content(5).expect("kept").0[..8], copied.to_le_bytes());
         // KVM's table is as it was, too.
-        assert_eq!(host.machine.taken(LAST).expect("kept").0, [0; 4096]);
+        assert_eq!(host.machine.content(LAST).expect("kept").0, [0; 4096]);
     }
 
     #[test]
@@ -564,7 +564,7 @@ mod tests {
                 }
             }
             for (number, page) in before.iter().enumerate() {
-                let taken = host.machine.taken(number).expect("kept");
+                let taken = host.machine.content(number).expect("kept");
                 prop_assert!(taken.0 == page.0, "page {}", number);
             }
         }

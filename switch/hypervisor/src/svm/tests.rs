@@ -380,7 +380,7 @@ fn a_control_block_refused_later_lets_the_machine_run_on() {
 }
 
 #[test]
-fn a_block_that_the_refusal_spoilt_is_restored_and_recorded_as_it_was() {
+fn a_block_that_the_refusal_damaged_is_restored_and_recorded_as_it_was() {
     let mut cpu = Attached::new();
     let rip = cpu.area.control.rip;
     assert_eq!(hypercall(&mut cpu, Hypercall::Ping as u64), Next::Run);

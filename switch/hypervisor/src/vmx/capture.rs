@@ -385,7 +385,7 @@ pub fn leave_vmx(area: &mut Area, hardware: &mut impl Hardware) {
     hardware.vmxoff(area.cpu.control_phys);
 }
 
-/// Notes TR and LDTR for [`super::run::return_extended_state`]. TR is mostly what it was at the attach,
+/// Notes TR and LDTR for [`super::run::restore_extended_state`]. TR is mostly what it was at the attach,
 /// where its descriptor was made.
 #[inline]
 fn note_system_segments(area: &mut Area, hardware: &mut impl Hardware) {

@@ -58,7 +58,7 @@ pub unsafe extern "C" fn vmx_exit(area: *mut Area) -> Next {
     let ticks = hardware.tsc().wrapping_sub(area.cpu.exit_tsc);
     publish::add_ticks(area, ticks);
     if next == Next::Leave {
-        run::return_extended_state(area);
+        run::restore_extended_state(area);
     }
     machine_check::finish(area, hardware, next)
 }

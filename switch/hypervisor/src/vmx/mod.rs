@@ -234,13 +234,13 @@ impl Vendor for Vmx {
     }
 
     #[inline(always)]
-    fn take_extended_state(area: &mut Area) {
-        run::take_extended_state(area);
+    fn save_extended_state(area: &mut Area) {
+        run::save_extended_state(area);
     }
 
     #[inline(always)]
-    fn return_extended_state(area: &mut Area) {
-        run::return_extended_state(area);
+    fn restore_extended_state(area: &mut Area) {
+        run::restore_extended_state(area);
     }
 
     #[inline(always)]

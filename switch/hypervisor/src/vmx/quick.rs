@@ -30,7 +30,7 @@ pub unsafe extern "C" fn quick_exit(area: *mut Area) -> Quick {
     let area = unsafe { &mut *area };
     let quick = answer(area, &mut Processor);
     if quick == Quick::Leave {
-        run::return_extended_state(area);
+        run::restore_extended_state(area);
     }
     quick
 }

@@ -481,7 +481,7 @@ pub fn resume_at(rip: u64) -> u64 {
 }
 
 /// Loads the hypervisor's task state, on a native CPU: exits load it by themselves.
-pub fn take_extended_state(area: &mut Area) {
+pub fn save_extended_state(area: &mut Area) {
     area.cpu.gdt.release_task_state();
     // SAFETY: the hypervisor's GDT is in GDTR, it can be written, and the segment was just marked available.
     unsafe { vmx::ltr(HOST_TR) };
@@ -490,7 +490,7 @@ pub fn take_extended_state(area: &mut Area) {
 /// Gives the system its TR and LDTR, from descriptors made of the processor's own values: the system's GDT
 /// cannot be written and says that TR is busy (HARDWARE I-11). From here to the gate nothing may fault, for
 /// interrupt stacks are the system's.
-pub fn return_extended_state(area: &mut Area) {
+pub fn restore_extended_state(area: &mut Area) {
     let (tr, ldtr) = (area.own.tr.selector, area.own.ldtr.selector);
     let has_tr = area.host.release(tr);
     let base_virt = core::ptr::from_ref(&area.host).expose_provenance() as u64;
