@@ -99,16 +99,16 @@ static void queue_list(const struct virtqueue *queue, struct scatterlist *list, 
 
 	for (left = count; entry && left; left--, entry = sg_next(entry))
 		touch(mercury_dma_queued(queue, entry), entry->length, DMA_FROM_DEVICE);
-	if (mercury_log_is_on())
-		mercury_log_queue(queue, list, count);
+	if (mercury_dma_log_is_on())
+		mercury_dma_log_queue(queue, list, count);
 }
 
 /* A buffer that a device has until it is taken back. */
 static void give(void *start, size_t length, u32 direction)
 {
 	touch(start, length, direction);
-	if (mercury_log_is_on() && is_written(direction))
-		mercury_log_give(start, length);
+	if (mercury_dma_log_is_on() && is_written(direction))
+		mercury_dma_log_give(start, length);
 }
 
 static void give_list(struct scatterlist *list, unsigned int count, u32 direction)
@@ -122,15 +122,15 @@ static void take_back(void *start, size_t length, u32 direction)
 {
 	unsigned long page = (unsigned long)start & PAGE_MASK;
 
-	if (!mercury_log_is_on() || !virt_addr_valid(start) || !length)
+	if (!mercury_dma_log_is_on() || !virt_addr_valid(start) || !length)
 		return;
 	if (is_written(direction)) {
-		mercury_log_note(start, length, true);
+		mercury_dma_log_note(start, length, true);
 		return;
 	}
 	for (; page < (unsigned long)start + length; page += PAGE_SIZE)
 		if (!is_data(virt_to_page((void *)page)))
-			mercury_log_note((void *)page, PAGE_SIZE, false);
+			mercury_dma_log_note((void *)page, PAGE_SIZE, false);
 }
 
 /*
@@ -205,8 +205,8 @@ static void before_sync_single(const struct pt_regs *regs)
 /* dma_sync_single_for_cpu(device, address, size, direction): the device keeps it. */
 static void before_look_at_single(const struct pt_regs *regs)
 {
-	if (mercury_log_is_on() && is_written(regs->cx))
-		mercury_log_note(memory_of((struct device *)regs->di, regs->si), regs->dx, false);
+	if (mercury_dma_log_is_on() && is_written(regs->cx))
+		mercury_dma_log_note(memory_of((struct device *)regs->di, regs->si), regs->dx, false);
 }
 
 /* dma_sync_sg_for_cpu(device, list, count, direction) */
@@ -215,10 +215,10 @@ static void before_look_at_sg(const struct pt_regs *regs)
 	struct scatterlist *list = (void *)regs->si;
 	unsigned int count = regs->dx;
 
-	if (!mercury_log_is_on() || !is_written(regs->cx))
+	if (!mercury_dma_log_is_on() || !is_written(regs->cx))
 		return;
 	for (; list && count; count--, list = sg_next(list))
-		mercury_log_note(sg_virt(list), list->length, false);
+		mercury_dma_log_note(sg_virt(list), list->length, false);
 }
 
 /* balloon_page_enqueue(balloon, page): the host takes it, whatever was there. */
@@ -290,7 +290,7 @@ static void notrace entered(unsigned long ip, unsigned long parent, struct ftrac
 	const struct pt_regs *regs = ftrace_get_regs(fregs);
 	unsigned int i;
 
-	if (!READ_ONCE(armed) && !mercury_log_is_on())
+	if (!READ_ONCE(armed) && !mercury_dma_log_is_on())
 		return;
 	for (i = 0; regs && i < ARRAY_SIZE(entries); i++) {
 		if (entries[i].address == ip) {

@@ -677,7 +677,7 @@ static u32 allocate_log(void)
 	    walk_iomem_res_desc(IORES_DESC_NONE, IORESOURCE_SYSTEM_RAM | IORESOURCE_BUSY, 0, -1, NULL,
 				allocate_log_piece) > 0)
 		return MERCURY_CODE_NO_CONTIGUOUS_MEMORY;
-	return mercury_log_start(snapshot.written, snapshot.free_count);
+	return mercury_dma_log_start(snapshot.written, snapshot.free_count);
 }
 
 static u32 allocate(const struct mercury_snapshot_request *request)
@@ -737,7 +737,7 @@ void mercury_snapshot_end(void)
 		return;
 	mercury_rollback_disarm();
 	leave_pool_alone();
-	mercury_log_stop();
+	mercury_dma_log_stop();
 	if ((snapshot.live || snapshot.logging) && !snapshot.restored) {
 		cpus_read_lock();
 		mercury_on_cpus(cpu_online_mask, leave_cpu);
@@ -747,7 +747,7 @@ void mercury_snapshot_end(void)
 		call(MERCURY_SNAPSHOT_CALL_END, NULL);
 	mercury_rollback_end();
 	mercury_dma_unwatch();
-	mercury_log_free();
+	mercury_dma_log_free();
 	mercury_unmap_memory();
 	mercury_states_free();
 	free_pieces();
@@ -1053,7 +1053,7 @@ static int enter(void *unused)
 			cpu_relax();
 		WRITE_ONCE(snapshot.past, true);
 		/* Before the CPUs are saved: a machine that arrives elsewhere has not its maps. */
-		mercury_log_stop();
+		mercury_dma_log_stop();
 		is_done(SEARCHED);
 		WRITE_ONCE(snapshot.ready, true);
 	}
@@ -1587,7 +1587,7 @@ static void look_at_frame(phys_addr_t frame, void *to, phys_addr_t *free_end)
 	if (frame >= *free_end) {
 		if (!copy_from_kernel_nofault(to, __va(frame), PAGE_SIZE))
 			return;
-		mercury_log_written(PHYS_PFN(frame));
+		mercury_dma_log_written(PHYS_PFN(frame));
 	}
 	memset(to, 0, PAGE_SIZE);
 }
@@ -1655,7 +1655,7 @@ u32 mercury_snapshot_log_begin(void)
 
 	if (!snapshot.written || snapshot.live || snapshot.logging)
 		return MERCURY_CODE_NO_SNAPSHOT;
-	code = mercury_log_carry_over();
+	code = mercury_dma_log_carry_over();
 	if (code != MERCURY_CODE_OK)
 		return code;
 	setup->memory_virt = (u64)snapshot.memory;
@@ -1705,7 +1705,7 @@ static unsigned long collect_lasting(void)
  */
 u32 mercury_snapshot_log_collect(struct mercury_log_request *request)
 {
-	struct mercury_log_collect *collect = (void *)snapshot.take;
+	struct mercury_dma_log_collect *collect = (void *)snapshot.take;
 	unsigned long at;
 	u32 code;
 
@@ -1723,7 +1723,7 @@ u32 mercury_snapshot_log_collect(struct mercury_log_request *request)
 	/* After the instant they run on the snapshot's tables. */
 	if (code == MERCURY_CODE_OK && !snapshot.live)
 		code = enter_log_everywhere();
-	request->device_pages = mercury_log_collect(snapshot.collected);
+	request->device_pages = mercury_dma_log_collect(snapshot.collected);
 	if (snapshot.live)
 		request->device_pages += collect_lasting();
 	request->pages = collect->pages + request->device_pages;

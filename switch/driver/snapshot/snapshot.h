@@ -5,7 +5,7 @@
  *	snapshot.c	snapshots of memory, and the instant of one
  *	rollback.c	putting the machine back to a snapshot that is kept
  *	dma.c		DMA writes, which bypass the nested tables
- *	log.c		DMA writes while a dirty log is kept
+ *	dma_log.c	DMA writes while a dirty log is kept
  *	disk.c		the dirty log of a disk
  *	fence.c		a packet filter that closes at the instant
  *	nonces.c	encryption whose counters must not run twice
@@ -102,17 +102,17 @@ struct scatterlist;
 struct virtqueue;
 void *mercury_dma_queued(const struct virtqueue *queue, struct scatterlist *entry);
 
-/* log.c */
-u32 mercury_log_start(unsigned long **written, unsigned long count);
-void mercury_log_stop(void);
-void mercury_log_free(void);
-bool mercury_log_is_on(void);
-void mercury_log_give(const void *start, size_t length);
-void mercury_log_written(unsigned long pfn);
-void mercury_log_note(const void *start, size_t length, bool returned);
-void mercury_log_queue(const struct virtqueue *virtqueue, struct scatterlist *list, unsigned int count);
-u32 mercury_log_carry_over(void);
-unsigned long mercury_log_collect(unsigned long **to);
+/* dma_log.c */
+u32 mercury_dma_log_start(unsigned long **written, unsigned long count);
+void mercury_dma_log_stop(void);
+void mercury_dma_log_free(void);
+bool mercury_dma_log_is_on(void);
+void mercury_dma_log_give(const void *start, size_t length);
+void mercury_dma_log_written(unsigned long pfn);
+void mercury_dma_log_note(const void *start, size_t length, bool returned);
+void mercury_dma_log_queue(const struct virtqueue *virtqueue, struct scatterlist *list, unsigned int count);
+u32 mercury_dma_log_carry_over(void);
+unsigned long mercury_dma_log_collect(unsigned long **to);
 
 /* disk.c: under mercury.lock */
 int mercury_disk_log(struct mercury_disk_log_request *request);

@@ -58,9 +58,9 @@ static DEFINE_RAW_SPINLOCK(queues_lock);
 /* It is full: such a page is in every collection. */
 #define HELD_MAX	U8_MAX
 
-bool mercury_log_is_on(void)
+bool mercury_dma_log_is_on(void)
 {
-	/* Pairs with mercury_log_start(). */
+	/* Pairs with mercury_dma_log_start(). */
 	return smp_load_acquire(&devices.on);
 }
 
@@ -73,9 +73,9 @@ static void note(unsigned long pfn)
 }
 
 /* This page is in the next collection, whoever wrote to it. */
-void mercury_log_written(unsigned long pfn)
+void mercury_dma_log_written(unsigned long pfn)
 {
-	if (mercury_log_is_on())
+	if (mercury_dma_log_is_on())
 		note(pfn);
 }
 
@@ -101,7 +101,7 @@ static unsigned long pages_of(const void *start, size_t length)
 }
 
 /* A device may write to these pages from here on. */
-void mercury_log_give(const void *start, size_t length)
+void mercury_dma_log_give(const void *start, size_t length)
 {
 	unsigned long pfn, end;
 
@@ -113,7 +113,7 @@ void mercury_log_give(const void *start, size_t length)
 }
 
 /* It may have until now; and if it does not have them any more, it is noted first. */
-void mercury_log_note(const void *start, size_t length, bool returned)
+void mercury_dma_log_note(const void *start, size_t length, bool returned)
 {
 	unsigned long pfn, end;
 
@@ -187,7 +187,7 @@ static void look_whether_empty(struct queue *queue)
 }
 
 /* Buffers are about to be added to a queue for a device to write to. */
-void mercury_log_queue(const struct virtqueue *virtqueue, struct scatterlist *list, unsigned int count)
+void mercury_dma_log_queue(const struct virtqueue *virtqueue, struct scatterlist *list, unsigned int count)
 {
 	struct queue *queue;
 	unsigned long flags;
@@ -305,7 +305,7 @@ static int carry_over_children(struct device *device, void *rings)
 }
 
 /* Before the first frame is read. Devices on other buses than these use the DMA API. */
-u32 mercury_log_carry_over(void)
+u32 mercury_dma_log_carry_over(void)
 {
 	struct rings rings = {
 		.table = symbol_get(virtqueue_get_desc_addr),
@@ -344,7 +344,7 @@ static unsigned long put_queues(unsigned long **to)
 }
 
 /* Puts what devices have into a collection; how many pages were not there. */
-unsigned long mercury_log_collect(unsigned long **to)
+unsigned long mercury_dma_log_collect(unsigned long **to)
 {
 	unsigned long added = put_queues(to), at, i;
 
@@ -367,7 +367,7 @@ unsigned long mercury_log_collect(unsigned long **to)
 }
 
 /* Notes from here on, in a map that has a piece wherever there is memory. */
-u32 mercury_log_start(unsigned long **written, unsigned long count)
+u32 mercury_dma_log_start(unsigned long **written, unsigned long count)
 {
 	unsigned long at;
 
@@ -383,19 +383,19 @@ u32 mercury_log_start(unsigned long **written, unsigned long count)
 		if (written[at] && !devices.held[at])
 			return MERCURY_CODE_NO_MEMORY;
 	}
-	/* Pairs with mercury_log_is_on(): whoever sees it on sees its maps. */
+	/* Pairs with mercury_dma_log_is_on(): whoever sees it on sees its maps. */
 	smp_store_release(&devices.on, true);
 	return MERCURY_CODE_OK;
 }
 
 /* Before the watch on DMA ends. */
-void mercury_log_stop(void)
+void mercury_dma_log_stop(void)
 {
 	WRITE_ONCE(devices.on, false);
 }
 
 /* After it has ended: nobody notes anything any more. */
-void mercury_log_free(void)
+void mercury_dma_log_free(void)
 {
 	unsigned long at;
 
