@@ -319,8 +319,8 @@ static int run_status(union request *request, struct mercury_outcome *outcome)
 }
 
 /*
- * Returns true if lockdown forbids the snapshot: user space reads one that is not kept, and is told so before
- * the machine stands still for it.
+ * Returns true if lockdown forbids the snapshot: user space reads one that is not kept, and is told so
+ * before the machine stands still for it.
  */
 static bool is_forbidden(const struct mercury_snapshot_request *request)
 {
@@ -341,9 +341,9 @@ static int run_snapshot_begin(union request *request, struct mercury_outcome *ou
 	return mercury_snapshot_begin(&request->snapshot, outcome);
 }
 
-static int run_snapshot_take(union request *request, struct mercury_outcome *outcome)
+static int run_snapshot_read(union request *request, struct mercury_outcome *outcome)
 {
-	return mercury_snapshot_take(&request->take);
+	return mercury_snapshot_read(&request->take);
 }
 
 static int run_snapshot_end(union request *request, struct mercury_outcome *outcome)
@@ -378,9 +378,9 @@ static int run_restore_load(union request *request, struct mercury_outcome *outc
 	return mercury_restore_load(&request->load_frames, outcome);
 }
 
-static int run_snapshot_look(union request *request, struct mercury_outcome *outcome)
+static int run_snapshot_read_present(union request *request, struct mercury_outcome *outcome)
 {
-	return mercury_snapshot_look_at(&request->take);
+	return mercury_snapshot_read_present(&request->take);
 }
 
 static int run_log_begin(union request *request, struct mercury_outcome *outcome)
@@ -438,14 +438,14 @@ static const struct operation operations[] = {
 	{ MERCURY_IOC_MEASURE, false, OUTCOME(measure), NONE, run_measure },
 	{ MERCURY_IOC_SNAPSHOT_PREPARE, false, OUTCOME(snapshot), NONE, run_snapshot_prepare },
 	{ MERCURY_IOC_SNAPSHOT_BEGIN, false, OUTCOME(snapshot), NONE, run_snapshot_begin },
-	{ MERCURY_IOC_SNAPSHOT_TAKE, false, OUTCOME(snapshot_take), READS, run_snapshot_take },
+	{ MERCURY_IOC_SNAPSHOT_TAKE, false, OUTCOME(snapshot_take), READS, run_snapshot_read },
 	{ MERCURY_IOC_SNAPSHOT_END, false, OUTCOME(snapshot), NONE, run_snapshot_end },
 	{ MERCURY_IOC_SNAPSHOT_MACHINE, false, OUTCOME(restart), READS, run_snapshot_machine },
 	{ MERCURY_IOC_ROLLBACK, false, OUTCOME(snapshot), NONE, run_rollback },
 	{ MERCURY_IOC_FENCE, false, OUTCOME(fence), NONE, run_fence },
 	{ MERCURY_IOC_RESTORE_BEGIN, false, OUTCOME(restart), WRITES, run_restore_begin },
 	{ MERCURY_IOC_RESTORE_LOAD, false, OUTCOME(load_frames), WRITES, run_restore_load },
-	{ MERCURY_IOC_SNAPSHOT_LOOK, false, OUTCOME(snapshot_take), READS, run_snapshot_look },
+	{ MERCURY_IOC_SNAPSHOT_LOOK, false, OUTCOME(snapshot_take), READS, run_snapshot_read_present },
 	{ MERCURY_IOC_LOG_BEGIN, false, OUTCOME(log), NONE, run_log_begin },
 	{ MERCURY_IOC_LOG_COLLECT, false, OUTCOME(log), NONE, run_log_collect },
 	{ MERCURY_IOC_DISK_LOG, false, OUTCOME(disk_log), NONE, run_disk_log },

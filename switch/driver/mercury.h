@@ -3,11 +3,12 @@
  * The driver has two halves.
  *
  *	attach/		loads the hypervisor, attaches CPUs to it and detaches them
- *	snapshot/	snapshots of memory, and all that stands on them: rollback to restore
+ *	snapshot/	snapshots of memory, and all that stands on them
  *
  * snapshot/ calls attach/. attach/ calls snapshot/ through struct mercury_hooks only (attach/attach.h).
- * main.c starts and ends the module; device.c is /dev/mercury: open, ioctl, mmap. Both are above the halves.
- * This file holds what all of them share. attach/attach.h and snapshot/snapshot.h list the files of each half.
+ * main.c starts and ends the module; device.c is /dev/mercury: open, ioctl, mmap. Both are above the
+ * halves. This file holds what all of them share. attach/attach.h and snapshot/snapshot.h list the files of
+ * each half.
  *
  * Locks: mercury.lock orders requests. A request that changes state, wanted or memory also holds the CPU
  * hotplug lock for reading. Hotplug callbacks hold that lock for writing, so they may read these fields.

@@ -9,8 +9,8 @@
  * The block layer's tracepoints say both, of all disks that have requests: of the whole disk, whatever part
  * of it is written to. Of what has none (device mapper, RAID, NVMe with several paths) there is no log.
  *
- * Commands that somebody gives a disk himself, past all that (SG_IO, NVMe's passthrough), may write anywhere,
- * if they do not read: all chunks are noted then.
+ * Commands that somebody gives a disk himself, past all that (SG_IO, NVMe's passthrough), may write
+ * anywhere, if they do not read: all chunks are noted then.
  */
 #include <linux/bitmap.h>
 #include <linux/blk-mq.h>

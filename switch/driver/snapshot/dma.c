@@ -145,7 +145,7 @@ static void mark(void *start, size_t length)
 		return;
 	for (; at < (unsigned long)start + length; at += PAGE_SIZE) {
 		if (!is_data(virt_to_page((void *)at)))
-			mercury_snapshot_mark(__pa(at));
+			mercury_scan_mark(__pa(at));
 	}
 }
 
@@ -431,7 +431,7 @@ unsigned long mercury_dma_stretch(struct page *page, unsigned long most, enum me
 		return 1UL << order;
 	}
 	if (is_lasting(page))
-		*use = MERCURY_PAGE_LASTING;
+		*use = MERCURY_PAGE_PERSISTENT;
 	return 1;
 }
 

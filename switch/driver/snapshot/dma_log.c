@@ -4,11 +4,11 @@
  * its tables. So a page is noted when it is taken back from a device, and when the CPU is to look at it; and
  * it is in each collection for as long as a device has it.
  *
- * Of virtio's buffers, where the DMA API has no part in them, nothing says when they are taken back. They are
- * carried from one collection to the next until their queue is seen empty. Of a queue that never is, the last
- * ones are known; older pages stay for good, but for those that are the kernel's own and nothing else's: at
- * the instant all of these are taken to be written (dma.c), and no other one can have come of such a page
- * while a device had it.
+ * Of virtio's buffers, where the DMA API has no part in them, nothing says when they are taken back. They
+ * are carried from one collection to the next until their queue is seen empty. Of a queue that never is,
+ * the last ones are known; older pages stay for good, but for those that are the kernel's own and nothing
+ * else's: at the instant all of these are taken to be written (dma.c), and no other one can have come of
+ * such a page while a device had it.
  *
  * What a device got before the log began is noted when it comes back. What has not come back at the instant
  * is the kernel's own, or was taken from the device when that was stopped. Virtio's buffers are not seen to
@@ -214,9 +214,10 @@ void mercury_dma_log_queue(const struct virtqueue *virtqueue, struct scatterlist
 }
 
 /*
- * What virtio's devices had before the watch: all that a queue's table of descriptors names for writing. What
- * is out is there, for an entry stays as it is until its buffer has come back. So may be what has come back
- * long ago: that is read for nothing, until the queue is seen empty. What is added meanwhile is seen anyway.
+ * What virtio's devices had before the watch: all that a queue's table of descriptors names for writing.
+ * What is out is there, for an entry stays as it is until its buffer has come back. So may be what has come
+ * back long ago: that is read for nothing, until the queue is seen empty. What is added meanwhile is seen
+ * anyway.
  */
 struct rings {
 	typeof(virtqueue_get_desc_addr) *table;

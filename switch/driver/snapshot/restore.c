@@ -8,8 +8,9 @@
  * more. All that the landing needs lies there too. Nothing is lost before the landing: to give up is to
  * close the device.
  *
- * A machine that comes while it still runs elsewhere comes in rounds, and a frame may come again. Then it has
- * one place from the first time on, and none waits at the home of zeros, which may be something else later.
+ * A machine that comes while it still runs elsewhere comes in rounds, and a frame may come again. Then it
+ * has one place from the first time on, and none waits at the home of zeros, which may be something else
+ * later.
  */
 #define pr_fmt(fmt) "mercury: " fmt
 
@@ -387,13 +388,9 @@ static int slot_of(u32 apic_id)
 
 static u32 check_machine(const struct mercury_restart_request *request, struct mercury_outcome *outcome)
 {
-	u64 flags = 0;
+	u64 flags = mercury_machine_modes();
 	int cpu;
 
-	if (native_read_cr4() & X86_CR4_LA57)
-		flags |= MERCURY_RESTART_FIVE_LEVEL;
-	if (mercury_x2apic())
-		flags |= MERCURY_RESTART_X2APIC;
 	if ((request->flags & ~MERCURY_RESTART_AGAIN) != flags) {
 		outcome->detail[0] = request->flags;
 		outcome->detail[1] = flags;
@@ -446,7 +443,9 @@ static u32 add_window(phys_addr_t start, phys_addr_t end)
 
 	if (start >= end)
 		return MERCURY_CODE_OK;
-	/* What begins at no large page is mapped in small ones, all of it: up to one it is another window. */
+	/*
+	 * What begins at no large page is mapped in small ones, all of it: up to one it is another window.
+	 */
 	if (start < large && large < end) {
 		code = add_window(start, large);
 		return code == MERCURY_CODE_OK ? add_window(large, end) : code;

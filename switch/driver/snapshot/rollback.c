@@ -113,15 +113,9 @@ void mercury_rollback_read(u64 message[16])
 	memcpy(message, note->message, sizeof(note->message));
 }
 
-static __always_inline u32 call(u64 what, u64 argument)
-{
-	u64 unused;
-
-	return mercury_hypercall(MERCURY_HYPERCALL_SNAPSHOT, what, argument, &unused);
-}
-
 /*
- * Puts the machine back to its snapshot; returns only if there is none, or it cannot be done. In any context.
+ * Puts the machine back to its snapshot; returns only if there is none, or it cannot be done. In any
+ * context.
  */
 u32 mercury_rollback(u32 reason, const char *message)
 {
@@ -135,7 +129,7 @@ u32 mercury_rollback(u32 reason, const char *message)
 	if (message)
 		strscpy(note->message, message, sizeof(note->message));
 	local_irq_save(flags);
-	code = call(MERCURY_SNAPSHOT_CALL_ROLLBACK, reason);
+	code = mercury_snapshot_call(MERCURY_SNAPSHOT_CALL_ROLLBACK, (void *)(unsigned long)reason);
 	local_irq_restore(flags);
 	return code;
 }
@@ -158,6 +152,6 @@ noinstr bool mercury_rollback_waits(void)
 	if (!exact)
 		return false;
 	if (crash_kernel)
-		call(MERCURY_SNAPSHOT_CALL_ROLLBACK, MERCURY_ROLLBACK_REASON_STOP);
-	return !crash_kernel && call(MERCURY_SNAPSHOT_CALL_HOLD, 0) == MERCURY_CODE_OK;
+		mercury_snapshot_call(MERCURY_SNAPSHOT_CALL_ROLLBACK, (void *)MERCURY_ROLLBACK_REASON_STOP);
+	return !crash_kernel && mercury_snapshot_call(MERCURY_SNAPSHOT_CALL_HOLD, NULL) == MERCURY_CODE_OK;
 }

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/* Arithmetic on page frames, see frames.h. */
+#include <linux/bitmap.h>
+#include <linux/minmax.h>
+#include <linux/pfn.h>
+#include <asm/page.h>
+
+#include "../mercury_abi.h"
+#include "frames.h"
+
+/*
+ * Returns the number of a page among those of all ranges, which ascend and do not overlap, or -1.
+ * `numbers` has the number of the first page of each range.
+ */
+s64 mercury_frames_number(const struct mercury_owned_range *ranges, const u64 *numbers, unsigned int count,
+			  u64 phys)
+{
+	unsigned int first = 0, last = count;
+
+	while (first < last) {
+		unsigned int middle = (first + last) / 2;
+		const struct mercury_owned_range *range = &ranges[middle];
+
+		if (phys < range->start_phys)
+			last = middle;
+		else if (phys >= range->start_phys + range->pages * PAGE_SIZE)
+			first = middle + 1;
+		else
+			return numbers[middle] + (phys - range->start_phys) / PAGE_SIZE;
+	}
+	return -1;
+}
+
+/*
+ * Calls keep() for each part of a range that lies in no hole, some of which may be empty. Holes are ordered
+ * by their start, and may overlap. Returns the first code that is not MERCURY_CODE_OK.
+ */
+u32 mercury_frames_without(u64 start, u64 end, const struct mercury_owned_range *holes, unsigned int count,
+			   u32 (*keep)(u64 start, u64 end))
+{
+	unsigned int i;
+	u32 code;
+
+	if (start >= end)
+		return MERCURY_CODE_OK;
+	for (i = 0; i < count && start < end; i++) {
+		u64 hole = holes[i].start_phys, hole_end = hole + holes[i].pages * PAGE_SIZE;
+
+		if (hole_end <= start || hole >= end)
+			continue;
+		code = keep(start, hole);
+		if (code != MERCURY_CODE_OK)
+			return code;
+		start = hole_end;
+	}
+	return keep(start, end);
+}
+
+/*
+ * Returns the next number from `pfn` on that was written, or that of the next piece if there is none in
+ * this.
+ */
+static unsigned long next_written(const struct mercury_wanted *wanted, unsigned long pfn)
+{
+	unsigned long at = pfn / MERCURY_MAP_BITS, bit = MERCURY_MAP_BITS;
+
+	if (at < wanted->count && wanted->collected[at])
+		bit = find_next_bit(wanted->collected[at], MERCURY_MAP_BITS, pfn % MERCURY_MAP_BITS);
+	return at * MERCURY_MAP_BITS + bit;
+}
+
+static bool is_free(const struct mercury_wanted *wanted, unsigned long pfn)
+{
+	return wanted->free && test_bit(pfn % MERCURY_MAP_BITS, wanted->free[pfn / MERCURY_MAP_BITS]);
+}
+
+/* Returns the first wanted frame at or after this one, or `end` if none lies before it. */
+u64 mercury_frames_next(const struct mercury_wanted *wanted, u64 frame, u64 end)
+{
+	unsigned long pfn = PHYS_PFN(frame), last = PHYS_PFN(end);
+
+	while (pfn < last) {
+		if (wanted->collected) {
+			unsigned long next = next_written(wanted, pfn);
+			bool is_other_piece = next / MERCURY_MAP_BITS != pfn / MERCURY_MAP_BITS;
+
+			pfn = next;
+			if (is_other_piece)
+				continue;
+		}
+		if (!is_free(wanted, pfn))
+			break;
+		pfn++;
+	}
+	return min_t(u64, PFN_PHYS(pfn), end);
+}
