@@ -6,7 +6,9 @@
 //! fingerprint.
 
 use super::{
-    claims, fat, layers,
+    claims,
+    file_systems::Kind,
+    layers,
     patient::{self, Disk},
     reachable,
 };
@@ -114,7 +116,8 @@ fn composed_of_several(line: &str, sysroot: &Sysroot) -> Option<(String, String)
     let known = sysroot.text("proc/filesystems").unwrap_or_default();
     // File systems without a disk have a word before their name in this list.
     let wants_disk = known.lines().any(|line| line.strip_prefix('\t') == Some(kind));
-    (wants_disk && number.starts_with("0:") && kind != "btrfs").then(|| (kind.to_owned(), unescaped(at)))
+    (wants_disk && number.starts_with("0:") && !has_own_numbers(kind))
+        .then(|| (kind.to_owned(), unescaped(at)))
 }
 
 /// Lists all file systems on disks. Refuses a machine with others that cannot be frozen, because
@@ -142,7 +145,8 @@ pub fn all(sysroot: &Sysroot) -> Result<Vec<Mounted>> {
 #[must_use]
 pub fn to_be_compared(mounts: &[Mounted], sysroot: &Sysroot) -> Vec<Mounted> {
     // btrfs may use more devices than the mounted one.
-    let stays = |mount: &&Mounted| mount.kind == "btrfs" || !reachable::goes_along(&mount.device, sysroot);
+    let stays =
+        |mount: &&Mounted| has_own_numbers(&mount.kind) || !reachable::goes_along(&mount.device, sysroot);
     mounts.iter().filter(stays).cloned().collect()
 }
 
@@ -236,7 +240,7 @@ fn mount(line: &str) -> Option<Mounted> {
     let (number, at) = (front.get(2)?, front.get(4)?);
     let (kind, device, options) = (back.first()?, back.get(1)?, back.get(2)?);
     // btrfs has numbers of its own, although it is on a device.
-    let on_disk = !number.starts_with("0:") || (*kind == "btrfs" && device.starts_with("/dev/"));
+    let on_disk = !number.starts_with("0:") || (has_own_numbers(kind) && device.starts_with("/dev/"));
     let writable = options.split(',').any(|option| option == "rw");
     on_disk.then(|| Mounted {
         number: (*number).to_owned(),
@@ -281,12 +285,6 @@ struct Root {
     is_lazy: bool,
 }
 
-/// Returns true for types whose fingerprint may stay unchanged for a while after a write: XFS and
-/// btrfs record the time of an overwritten file late. ext4 writes its superblock with every thaw.
-fn is_lazy(kind: &str) -> bool {
-    matches!(kind, "xfs" | "btrfs")
-}
-
 impl Still {
     /// Freezes the writable file systems, in reverse order of mounting; the undo process thaws them
     /// if this process does not.
@@ -318,7 +316,10 @@ impl Still {
                 }
                 result => {
                     result.map_err(named)?;
-                    still.held.push(Root { folder: file, is_lazy: is_lazy(&mount.kind) });
+                    still.held.push(Root {
+                        folder: file,
+                        is_lazy: Kind::of(&mount.kind).is_some_and(Kind::is_lazy),
+                    });
                 }
             }
         }
@@ -330,7 +331,7 @@ impl Still {
 /// device. Volumes of btrfs have numbers of their own.
 fn is_covered(mount: &Mounted, found: u64) -> bool {
     let found = format!("{}:{}", libc::major(found), libc::minor(found));
-    mount.kind != "btrfs" && mount.number != found
+    !has_own_numbers(&mount.kind) && mount.number != found
 }
 
 impl Drop for Still {
@@ -350,7 +351,7 @@ impl Drop for Still {
 #[must_use]
 pub fn describe(mount: &Mounted) -> FileSystem {
     let named = name(mount);
-    let fingerprint = mark_named(&named).ok();
+    let fingerprint = fingerprint_named(&named).ok();
     FileSystem { frozen: mount.writable, fingerprint, ..named }
 }
 
@@ -364,11 +365,11 @@ pub fn describe_all(mounts: &[Mounted]) -> Vec<FileSystem> {
     })
 }
 
-fn mark_named(named: &FileSystem) -> std::result::Result<String, String> {
+fn fingerprint_named(named: &FileSystem) -> std::result::Result<String, String> {
     if named.pieces.is_empty() {
-        return mark(Path::new(&named.device), &named.kind).map_err(|error| error.to_string());
+        return fingerprint(Path::new(&named.device), &named.kind).map_err(|error| error.to_string());
     }
-    mark_of(&named.pieces, &Sysroot::default())
+    fingerprint_of(&named.pieces, &Sysroot::default())
 }
 
 /// Refuses file systems that were described without a fingerprint, because a restore would always
@@ -377,10 +378,10 @@ fn mark_named(named: &FileSystem) -> std::result::Result<String, String> {
 /// # Errors
 ///
 /// Returns an error that names the first of them, and the reason.
-pub fn refuse_unmarked(described: &[FileSystem]) -> Result<()> {
-    let Some(unmarked) = described.iter().find(|one| one.fingerprint.is_none()) else { return Ok(()) };
-    let why = mark_named(unmarked).err().map(|why| format!(": {why}")).unwrap_or_default();
-    let FileSystem { kind, mounted_at, device, .. } = unmarked;
+pub fn refuse_without_fingerprint(described: &[FileSystem]) -> Result<()> {
+    let Some(without) = described.iter().find(|one| one.fingerprint.is_none()) else { return Ok(()) };
+    let why = fingerprint_named(without).err().map(|why| format!(": {why}")).unwrap_or_default();
+    let FileSystem { kind, mounted_at, device, .. } = without;
     let text = format!(
         "the {kind} file system of {mounted_at} ({device}) has no fingerprint, so that a restore could \
          not tell if it has changed{why}"
@@ -405,8 +406,8 @@ pub fn settle(path: &Path, sysroot: &Sysroot) -> Result<()> {
     };
     let file = File::open(path).map_err(named)?;
     rustix::fs::syncfs(&file).map_err(|errno| named(errno.into()))?;
-    // XFS empties its log only in a freeze.
-    let held = holder(&mounts, path, sysroot).filter(|mount| mount.kind == "xfs");
+    let needs_freeze = |mount: &&Mounted| Kind::of(&mount.kind).is_some_and(Kind::empties_log_in_freeze);
+    let held = holder(&mounts, path, sysroot).filter(needs_freeze);
     if let Some(mount) = held {
         let mut guard = Guard::start()?;
         drop(Still::hold(std::slice::from_ref(mount), &mut guard)?);
@@ -510,7 +511,7 @@ fn ask(file: &File, request: libc::c_ulong) -> io::Result<()> {
 ///
 /// Returns an error if the device does not answer.
 fn identity(device: &Path, kind: &str) -> std::result::Result<Option<String>, String> {
-    Ok(head(device, BEGINNING)?.and_then(|first| identity_in(&first, kind)))
+    Ok(head(device, BEGINNING)?.and_then(|first| Kind::of(kind)?.identity_in(&first)))
 }
 
 /// Reads the first bytes of a device; `None` if they cannot be read.
@@ -537,20 +538,6 @@ pub fn readable(sysroot: &Sysroot) -> Vec<String> {
         !is("size", "0") && !is("dm/suspended", "1") && !is("hidden", "1")
     });
     names
-}
-
-/// Returns the identity of a file system that begins with these bytes.
-fn identity_in(first: &[u8], kind: &str) -> Option<String> {
-    let is = |at: usize, magic: &[u8]| first.get(at..at + magic.len()) == Some(magic);
-    let at = match kind {
-        "ext2" | "ext3" | "ext4" if is(0x438, &[0x53, 0xEF]) => 0x468..0x478,
-        "xfs" if is(0, b"XFSB") => 32..48,
-        "btrfs" if is(0x1_0040, b"_BHRfS_M") => 0x1_0020..0x1_0030,
-        "vfat" if is(0x52, b"FAT32") => 0x43..0x47,
-        "vfat" if is(0x36, b"FAT12   ") || is(0x36, b"FAT16   ") => 0x27..0x2B,
-        _ => return None,
-    };
-    first.get(at).map(|bytes| bytes.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
 /// Finds the device of an image's file system now: devices have other names after each boot.
@@ -614,7 +601,7 @@ fn open(device: &Path) -> io::Result<Disk> {
 /// # Errors
 ///
 /// Returns an error if the device cannot be read.
-pub fn mark(device: &Path, kind: &str) -> io::Result<String> {
+pub fn fingerprint(device: &Path, kind: &str) -> io::Result<String> {
     let file = open(device)?;
     let mut hasher = blake3::Hasher::new();
     let ranges = ranges(&file, kind)?;
@@ -627,7 +614,7 @@ pub fn mark(device: &Path, kind: &str) -> io::Result<String> {
 }
 
 /// Returns the fingerprint of a file system whose device is made of others.
-fn mark_of(pieces: &[Piece], sysroot: &Sysroot) -> std::result::Result<String, String> {
+fn fingerprint_of(pieces: &[Piece], sysroot: &Sysroot) -> std::result::Result<String, String> {
     let mut hasher = blake3::Hasher::new();
     let mut disk: Option<(&str, Disk)> = None;
     for piece in pieces {
@@ -651,12 +638,12 @@ fn mark_of(pieces: &[Piece], sysroot: &Sysroot) -> std::result::Result<String, S
 /// # Errors
 ///
 /// Returns the reason if it is nowhere, several devices have its identity, or it cannot be read.
-pub fn mark_now(file_system: &FileSystem, sysroot: &Sysroot) -> std::result::Result<String, String> {
+pub fn fingerprint_now(file_system: &FileSystem, sysroot: &Sysroot) -> std::result::Result<String, String> {
     if !file_system.pieces.is_empty() {
-        return mark_of(&file_system.pieces, sysroot);
+        return fingerprint_of(&file_system.pieces, sysroot);
     }
     let device = find(file_system, sysroot)?;
-    mark(&device, &file_system.kind).map_err(|error| format!("it cannot be read: {error}"))
+    fingerprint(&device, &file_system.kind).map_err(|error| format!("it cannot be read: {error}"))
 }
 
 /// Checks if a file system of an image is here, with all its disks.
@@ -727,20 +714,17 @@ fn pieces(mount: &Mounted, sysroot: &Sysroot) -> std::result::Result<Vec<Piece>,
     layers::pieces(&mount.device, &ranges, sysroot)
 }
 
+/// Returns true for types whose mounts have device numbers of their own.
+fn has_own_numbers(kind: &str) -> bool {
+    Kind::of(kind).is_some_and(Kind::has_own_numbers)
+}
+
 /// Returns the byte ranges that change with every write to the file system.
 fn ranges(file: &Disk, kind: &str) -> io::Result<Vec<Range<u64>>> {
     let first = read(file, 0, BEGINNING)?;
     let unknown = || io::Error::other(format!("the ranges that change in {kind} are unknown"));
-    let more = match kind {
-        "ext2" | "ext3" | "ext4" | "btrfs" => Vec::new(),
-        "xfs" => Vec::from([xfs_log(&first).ok_or_else(unknown)?]),
-        "vfat" => {
-            let layout = fat::Layout::new(&first).ok_or_else(unknown)?;
-            return layout.changing(0..first.len() as u64, |range| read_exactly(file, range));
-        }
-        _ => return Err(unknown()),
-    };
-    Ok(std::iter::once(0..first.len() as u64).chain(more).collect())
+    let kind = Kind::of(kind).ok_or_else(unknown)?;
+    kind.changing(&first, |range| read_exactly(file, range))?.ok_or_else(unknown)
 }
 
 /// Reads a range that may begin anywhere.
@@ -774,24 +758,6 @@ fn hash(hasher: &mut blake3::Hasher, file: &Disk, range: Range<u64>, exactly: bo
 /// Reads directly, because the kernel's cache of a device may differ from the device.
 fn read(file: &Disk, offset: u64, length: usize) -> io::Result<Vec<u8>> {
     file.read_at(offset, length.next_multiple_of(ALIGN))
-}
-
-/// Returns the range of XFS's log on the device in bytes, from its superblock.
-fn xfs_log(superblock: &[u8]) -> Option<Range<u64>> {
-    let word = |at: usize, bytes: usize| {
-        superblock
-            .get(at..at + bytes)?
-            .iter()
-            .try_fold(0_u64, |word, byte| Some(word << 8 | u64::from(*byte)))
-    };
-    let (block, start, blocks) = (word(4, 4)?, word(48, 8)?, word(96, 4)?);
-    let (group_blocks, group_bits) = (word(84, 4)?, superblock.get(124).copied()?);
-    if word(0, 4)? != 0x5846_5342 || start == 0 || group_bits >= 32 {
-        return None;
-    }
-    let linear = (start >> group_bits) * group_blocks + (start & ((1 << group_bits) - 1));
-    let start = linear.checked_mul(block)?;
-    Some(start..start.checked_add(blocks.checked_mul(block)?)?)
 }
 
 #[cfg(test)]
@@ -887,34 +853,7 @@ mod tests {
     }
 
     #[test]
-    fn fat_of_each_size_is_known() {
-        let wide = fat::tests::first_sector(b"FAT32   ", 1 << 20, 1000, 8, 0);
-        assert_eq!(identity_in(&wide, "vfat").as_deref(), Some("01020304"));
-        for kind in [b"FAT12   ", b"FAT16   "] {
-            let small = fat::tests::first_sector(kind, 2880, 9, 1, 224);
-            assert_eq!(identity_in(&small, "vfat").as_deref(), Some("abcdef01"));
-            assert_eq!(identity_in(&small, "ext4"), None);
-        }
-        assert_eq!(identity_in(&[0; 512], "vfat"), None);
-    }
-
-    #[test]
-    fn others_are_known_by_their_magic_number() {
-        let with = |at: usize, magic: &[u8], uuid: usize, kind: &str| {
-            let mut first = vec![0; BEGINNING];
-            first[uuid..uuid + 16].fill(0x5A);
-            assert_eq!(identity_in(&first, kind), None, "{kind}");
-            first[at..at + magic.len()].copy_from_slice(magic);
-            assert_eq!(identity_in(&first, kind), Some("5a".repeat(16)), "{kind}");
-            assert_eq!(identity_in(&first, "iso9660"), None);
-        };
-        with(0x438, &[0x53, 0xEF], 0x468, "ext4");
-        with(0, b"XFSB", 32, "xfs");
-        with(0x1_0040, b"_BHRfS_M", 0x1_0020, "btrfs");
-    }
-
-    #[test]
-    fn what_has_no_mark_is_refused() {
+    fn what_has_no_fingerprint_is_refused() {
         let file_system = |mounted_at: &str, fingerprint: Option<&str>| FileSystem {
             mounted_at: mounted_at.into(),
             kind: "iso9660".into(),
@@ -922,9 +861,9 @@ mod tests {
             fingerprint: fingerprint.map(Into::into),
             ..FileSystem::default()
         };
-        let (marked, unmarked) = (file_system("/", Some("1")), file_system("/media", None));
-        assert!(refuse_unmarked(std::slice::from_ref(&marked)).is_ok());
-        let error = refuse_unmarked(&[marked, unmarked]).expect_err("refused");
+        let (with, without) = (file_system("/", Some("1")), file_system("/media", None));
+        assert!(refuse_without_fingerprint(std::slice::from_ref(&with)).is_ok());
+        let error = refuse_without_fingerprint(&[with, without]).expect_err("refused");
         assert!(error.message.contains("of /media (/dev/no-such-disk) has no fingerprint"), "{error}");
         assert!(error.message.contains("No such file"), "{error}");
     }

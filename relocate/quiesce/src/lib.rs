@@ -1,6 +1,7 @@
 //! Holding a machine still, so that its memory and its disks agree at one instant.
 //!
 //! * [`applications`], [`arrays`], [`disks`], [`swap`], [`watchdogs`]: programs and devices that are held, and go on afterwards;
+//! * [`file_systems`]: the table of types, with what changes in each of them;
 //! * [`fence`], [`stale`], [`ethernet`]: the network, on which no peer may hear two machines;
 //! * [`devices`], [`openers`], [`rdma`], [`waits`], [`reachable`]: devices that cannot be held, with the names of their users;
 //! * [`undo`]: the process that undoes everything if the command is killed;
@@ -21,8 +22,8 @@ pub mod describe;
 pub mod devices;
 pub mod disks;
 pub mod ethernet;
-mod fat;
 pub mod fence;
+pub mod file_systems;
 pub mod hook;
 mod layers;
 pub mod openers;

@@ -198,7 +198,7 @@ fn keep(
         None
     };
     disks::are_still(mounts, sysroot)?;
-    let were = guard.hear_during(|| marks(&left_behind));
+    let were = guard.hear_during(|| fingerprints(&left_behind));
     if let Some(hook) = &args.hook {
         hook::run_hook(hook)?;
     }
@@ -260,8 +260,8 @@ fn connections(sysroot: &Sysroot) -> Result<Option<Stale>> {
 }
 
 /// Returns the fingerprints of frozen file systems; `None` if there is none.
-fn marks(mounts: &[Mounted]) -> Vec<Option<String>> {
-    mounts.iter().map(|mount| disks::mark(&mount.device, &mount.kind).ok()).collect()
+fn fingerprints(mounts: &[Mounted]) -> Vec<Option<String>> {
+    mounts.iter().map(|mount| disks::fingerprint(&mount.device, &mount.kind).ok()).collect()
 }
 
 /// Puts the disks of a rolled-back machine back; returns the reason as a clause if that failed.
@@ -275,7 +275,7 @@ fn put_disks_back(
         let run = || hook::run_still(command);
         guard.hear_during(run).map_err(|why| format!("the command of --put-back failed: {why}"))?;
     }
-    match moved_on(mounts, were, &guard.hear_during(|| marks(mounts))) {
+    match moved_on(mounts, were, &guard.hear_during(|| fingerprints(mounts))) {
         Some(mount) => Err(format!("{} was written to after the instant", mount.at.display())),
         None => Ok(()),
     }

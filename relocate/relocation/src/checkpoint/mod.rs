@@ -525,7 +525,7 @@ fn reach(
     machine.file_systems = guard.hear_during(|| disks::describe_all(&mounts));
     // A hook's snapshot is useless, too, if a restore cannot tell that it was put back.
     if (args.poweroff || args.hook.is_some()) && !args.force_devices {
-        disks::refuse_unmarked(&machine.file_systems)?;
+        disks::refuse_without_fingerprint(&machine.file_systems)?;
     }
     guard.hear();
     if let Some(hook) = &args.hook {

@@ -213,7 +213,7 @@ fn changed(file_system: &FileSystem) -> Option<String> {
     let Some(fingerprint) = &file_system.fingerprint else {
         return Some(format!("{name} has no fingerprint of the instant: it is unknown if it has changed"));
     };
-    match disks::mark_now(file_system, &Sysroot::default()) {
+    match disks::fingerprint_now(file_system, &Sysroot::default()) {
         Ok(found) if found == *fingerprint => None,
         Ok(_) => Some(format!("{name} was written to after the instant")),
         Err(why) => Some(format!("{name}: {why}")),

@@ -12,6 +12,7 @@ use mercury_image::FileSystem;
 use mercury_quiesce::{
     disks,
     ethernet::{self, Card},
+    file_systems::Kind,
     reachable,
 };
 use rustix::mount::{MountFlags, mount};
@@ -179,12 +180,7 @@ impl Line {
     fn place(self, path: &Path, cards: Vec<Card>, sysroot: &Sysroot) -> std::result::Result<Mount, String> {
         let options = match self.kind.as_str() {
             "nfs" | "nfs4" => return self.on_server(path, cards),
-            "ext2" | "ext3" | "ext4" => "noload",
-            "xfs" => "norecovery",
-            // The mounted root may be a subvolume, so the whole file system is mounted instead.
-            "btrfs" => "rescue=nologreplay,subvolid=5",
-            "vfat" => "",
-            other => return Err(format!("its type is {other}")),
+            other => Kind::of(other).ok_or_else(|| format!("its type is {other}"))?.mount_options(),
         };
         let device = PathBuf::from(&self.source);
         if let Some(why) = reachable::obstacle(&device, sysroot) {
@@ -253,11 +249,10 @@ impl Mount {
         match self.kind.as_str() {
             "nfs" => vec!["nfs".into(), "nfsv3".into()],
             "nfs4" => vec!["nfs".into(), "nfsv4".into()],
-            // ext4's driver serves them too.
-            "ext2" | "ext3" => vec!["ext4".into()],
-            // The encodings of names are modules of their own.
-            "vfat" => vec!["vfat".into(), "nls_cp437".into(), "nls_iso8859-1".into(), "nls_ascii".into()],
-            other => vec![other.into()],
+            other => match Kind::of(other) {
+                Some(kind) => kind.modules().iter().map(|&module| module.to_owned()).collect(),
+                None => vec![other.to_owned()],
+            },
         }
     }
 
