@@ -111,7 +111,7 @@ pub fn describe_processors(memory: &Memory, count: usize) -> Result<()> {
     memory.write(POINTER, &pointer).and_then(|()| memory.write(TABLE, &table)).ok_or_else(little)
 }
 
-/// The pointer to the table, and the table.
+/// Makes the pointer to the table, and the table.
 fn processors(count: usize) -> (Vec<u8>, Vec<u8>) {
     const VERSION: u8 = 4;
     const ENABLED: u8 = 1;
@@ -255,7 +255,8 @@ pub fn processor(machine: &mut Machine, kernel: &Kernel, loaded: &Loaded, entry:
     Ok(())
 }
 
-/// The kernel's stacks are as large as what lies between these, a power of two.
+/// Returns the size of the kernel's stacks. It is the distance between these symbols, a power of
+/// two.
 fn stack_size(kernel: &Kernel) -> Result<u64> {
     let (start, size) = kernel.find("init_thread_union")?;
     if size > 0 {

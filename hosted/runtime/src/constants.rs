@@ -172,7 +172,7 @@ fn is_logic(instruction: &Instruction) -> bool {
     matches!(instruction.mnemonic(), Mnemonic::And | Mnemonic::Or | Mnemonic::Xor | Mnemonic::Test)
 }
 
-/// The numbers of an instruction: where, how long, and what it means when it has been extended.
+/// Returns the numbers of an instruction: the offset, the length, and the extended value.
 fn fields(instruction: &Instruction, offsets: &ConstantOffsets) -> Vec<(usize, usize, u64)> {
     let mut fields = Vec::new();
     if offsets.has_displacement() && !instruction.is_ip_rel_memory_operand() {

@@ -23,9 +23,9 @@ unsafe extern "C" {
     pub fn hosted_exit();
     /// Resumes the guest from the block.
     pub fn hosted_resume();
-    /// The start of the part of `hosted_resume` that may begin again.
+    /// Marks the start of the part of `hosted_resume` that may begin again.
     pub fn hosted_resume_start();
-    /// The end of that part.
+    /// Marks the end of that part.
     pub fn hosted_resume_end();
     /// Begins `hosted_resume` again, after waiting events are answered.
     pub fn hosted_resume_pending();
@@ -36,7 +36,7 @@ unsafe extern "C" {
     pub fn hosted_signal();
     /// Returns from a signal.
     pub fn hosted_restorer();
-    /// The end of `hosted_restorer`.
+    /// Marks the end of `hosted_restorer`.
     pub fn hosted_restorer_end();
     /// Saves the floating-point registers at an address.
     pub fn hosted_save_extended(area: u64);

@@ -141,7 +141,7 @@ impl Kernel {
         self.symbols.get(name).copied().ok_or_else(missing)
     }
 
-    /// The functions of these names, as far as there are any, as ranges.
+    /// Returns the ranges of the functions with these names, as far as there are any.
     pub fn functions<'a>(&'a self, names: &'a [&str]) -> impl Iterator<Item = std::ops::Range<u64>> + 'a {
         names
             .iter()
@@ -156,7 +156,7 @@ impl Kernel {
         self.code.iter().find(is_in).is_some_and(|code| code.name.starts_with(".init"))
     }
 
-    /// The symbols in code, by their addresses as linked.
+    /// Returns the symbols in code, by their linked addresses.
     #[must_use]
     pub fn code_symbols(&self) -> BTreeMap<u64, Vec<&str>> {
         let mut names: BTreeMap<u64, Vec<&str>> = BTreeMap::new();
@@ -169,7 +169,7 @@ impl Kernel {
         names
     }
 
-    /// The physical address of a linked one, if it is loaded.
+    /// Returns the physical address of a linked one, if it is loaded.
     #[must_use]
     pub fn physical(&self, address: u64) -> Option<u64> {
         let of = |segment: &Segment| {
@@ -379,7 +379,8 @@ fn slots(file: &File<'_>) -> Result<BTreeMap<u64, Vec<Record>>> {
     Ok(slots)
 }
 
-/// Such a kernel asks at its start for the number of levels. Its later behaviour is not known here.
+/// Refuses a kernel that asks at its start for the number of levels. Its later behaviour is not
+/// known here.
 fn has_four_levels(symbols: &HashMap<String, (u64, u64)>) -> Result<()> {
     match symbols.contains_key("pgdir_shift") {
         true => Err(not_loadable("the kernel is for five levels of page tables, too (X86_5LEVEL=y)")),

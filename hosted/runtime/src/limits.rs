@@ -137,13 +137,13 @@ impl Limits {
         self.groups().into_iter().map(|(most, _)| processes(most)).min().unwrap_or(u64::MAX)
     }
 
-    /// The limits of memory of the groups that this process is in, and where they are.
+    /// Returns the memory limits of this process's control groups, and their places.
     fn groups(&self) -> Vec<(u64, PathBuf)> {
         let groups = fs::read_to_string(self.root.join(GROUPS)).unwrap_or_default();
         groups.lines().filter_map(limit).flat_map(|one| self.limits(one)).collect()
     }
 
-    /// Memory and swap, in bytes.
+    /// Returns the size of memory and swap, in bytes.
     fn total_memory(&self) -> Option<u64> {
         let text = fs::read_to_string(self.root.join(MEMORY)).ok()?;
         let kib = |name: &str| -> Option<u64> {
@@ -152,7 +152,7 @@ impl Limits {
         Some((kib("MemTotal:")? + kib("SwapTotal:").unwrap_or(0)) << 10)
     }
 
-    /// The limits of a group and those above it.
+    /// Returns the limits of a group and of those above it.
     fn limits(&self, limit: Limit<'_>) -> Vec<(u64, PathBuf)> {
         let mut found = Vec::new();
         let mut group = PathBuf::from(limit.mounted);
@@ -188,7 +188,7 @@ struct Limit<'a> {
     file: &'static str,
 }
 
-/// The limit of memory that a line tells about: of the only hierarchy, or of that with memory.
+/// Returns the limit to which a line leads: in the only hierarchy, or in that of memory.
 fn limit(line: &str) -> Option<Limit<'_>> {
     let (_, rest) = line.split_once(':')?;
     let (controllers, group) = rest.split_once(':')?;

@@ -276,7 +276,7 @@ fn prepare_tables(kernel: &Kernel, memory: &Memory) -> Result<u64> {
     Ok(root)
 }
 
-/// The kernel, or its search for free addresses, is not one that is known.
+/// Makes the error for a kernel whose search for free addresses is unknown.
 fn gives_addresses_otherwise(name: &str) -> Error {
     Error::new(format!(
         "the kernel gives programs addresses in a way that is not known: it has no {name}, or another"

@@ -439,7 +439,7 @@ fn give_memory_back() {
     unsafe { libc::malloc_trim(0) };
 }
 
-/// Everything that can go wrong is done before the host's system calls are given up.
+/// Does everything that can go wrong before the host's system calls are given up.
 fn prepare_processor(
     machine: &mut Machine,
     kernel: &Kernel,
@@ -535,7 +535,7 @@ fn check_host() -> Result<()> {
     Ok(())
 }
 
-/// The frequency of the time stamp counter, by the host's clock.
+/// Measures the frequency of the time stamp counter by the host's clock.
 fn clock_khz() -> u64 {
     const MEASURE: Duration = Duration::from_millis(30);
     // SAFETY: Reading it is allowed, or the C library would not work.

@@ -185,7 +185,7 @@ mod tests {
         unsafe { libc::syscall(number, a, b, c, d, e, 0) }
     }
 
-    /// The version of Landlock that the host's kernel has: 4 knows of TCP, 6 of signals and abstract sockets.
+    /// Returns the version of the host's Landlock: 4 knows TCP, 6 signals and abstract sockets.
     fn landlock() -> i64 {
         const VERSION: i64 = 1;
         call(libc::SYS_landlock_create_ruleset, [0, 0, VERSION, 0, 0])
@@ -358,7 +358,7 @@ mod tests {
         if libc::WIFSIGNALED(status) { libc::WTERMSIG(status) } else { 0 }
     }
 
-    /// The filter that a machine has without special devices.
+    /// Makes the filter of a machine without special devices.
     fn plain(isolation: Isolation) -> BpfProgram {
         filter(isolation, &Special::default()).unwrap().try_into().unwrap()
     }

@@ -76,7 +76,8 @@ impl Plan {
         [self.start..self.site + SYSCALL.len(), self.jump..self.jump + LONG_JUMP]
     }
 
-    /// The bytes that are put into the page, and where. The pointer has to lie below 2 GiB.
+    /// Returns the bytes to write into the page, and their offsets. The pointer has to lie below 2
+    /// GiB.
     #[must_use]
     pub fn edits(&self, pointer: u32) -> Vec<(usize, Vec<u8>)> {
         let mut long = vec![0xFF, 0x24, 0x25];
@@ -172,12 +173,12 @@ impl Before {
         })
     }
 
-    /// Those that can be displaced, the nearest first.
+    /// Returns the instructions that can be displaced, the nearest first.
     fn movable(&self) -> impl Iterator<Item = &Instruction> {
         self.instructions.iter().rev().take_while(|one| is_movable(one))
     }
 
-    /// With the jump in place of instructions; the fewest first.
+    /// Returns the plans with a jump in place of instructions, those with the fewest first.
     fn in_place(&self, site: usize) -> Vec<Plan> {
         let least = LONG_JUMP - SYSCALL.len();
         let starts: Vec<usize> = self.movable().map(|one| one.ip() as usize).collect();
@@ -200,7 +201,7 @@ impl Before {
         starts.iter().filter_map(plan).collect()
     }
 
-    /// With a short jump in place of one instruction.
+    /// Returns a plan with a short jump in place of one instruction.
     fn by_stone(&self, page: &[u8; PAGE], site: usize) -> Option<Plan> {
         let last = self.movable().next()?;
         let start = last.ip() as usize;
@@ -292,7 +293,7 @@ mod tests {
     /// The offset of a test's code.
     const AT: usize = 0x200;
 
-    /// A page of functions that end at once, and this code.
+    /// Makes a page of functions that end at once, with this code.
     fn page(code: &[u8]) -> [u8; PAGE] {
         // mov %rdi,%rax ; ret ; nop of 4
         const OTHER: [u8; 8] = [0x48, 0x89, 0xF8, 0xC3, 0x0F, 0x1F, 0x40, 0];

@@ -589,7 +589,7 @@ impl Builder<'_> {
         self.slot.records.iter().find(|record| u64::from(record.offset) == offset).map(|record| record.kind)
     }
 
-    /// A borrowed instruction. Says whether the next one is reached.
+    /// Copies a borrowed instruction. Returns true if the next one is reached.
     fn copy(
         &mut self,
         instruction: &Instruction,
@@ -663,7 +663,8 @@ impl Builder<'_> {
         self.assembler.popfq()
     }
 
-    /// POPF. The kernel's interrupt flag is bit 1 of the second byte; the processor ignores it in a process.
+    /// Emits POPF. The kernel's interrupt flag is bit 1 of the second byte. The processor ignores
+    /// it in a process.
     fn flags_from_stack(&mut self) -> std::result::Result<(), iced_x86::IcedError> {
         let (mut on, mut done) = (self.assembler.create_label(), self.assembler.create_label());
         self.assembler.test(byte_ptr(rsp + 1), 2)?;

@@ -152,7 +152,7 @@ impl Block {
         Ok(())
     }
 
-    /// The descriptor by which requests are made, if they may overlap.
+    /// Returns the descriptor by which requests are made, if they may overlap.
     #[must_use]
     pub fn ring(&self) -> Option<RawFd> {
         self.requests.as_ref().map(Requests::descriptor)
@@ -405,7 +405,7 @@ mod tests {
         disk
     }
 
-    /// One request of a header, data and a status.
+    /// Makes a request of a header, data and a status.
     fn request(driver: &mut Driver<'_>, kind: u32, sector: u64, reads: bool) -> u8 {
         let header = [&kind.to_le_bytes()[..], &[0; 4], &sector.to_le_bytes()].concat();
         driver.memory.write(HEADER, &header).unwrap();

@@ -19,7 +19,7 @@ struct Moment {
     year: u64,
 }
 
-/// The civil calendar of a day since 1970.
+/// Returns the civil date of a time since 1970.
 fn moment(unix: u64) -> Moment {
     let days = unix / 86400;
     // Years begin in March here, so that the leap day is the last.

@@ -115,7 +115,7 @@ pub fn restore_terminal() {
     }
 }
 
-/// A thread that is made here gets no signals: all of them are for the processor's.
+/// Makes a thread that gets no signals: all of them are for the processor's thread.
 pub fn without_signals<T>(make: impl FnOnce() -> T) -> T {
     // SAFETY: The sets are filled by the calls, and the thread's mask is put back.
     unsafe {

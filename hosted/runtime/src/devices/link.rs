@@ -113,7 +113,7 @@ impl Link {
         Ok(Self { file, framing, shared, unsent: Vec::new(), sent: 0 })
     }
 
-    /// The next frame that was received.
+    /// Returns the next frame that was received.
     pub fn take(&mut self) -> Option<Vec<u8>> {
         let mut received = self.shared.received();
         let frame = received.frames.pop_front()?;

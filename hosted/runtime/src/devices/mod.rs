@@ -179,7 +179,7 @@ impl Devices {
         self.pics.has_interrupt()
     }
 
-    /// The vector of the interrupt that is delivered now.
+    /// Returns the vector of the interrupt that is delivered now.
     pub fn acknowledge(&mut self) -> Option<u8> {
         self.pics.acknowledge()
     }

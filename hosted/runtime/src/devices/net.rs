@@ -58,7 +58,7 @@ impl Room {
 }
 
 impl Net {
-    /// With the longest packet that its network takes.
+    /// Makes a card. `mtu` is the longest packet that its network takes.
     #[must_use]
     pub fn new(link: Link, mac: Mac, mtu: u16) -> Self {
         Self { link, mac, mtu, is_up: true, waiting: None }
@@ -183,7 +183,7 @@ mod tests {
     const ACCEPTED: u64 = 1 << 32 | FEATURE_MERGED;
     const PATIENCE: Duration = Duration::from_secs(20);
 
-    /// A card, and the other end of its cable.
+    /// Makes a card, and the other end of its cable.
     fn card() -> (Net, UnixStream) {
         testing::ignore_signals();
         let (ours, others) = UnixStream::pair().unwrap();

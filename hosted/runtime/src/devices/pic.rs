@@ -19,7 +19,7 @@ struct Pic {
 }
 
 impl Pic {
-    /// The line that would interrupt now.
+    /// Returns the line that would interrupt now.
     fn next(&self) -> Option<u8> {
         let line = (self.requested & !self.masked).trailing_zeros();
         let busy = self.in_service.trailing_zeros();
@@ -69,7 +69,7 @@ pub struct Pics {
 }
 
 impl Pics {
-    /// A device wants attention.
+    /// Records that a device wants attention.
     pub fn raise(&mut self, line: u8) {
         if line < 8 {
             self.first.requested |= 1 << line;
@@ -91,7 +91,7 @@ impl Pics {
         self.first.next().is_some()
     }
 
-    /// The vector of the one that is delivered now.
+    /// Returns the vector of the interrupt that is delivered now.
     pub fn acknowledge(&mut self) -> Option<u8> {
         let line = self.first.next()?;
         self.first.acknowledge(line);

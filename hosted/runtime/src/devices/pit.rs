@@ -90,7 +90,7 @@ impl Pit {
         }
     }
 
-    /// When it interrupts next.
+    /// Returns the time of the next interrupt.
     #[must_use]
     pub fn next(&self) -> Option<u64> {
         let channel = &self.channels[0];

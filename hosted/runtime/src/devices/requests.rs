@@ -79,7 +79,7 @@ impl<T> Requests<T> {
         Ok(Self { ring, bell, has_ended, asked: (0..MOST).map(|_| None).collect(), free })
     }
 
-    /// The ring's descriptor.
+    /// Returns the ring's descriptor.
     #[must_use]
     pub fn descriptor(&self) -> RawFd {
         self.ring.as_raw_fd()
@@ -160,7 +160,7 @@ impl<T> Drop for Requests<T> {
     }
 }
 
-/// A thread that makes the bell a signal for the calling one.
+/// Starts a thread that turns the bell into a signal for the calling thread.
 fn listen(bell: Arc<Bell>, has_ended: Arc<AtomicBool>) -> io::Result<()> {
     // SAFETY: It takes nothing.
     let (process, listener) = unsafe { (libc::getpid(), libc::gettid()) };

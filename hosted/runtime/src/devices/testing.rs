@@ -29,7 +29,7 @@ pub struct Driver<'a> {
     seen: [u16; 4],
 }
 
-/// The signal that says there is something says nothing to tests: they look for themselves.
+/// Ignores the signal for new input. Tests check for input themselves.
 pub fn ignore_signals() {
     static ONCE: std::sync::Once = std::sync::Once::new();
     // SAFETY: This program has no other use for the signal.

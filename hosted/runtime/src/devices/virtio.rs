@@ -112,7 +112,7 @@ impl<'a> Ring<'a> {
         Self { queue, view, is_valid, was_used: false }
     }
 
-    /// The next buffer that the driver has put there.
+    /// Returns the next buffer that the driver has put there.
     pub fn pop(&mut self) -> Option<DescriptorChain<&'a View>> {
         if self.is_valid { self.queue.pop_descriptor_chain(self.view) } else { None }
     }

@@ -147,12 +147,12 @@ impl Listener {
         if let State::New(connection) = before { Some(connection) } else { None }
     }
 
-    /// The guest has stopped by itself.
+    /// Records that the guest has stopped by itself.
     pub fn stop(&self) {
         self.shared.set(State::Stopped);
     }
 
-    /// The guest runs again, with gdb or without.
+    /// Records that the guest runs again, with gdb or without.
     pub fn go_on(&self, is_connected: bool) {
         self.shared.set(if is_connected { State::Running } else { State::Nobody });
     }
@@ -184,7 +184,7 @@ impl Connection {
         Self { file: Some(file), received: Vec::new(), taken: 0, unsent: Vec::new() }
     }
 
-    /// The next byte. `None` at the end.
+    /// Returns the next byte, or nothing at the end.
     pub fn read(&mut self) -> Option<u8> {
         while self.taken == self.received.len() {
             self.received.resize(4096, 0);

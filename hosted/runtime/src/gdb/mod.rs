@@ -60,7 +60,7 @@ impl Debugger {
         Ok(Self { listener: Listener::new(opened)?, target, session: None, waits })
     }
 
-    /// The socket that listens.
+    /// Returns the descriptor of the listening socket.
     #[must_use]
     pub fn descriptor(&self) -> RawFd {
         self.listener.descriptor()
@@ -97,7 +97,7 @@ impl Debugger {
         }
     }
 
-    /// The guest has come to a breakpoint, which is where it is now.
+    /// Stops at a breakpoint, to which the guest has come.
     pub(crate) fn stopped(&mut self, machine: &mut Machine) {
         let at = machine.block().registers.rip.get();
         let reason = if self.target.has_step_to(at) { Reason::DoneStep } else { Reason::SwBreak(()) };

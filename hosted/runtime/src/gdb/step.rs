@@ -4,7 +4,7 @@ use iced_x86::{Code, Decoder, DecoderOptions, FlowControl, Instruction, OpKind, 
 
 /// The guest as far as it matters.
 pub trait Guest {
-    /// A register's value; segments have their bases.
+    /// Returns a register's value. The value of a segment is its base.
     fn register(&self, register: Register) -> u64;
     /// Returns a number in memory.
     fn long(&self, address: u64) -> Option<u64>;

@@ -70,7 +70,7 @@ pub struct Target {
 }
 
 impl Target {
-    /// Of a machine with this code.
+    /// Makes the target for a machine with this code.
     pub fn new(code: Vec<Range<u64>>, loaded: &Loaded) -> Self {
         Self {
             machine: ptr::null_mut(),
@@ -86,7 +86,7 @@ impl Target {
         }
     }
 
-    /// The machine is stopped from now on, until [`Self::leave`].
+    /// Takes the machine, which is stopped until [`Self::leave`].
     pub fn enter(&mut self, machine: &mut Machine) {
         self.machine = machine;
     }
@@ -165,7 +165,7 @@ impl Target {
         self.holds_interrupts = !self.steps.is_empty();
     }
 
-    /// The step is over, wherever it has led.
+    /// Ends a step, wherever it has led.
     pub fn end_step(&mut self, machine: &mut Machine) {
         self.holds_interrupts = false;
         self.action = Action::Continue;
@@ -176,7 +176,7 @@ impl Target {
         crate::machine::pending().store(1, std::sync::atomic::Ordering::Release);
     }
 
-    /// gdb is gone, and all it has done with it.
+    /// Removes all breakpoints, after gdb is gone.
     pub fn remove_all(&mut self, machine: &mut Machine) {
         for at in std::mem::take(&mut self.wanted) {
             self.drop(machine, at);

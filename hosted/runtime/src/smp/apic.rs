@@ -84,7 +84,7 @@ impl Apic {
         self.deadline = 0;
     }
 
-    /// The model-specific register that says where it is.
+    /// Returns the value of the model-specific register with the controller's address.
     #[must_use]
     pub fn base(&self) -> u64 {
         const ENABLED: u64 = 1 << 11;
@@ -92,7 +92,7 @@ impl Apic {
         BASE | ENABLED | if self.one.is_first() { FIRST } else { 0 }
     }
 
-    /// When the timer strikes.
+    /// Returns the timer's deadline.
     #[must_use]
     pub fn deadline(&self) -> u64 {
         self.deadline
@@ -132,7 +132,8 @@ impl Apic {
         self.one.own().requested[word].load(Ordering::SeqCst)
     }
 
-    /// The vector that would interrupt now: it must be of a higher class than what is in service.
+    /// Returns the vector that would interrupt now. It must be of a higher class than the interrupt
+    /// in service.
     fn next(&self) -> Option<u8> {
         let highest = highest(|word| self.requested(word))?;
         (highest >> 4 > self.processor_priority() >> 4).then_some(highest)
@@ -150,7 +151,7 @@ impl Apic {
         self.next().is_some()
     }
 
-    /// The vector of the interrupt that is delivered now.
+    /// Returns the vector of the interrupt that is delivered now.
     pub fn acknowledge(&mut self) -> Option<u8> {
         let vector = self.next()?;
         let (word, bit) = (usize::from(vector / 64), 1 << (vector % 64));
@@ -231,7 +232,7 @@ fn index(offset: u64) -> usize {
     (offset / 16) as usize
 }
 
-/// The highest vector of a set of 256.
+/// Returns the highest vector of a set of 256.
 fn highest(words: impl Fn(usize) -> u64) -> Option<u8> {
     let found = (0..4).rev().map(|word| (word, words(word))).find(|(_, bits)| *bits != 0);
     found.map(|(word, bits)| (word * 64) as u8 + bits.ilog2() as u8)

@@ -53,7 +53,7 @@ pub enum Bus {
 }
 
 impl Bus {
-    /// They are here, if they are.
+    /// Returns the devices, if they are in this process.
     pub fn own(&mut self) -> Option<&mut Devices> {
         match self {
             Self::Own(devices) => Some(devices),
@@ -111,7 +111,7 @@ impl Bus {
         matches!(self, Self::Own(devices) if devices.has_interrupt())
     }
 
-    /// The vector of the interrupt that is delivered now.
+    /// Returns the vector of the interrupt that is delivered now.
     pub fn acknowledge(&mut self) -> Option<u8> {
         self.own().and_then(Devices::acknowledge)
     }

@@ -124,7 +124,8 @@ impl Processor {
         Ok(self)
     }
 
-    /// In the new process: it ends with the first one, and leaves signals of the terminal to it.
+    /// Begins the new process. It ends with the first one, and leaves signals of the terminal to
+    /// it.
     fn begin(self) -> Result<Self> {
         process::begin(self.cpu(0).process.load(Ordering::Acquire), c"mercury-cpu")?;
         while self.shared.complete.load(Ordering::Acquire) == 0 {
@@ -153,7 +154,7 @@ impl Processor {
         Ok(())
     }
 
-    /// The processes of all of them.
+    /// Returns the process numbers of all processors.
     #[must_use]
     pub fn processes(&self) -> Vec<u32> {
         let process = |number| self.cpu(number).process.load(Ordering::Acquire).cast_unsigned();
@@ -258,7 +259,7 @@ pub fn sleep() {
     }
 }
 
-/// The block's byte that says that another processor has called.
+/// Returns the block's byte for calls of other processors.
 #[must_use]
 pub fn called() -> &'static std::sync::atomic::AtomicU8 {
     &block::get().called
