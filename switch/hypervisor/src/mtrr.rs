@@ -1,8 +1,8 @@
 //! Memory types of physical addresses, from the memory type range registers.
 //!
-//! One function answers for both vendors ([`Mtrrs::type_at`]). AMD's nested tables only need to know
-//! where the type changes, because the type there still comes from the MTRRs; on Intel the type in
-//! an EPT entry replaces them (APM volume 2, 7.7 and 15.25.8; SDM volume 3, 12.11 and 30.3.7.2).
+//! One function answers for both vendors ([`Mtrrs::type_at`]). AMD's nested tables only need to know where
+//! the type changes, because the type there still comes from the MTRRs. On Intel the type in an EPT entry
+//! replaces them (APM volume 2, 7.7 and 15.25.8; SDM volume 3, 12.11 and 30.3.7.2).
 
 use crate::address::{Address, HostPhys};
 

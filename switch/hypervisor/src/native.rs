@@ -80,9 +80,8 @@ fn perform<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Resul
 
 /// Checks the operation's argument.
 fn argument<V: Vendor, T>(area: &Area<V>) -> Result<Argument<T>, Code> {
-    // SAFETY: the driver passes the address of a `T` in memory that it has mapped for the hypervisor, with the operation
-    // that takes one, and waits for the result before it uses the `T` again. Both types, `BootInfo` and `CpuFacts`, are
-    // made of integers only.
+    // SAFETY: with the operation the driver passes the address of a `T` in memory that it has mapped for the hypervisor.
+    // It waits for the result before it uses the `T` again. `BootInfo` and `CpuFacts` are made of integers only.
     unsafe { Argument::at(area.cpu.gate.argument) }
 }
 

@@ -1,17 +1,17 @@
-//! The identity map: what lies between an attached system and its memory.
+//! The identity map between an attached system and its memory.
 //!
-//! Every address means itself, in the largest pages whose memory type is uniform, over the whole
-//! physical address width; only the hypervisor's own memory is replaced by one page of zeros. It is
-//! built in three phases, each in steps of bounded work that can be interrupted anywhere:
+//! Every address means itself, in the largest pages whose memory type is uniform, over the whole physical
+//! address width. Only the hypervisor's own memory is replaced by one page of zeros. The map is built in
+//! three phases, each in steps of bounded work that can be interrupted anywhere:
 //!
 //! 1. everything below the eager end, in full;
-//! 2. the 1 GiB entries of the rest, where there are such pages and it is affordable;
+//! 2. the 1 GiB entries of the rest, if there are such pages and they are affordable;
 //! 3. the owned ranges, hidden one 2 MiB block after the other.
 //!
-//! What the phases left out is filled when the system first touches it ([`IdentityMap::fill`]). The
-//! unit of work is one table: it is filled completely before it is linked, and where a page for it is
-//! missing nothing has changed, so a step can simply be done again. An entry is absent only where
-//! its table has yet to be made, or beyond the physical address width.
+//! Addresses that the phases left out are filled when the system first touches them
+//! ([`IdentityMap::fill`]). The unit of work is one table, which is filled completely before it is linked.
+//! If a page for it is missing, nothing has changed, and the step can be done again. An entry is absent
+//! only where its table has yet to be made, or beyond the physical address width.
 
 use mercury_abi::gate::OwnedRange;
 

@@ -1,12 +1,15 @@
 //! The nested tables of a frozen machine: the identity map's, seen through a root of their own.
 //!
-//! A view begins with a copy of the root whose entries are restricted; everything beneath is shared with the
-//! identity map, which is never changed. So freezing all of memory is to load another root, whatever its size.
-//! The first write beneath a restricted entry gives the view a table of its own there, whose entries are restricted
-//! in their turn, one level after the other down to 4 KiB. To end it is to load the old root.
+//! A view begins with a copy of the root whose entries are restricted. Everything beneath is shared with
+//! the identity map, which is never changed. So freezing all of memory is to load another root, whatever
+//! its size.
 //!
-//! Permissions only grow while a view is in use, and a frame never moves: a processor that still has an older
-//! translation faults once more. No other processor needs to be told.
+//! The first write beneath a restricted entry gives the view a table of its own there. The entries of that
+//! table are restricted in their turn, one level after the other down to 4 KiB. To end the view is to load
+//! the old root.
+//!
+//! Permissions only grow while a view is in use, and a frame never moves. A processor that still has an
+//! older translation faults once more. No other processor needs to be told.
 
 use core::marker::PhantomData;
 

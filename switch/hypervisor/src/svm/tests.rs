@@ -242,7 +242,7 @@ fn snapshot_call(cpu: &mut Attached, call: SnapshotCall, argument: u64) -> Next 
     hypercall(cpu, Hypercall::Snapshot as u64)
 }
 
-/// User mode can force these. The world switch has forgotten predictions by then.
+/// User mode can force nested faults. The world switch has forgotten predictions by then.
 #[test]
 fn beneath_a_snapshot_memory_is_mapped_for_the_answer_alone() {
     crate::nested::tests::install::<super::Svm>();
@@ -255,7 +255,7 @@ fn beneath_a_snapshot_memory_is_mapped_for_the_answer_alone() {
         assert_eq!(cpu.exit(exit_code::NPF), Next::Run);
         assert_eq!((&cpu.hardware.mappings, cpu.hardware.mapped), (&mappings, false));
     }
-    // What asks for no memory has none.
+    // An exit that needs no memory has none mapped.
     cpu.area.control.cpl = 3;
     assert_eq!(cpu.exit(exit_code::VMMCALL), Next::Run);
     assert_eq!(cpu.hardware.mappings.len(), 2);
@@ -301,7 +301,7 @@ fn an_event_that_cannot_be_delivered_does_not_keep_a_cpu() {
     }
 }
 
-/// A departure that waits does not depend on the guest's next exit, for there may be none.
+/// A pending departure does not depend on the guest's next exit, for there may be none.
 #[test]
 fn a_departure_waits_no_longer_than_for_interrupts() {
     for machine_check in [false, true] {
@@ -320,7 +320,7 @@ fn a_departure_waits_no_longer_than_for_interrupts() {
     }
 }
 
-/// Nor does a machine check that takes the place of the event make it forget.
+/// A machine check that takes the place of the event does not make the CPU forget its departure.
 #[test]
 fn a_departure_waits_behind_a_machine_check_too() {
     const LASS: u64 = 1 << 27;
@@ -392,8 +392,8 @@ fn a_block_that_the_refusal_damaged_is_restored_and_recorded_as_it_was() {
 }
 
 proptest! {
-    /// Whatever the event, it is handed over unchanged, repaired, or left to its instruction: what is
-    /// injected is always legal (APM vol. 2, 15.20).
+    /// Any event is handed over unchanged, or repaired, or left to its instruction. An injected event is always
+    /// legal (APM vol. 2, 15.20).
     #[test]
     fn events_handed_over_are_legal(kind in 0u64..8, vector in 0u64..256, code in any::<u32>()) {
         let mut cpu = Attached::new();
@@ -426,7 +426,7 @@ proptest! {
     }
 }
 
-/// Whatever an earlier attachment has left in the block, the first entry of the next starts afresh.
+/// The first entry of an attachment starts afresh, with any remains of an earlier one in the block.
 #[test]
 fn every_attach_starts_afresh() {
     let mut cpu = Attached::new();
@@ -444,7 +444,7 @@ fn every_attach_starts_afresh() {
     assert_eq!(cpu.hardware.msrs[&msr::VM_HSAVE_PA], cpu.area.processor_page_phys());
 }
 
-/// SPEC_CTRL is returned once: what the kernel writes afterwards is the kernel's (HARDWARE A-16).
+/// SPEC_CTRL is returned once: values that the kernel writes later are the kernel's (HARDWARE A-16).
 #[test]
 fn speculation_control_is_returned_once() {
     let mut cpu = Attached::new();
@@ -506,7 +506,7 @@ fn a_machine_check_in_an_exit_is_delivered_before_a_fault() {
     assert_eq!(cpu.area.cpu.gate.machine_check, 0);
 }
 
-/// It goes after an event that nothing raises again, at the next moment that the processor can tell.
+/// A machine check goes after an event that nothing raises again, at the next moment that the processor reports.
 #[test]
 fn a_machine_check_waits_for_an_event_and_no_longer() {
     let mut cpu = Attached::new();
@@ -532,14 +532,14 @@ fn a_machine_check_on_the_way_to_the_guest_is_injected_at_once() {
     assert_eq!(hypercall(&mut cpu, Hypercall::Ping as u64), Next::Run);
     machine_check::note(&mut cpu.area, &mut cpu.hardware, true);
     assert_eq!(cpu.area.control.inject_event, event::MACHINE_CHECK);
-    // In the quick path, which then finds that this exit is none for it.
+    // In the quick answer, which then finds that the exit is of another kind.
     assert_eq!(hypercall(&mut cpu, Hypercall::Ping as u64), Next::Run);
     assert_eq!(cpu.enter(), event::MACHINE_CHECK, "nothing has entered the guest yet");
     assert_eq!(cpu.exit(exit_code::VMRUN), Next::Run);
     assert_eq!(cpu.enter(), event::INVALID_OPCODE);
 }
 
-/// Whichever way a CPU leaves, the gate raises what the guest has not got.
+/// The gate raises a machine check that the guest has not got, on each way of leaving.
 #[test]
 fn a_machine_check_outlives_every_departure() {
     let leave: [fn(&mut Attached) -> Next; 4] = [
@@ -564,7 +564,7 @@ fn a_machine_check_outlives_every_departure() {
     }
 }
 
-/// One that strikes while a CPU is being attached is the first that the guest gets.
+/// A machine check during an attach is the guest's first event.
 #[test]
 fn a_machine_check_during_an_attach_is_delivered_to_the_guest() {
     let mut cpu = Attached::new();
@@ -671,7 +671,7 @@ fn a_corrupt_cr4_is_not_carried_out() {
     assert_ne!(cpu.area.shared().crash.code, 0);
 }
 
-/// An INIT leaves no word; the next native operation tells that the CPU is not attached any more.
+/// An INIT leaves no record. The next native operation publishes that the CPU is not attached any more.
 #[test]
 fn a_cpu_that_was_reset_is_not_taken_for_attached() {
     let mut cpu = Attached::new();
@@ -683,8 +683,8 @@ fn a_cpu_that_was_reset_is_not_taken_for_attached() {
     assert_eq!(cpu.area.shared().detaches, 1);
 }
 
-/// The short way does not look for machine checks on its end, so it does not begin with one; and one that
-/// strikes on it is the gate's.
+/// The quick answer does not check for machine checks at its end, so it does not begin with one. The gate raises one
+/// that strikes meanwhile.
 #[test]
 fn a_machine_check_is_no_case_for_the_short_way() {
     let quick = |cpu: &mut Attached, call: Hypercall| {

@@ -87,7 +87,7 @@ impl Cpu {
         assert_eq!(capture::attach(&mut cpu.area, &mut cpu.hardware), Ok(()));
         cpu.area.cpu.entered = 1;
         cpu.area.own.launched = 1;
-        // What an exit loads.
+        // State that an exit loads.
         for index in [msr::FS_BASE, msr::GS_BASE] {
             cpu.hardware.msrs.insert(index, 0);
         }
@@ -220,7 +220,7 @@ fn every_field_that_a_control_makes_count_is_written() {
     facts.vmx_entry_controls |= 1 << (32 + 20);
     capture::learn(&mut cpu.area, &facts);
     assert_eq!(capture::attach(&mut cpu.area, &mut cpu.hardware), Ok(()));
-    // What software reads only, and what only a reset writes.
+    // Fields that software only reads, and fields that only a reset writes.
     let read_only = |field: u32| field >> 10 & 3 == 1;
     let elsewhere = [vmcs::ENTRY_ERROR_CODE];
     for (field, name) in vmcs::ALL {
@@ -383,7 +383,7 @@ fn a_single_step_over_cpuid_traps() {
     assert_eq!(cpu.get(vmcs::GUEST_PENDING_DEBUG), 0, "single steps are of branches");
 }
 
-/// A user's 32-bit code ends at 4 GiB and goes on at 0; the processor refuses an entry with more in RIP.
+/// A user's 32-bit code ends at 4 GiB and goes on at 0. The processor refuses an entry with more bits in RIP.
 #[test]
 fn rip_has_32_bits_outside_64_bit_code() {
     const LONG: u64 = 1 << 13;
@@ -447,7 +447,7 @@ fn vmxe_is_the_guests_to_clear_and_to_set() {
     let mut cpu = Cpu::attached();
     assert_eq!(write_control(&mut cpu, 4, CR4 & !(1 << 13)), Next::Run);
     assert_eq!((cpu.get(vmcs::GUEST_CR4), cpu.get(vmcs::CR4_SHADOW)), (CR4, CR4 & !(1 << 13)));
-    // Its tables may be another kernel's: it does not leave by itself, but is detached when it asks.
+    // The tables may be another kernel's: the CPU does not leave by itself, but detaches when the driver asks.
     const VMFUNC: u32 = 59;
     assert_eq!(cpu.exit(VMFUNC), Next::Run);
     assert_eq!(cpu.hypercall(Hypercall::Detach as u64), Next::Leave);
@@ -587,7 +587,7 @@ fn mtrrs_that_are_others_after_a_suspend_let_go() {
     }
 }
 
-/// Natively all of its memory would be uncacheable from here on.
+/// Natively all of the system's memory would be uncacheable from here on.
 #[test]
 fn a_cpu_that_goes_on_without_mtrrs_leaves() {
     let mut cpu = with_mtrrs();
@@ -600,7 +600,7 @@ fn a_cpu_that_goes_on_without_mtrrs_leaves() {
     assert_eq!(access_msr(&mut cpu, msr::MTRR_DEF_TYPE, Some(0)), Next::Leave, "with caches");
 }
 
-/// It cannot leave any more, and its CR0 is its own again.
+/// Another kernel's CPU cannot leave any more, and its CR0 is its own again.
 #[test]
 fn a_cpu_that_is_reset_without_mtrrs_enables_its_caches() {
     for reset in [true, false] {
@@ -743,7 +743,7 @@ fn an_event_that_cannot_be_delivered_does_not_keep_a_cpu() {
     }
 }
 
-/// A departure that waits does not depend on the guest's next exit, for there may be none.
+/// A pending departure does not depend on the guest's next exit, for there may be none.
 #[test]
 fn a_departure_waits_no_longer_than_for_interrupts() {
     for machine_check in [false, true] {
@@ -774,7 +774,7 @@ fn a_window_opens_once() {
     assert_ne!(cpu.area.cpu.leave_pending, 0, "it leaves from the kernel");
 }
 
-/// Nor does a machine check that takes the place of the event make it forget.
+/// A machine check that takes the place of the event does not make the CPU forget its departure.
 #[test]
 fn a_departure_waits_behind_a_machine_check_too() {
     let mut cpu = Cpu::attached();
@@ -799,7 +799,7 @@ fn a_machine_check_in_an_exit_is_delivered_before_a_fault() {
     assert_eq!(cpu.area.cpu.gate.machine_check, 0);
 }
 
-/// It goes after an event that nothing raises again, at the next moment that the processor can tell.
+/// A machine check goes after an event that nothing raises again, at the next moment that the processor reports.
 #[test]
 fn a_machine_check_waits_for_an_event_and_no_longer() {
     let mut cpu = Cpu::attached();
@@ -823,12 +823,12 @@ fn a_machine_check_on_the_way_to_the_guest_is_injected_at_once() {
     assert_eq!(cpu.hypercall(Hypercall::Ping as u64), Next::Run);
     cpu.machine_check();
     assert_eq!(cpu.injected(), event::MACHINE_CHECK);
-    // An entry that fails has delivered nothing.
+    // An entry that fails has delivered no event.
     assert_eq!(cpu.exit(reason::ENTRY_FAILED | reason::INVALID_STATE), Next::Leave);
     assert_ne!(cpu.area.cpu.gate.machine_check, 0);
 }
 
-/// One that strikes in the entry itself is told by the processor, and the guest goes on.
+/// The processor reports a machine check in the entry itself, and the guest goes on.
 #[test]
 fn a_machine_check_in_an_entry_is_delivered_to_the_guest() {
     let mut cpu = Cpu::attached();
@@ -841,7 +841,7 @@ fn a_machine_check_in_an_entry_is_delivered_to_the_guest() {
     assert_ne!(cpu.area.cpu.gate.machine_check, 0);
 }
 
-/// Whichever way a CPU leaves, the gate raises what the guest has not got.
+/// The gate raises a machine check that the guest has not got, on each way of leaving.
 #[test]
 fn a_machine_check_outlives_every_departure() {
     let leave: [fn(&mut Cpu) -> Next; 4] = [
@@ -867,7 +867,7 @@ fn a_machine_check_outlives_every_departure() {
     }
 }
 
-/// One that strikes while a CPU is being attached is the first that the guest gets.
+/// A machine check during an attach is the guest's first event.
 #[test]
 fn a_machine_check_during_an_attach_is_delivered_to_the_guest() {
     let mut cpu = Cpu::native();
@@ -878,7 +878,7 @@ fn a_machine_check_during_an_attach_is_delivered_to_the_guest() {
     assert_eq!(cpu.injected(), event::MACHINE_CHECK);
 }
 
-/// A CPU that is reset has no use for it, and could not take it.
+/// A CPU that is reset has no use for a machine check, and could not take it.
 #[test]
 fn a_reset_forgets_machine_checks() {
     let mut cpu = Cpu::attached();
@@ -891,8 +891,8 @@ fn a_reset_forgets_machine_checks() {
     assert_eq!(cpu.injected(), event::MACHINE_CHECK);
 }
 
-/// The short way does not look for machine checks on its end, so it does not begin with one; and one that
-/// strikes on it is the gate's.
+/// The quick answer does not check for machine checks at its end, so it does not begin with one. The gate raises one
+/// that strikes meanwhile.
 #[test]
 fn a_machine_check_is_no_case_for_the_short_way() {
     let quick = |cpu: &mut Cpu, call: Hypercall| {
@@ -952,8 +952,8 @@ fn a_corrupt_cr4_is_not_carried_out() {
     assert_ne!(cpu.area.shared().crash.code, 0);
 }
 
-/// While a CPU leaves, the hypervisor's tables are in use, and they have NX bits: an EFER without NXE is the
-/// gate's to load.
+/// While a CPU leaves, the hypervisor's tables are in use, and they have NX bits. So the gate loads an EFER without
+/// NXE.
 #[test]
 fn the_hypervisors_efer_keeps_what_it_needs() {
     const NXE: u64 = 1 << 11;
@@ -1018,7 +1018,7 @@ fn init_and_start_up_bring_a_cpu_to_real_mode() {
     assert_ne!(cpu.get(vmcs::ENTRY_CONTROLS) & u64::from(entry::IA32E_MODE_GUEST), 0);
 }
 
-/// It would begin in firmware.
+/// The boot processor would begin in firmware.
 #[test]
 fn init_shuts_the_boot_processor_down() {
     let mut cpu = Cpu::attached();
@@ -1048,7 +1048,7 @@ fn branch_tracking_goes_with_the_kernel() {
     let mut cpu = tracking();
     assert_eq!(capture::attach(&mut cpu.area, &mut cpu.hardware), Ok(()));
     assert_eq!((cpu.get(vmcs::GUEST_S_CET), cpu.get(vmcs::HOST_S_CET)), (4, 0));
-    // An entry that was refused has loaded the hypervisor's.
+    // An entry that was refused has loaded the hypervisor's state.
     cpu.hardware.msrs.extend([(msr::S_CET, 0), (msr::ISST_ADDR, 0)]);
     capture::put_back_native(&mut cpu.area, &mut cpu.hardware, Code::InvalidGuestState);
     assert_eq!((cpu.hardware.msrs[&msr::S_CET], cpu.hardware.msrs[&msr::ISST_ADDR]), (4, 0x1234));
@@ -1092,8 +1092,8 @@ fn isolated() -> (Cpu, u64) {
     (cpu, kernel)
 }
 
-/// User mode's own tables do not map the gate: the CPU leaves from the kernel, and what user mode insists on is
-/// undefined.
+/// User mode's own tables do not map the gate: the CPU leaves from the kernel. An instruction that user mode repeats
+/// gets #UD.
 #[test]
 fn page_table_isolation_leaves_from_the_kernel() {
     let (mut cpu, kernel) = isolated();
@@ -1111,8 +1111,8 @@ fn page_table_isolation_leaves_from_the_kernel() {
     assert_eq!(cpu.area.shared().left_because, u64::from(Code::UnknownExit as u32));
 }
 
-/// The gate cannot go where user mode is, under page-table isolation: the entry is tried once more, with what can be
-/// wrong by the guest's own doing put right.
+/// The gate cannot go where user mode is, under page-table isolation. The entry is tried once more, with the fields
+/// repaired that the guest itself can make wrong.
 #[test]
 fn a_refused_entry_into_user_mode_is_repaired_and_leaves_from_the_kernel() {
     let (mut cpu, kernel) = isolated();
@@ -1125,7 +1125,7 @@ fn a_refused_entry_into_user_mode_is_repaired_and_leaves_from_the_kernel() {
     cpu.set(vmcs::GUEST_CR3, 0x1234_4000);
     assert_eq!(cpu.exit(reason::CPUID), Next::Leave);
     assert_eq!(cpu.area.shared().left_because, u64::from(Code::InvalidGuestState as u32));
-    // Where that does not help, nothing does.
+    // If the repair does not help, nothing does.
     let (mut cpu, _) = isolated();
     assert_eq!(cpu.exit(reason::ENTRY_FAILED | reason::INVALID_STATE), Next::Run);
     let _ = cpu.exit(reason::ENTRY_FAILED | reason::INVALID_STATE);
@@ -1244,8 +1244,8 @@ fn no_translation_outlives_without_vpid_either() {
 }
 
 proptest! {
-    /// Whatever the live state, the VMCS has it, the processor's checks pass it if they passed the original, and
-    /// a detach at once gives every bit of it back.
+    /// The VMCS has any live state. The processor's checks pass it if they passed the original. A detach at once
+    /// gives every bit back.
     #[test]
     fn attach_and_detach_is_the_identity(
         rip in any::<u32>(), rsp in any::<u32>(), flags in 0u64..0x800, cr3 in 0u64..1 << 40,
@@ -1280,7 +1280,7 @@ proptest! {
         let all_before = cpu.hardware.msrs.clone();
         prop_assert_eq!(capture::attach(&mut cpu.area, &mut cpu.hardware), Ok(()));
         prop_assert_eq!(refusal::first(good_xeon(0).vmx_cr4_fixed1, &mut cpu.hardware), (Refusal::UnknownState, 0));
-        // What an exit loads.
+        // State that an exit loads.
         for index in [msr::FS_BASE, msr::GS_BASE, msr::DEBUGCTL] {
             cpu.hardware.msrs.insert(index, 0);
         }
@@ -1302,8 +1302,8 @@ proptest! {
         prop_assert_eq!(cpu.hardware.msrs, all_before);
     }
 
-    /// No exit reason, qualification or register makes the handler panic, and each either resumes, leaves at the
-    /// instruction or behind it, or ends in the processor's shutdown.
+    /// No exit reason, qualification or register makes the handler panic. Each exit resumes, leaves at the
+    /// instruction or after it, or ends in the processor's shutdown.
     #[test]
     fn any_exit_is_answered(
         code in 0u32..80, qualification in any::<u64>(), vectoring in any::<u32>(), user in any::<bool>(),
@@ -1327,8 +1327,7 @@ proptest! {
         }
     }
 
-    /// Whatever the event, what is injected has the reserved bits clear, and software's are left to their
-    /// instruction.
+    /// Any injected event has the reserved bits clear. Software's events are left to their instruction.
     #[test]
     fn events_handed_over_are_legal(kind in 0u64..8, vector in 0u64..256, with_code in any::<bool>(), code in any::<u16>()) {
         prop_assume!(kind != 1 && kind != 7);
