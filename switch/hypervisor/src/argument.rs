@@ -1,7 +1,8 @@
 //! Addresses that the driver passes: checked once, where they come in, and typed from there on.
 //!
-//! The driver is trusted as the system above is, so the check finds mistakes and not attacks. An address must be
-//! aligned for its type, must not wrap around, and must not lie below the direct map, where user space is.
+//! The driver is trusted as the system above is, so the check finds mistakes and not attacks. An address
+//! must be aligned for its type, must not wrap around, and must not lie below the direct map, where user
+//! space is.
 
 use core::alloc::Layout;
 use core::ops::{Deref, DerefMut};
@@ -21,8 +22,8 @@ impl<T> Argument<T> {
     /// [`Code::BadArgument`] if no `T` of the kernel can lie there.
     ///
     /// # Safety
-    /// The driver passed the address with a call that takes a `T`. The `T` is made of integers, is mapped for the
-    /// hypervisor while the argument lives, and is not used by any other CPU meanwhile.
+    /// The driver passed the address with a call that takes a `T`. The `T` is made of integers, is mapped
+    /// for the hypervisor while the argument lives, and is not used by any other CPU meanwhile.
     pub unsafe fn at(address: u64) -> Result<Self, Code> {
         let first = checked::<T>(address, 1)?;
         // SAFETY: aligned and not null, as `checked` says; the rest is the caller's promise.
@@ -50,8 +51,8 @@ impl<T> DerefMut for Argument<T> {
 /// [`Code::BadArgument`] if no such array of the kernel can lie there.
 ///
 /// # Safety
-/// The driver keeps so many entries at the address, and leaves them as they are while the hypervisor uses the slice.
-/// Each is valid as a `T`. Pages that hold them are mapped whenever one is read.
+/// The driver keeps so many entries at the address, and leaves them as they are while the hypervisor uses
+/// the slice. Each is valid as a `T`. Pages that hold them are mapped whenever one is read.
 pub unsafe fn array<T>(address: u64, count: u64) -> Result<&'static [T], Code> {
     if address == 0 || count == 0 {
         return Ok(&[]);

@@ -108,9 +108,9 @@ pub fn in_exit<V: Vendor>(area: &mut Area<V>) {
     assert!(!fires(area, FaultPoint::ExitPanic), "injected: exit");
 }
 
-/// Returns an interrupt whose delivery an exit is to have interrupted, as [`crate::event`] has it, if that point fires.
-/// With this RFLAGS the guest must take interrupts: an entry that injects one otherwise is refused (SDM, "Checks on
-/// guest RIP, RFLAGS").
+/// Returns an interrupt whose delivery an exit is to have interrupted, as [`crate::event`] has it, if that
+/// point fires. With this RFLAGS the guest must take interrupts: an entry that injects one otherwise is
+/// refused (SDM, "Checks on guest RIP, RFLAGS").
 #[cfg(feature = "fault-injection")]
 pub fn interrupted_event<V: Vendor>(area: &mut Area<V>, rflags: u64) -> Option<u64> {
     use crate::event;

@@ -80,8 +80,9 @@ fn perform<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Resul
 
 /// Checks the operation's argument.
 fn argument<V: Vendor, T>(area: &Area<V>) -> Result<Argument<T>, Code> {
-    // SAFETY: with the operation the driver passes the address of a `T` in memory that it has mapped for the hypervisor.
-    // It waits for the result before it uses the `T` again. `BootInfo` and `CpuFacts` are made of integers only.
+    // SAFETY: with the operation the driver passes the address of a `T` in memory that it has mapped for
+    // the hypervisor. It waits for the result before it uses the `T` again. `BootInfo` and `CpuFacts` are
+    // made of integers only.
     unsafe { Argument::at(area.cpu.gate.argument) }
 }
 
@@ -105,7 +106,7 @@ fn build<V: Vendor>(area: &mut Area<V>) -> Result<(), Code> {
 /// Runs attach's own checks. `mercury doctor` runs the same code on the same facts.
 fn preflight<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Result<(), Code> {
     let facts: Argument<CpuFacts> = argument(area)?;
-    // Where the processor deals with an INIT by itself, it leaves no word (HARDWARE A-30).
+    // A processor that handles an INIT by itself leaves no record (HARDWARE A-30).
     publish::native(area, Code::CpuReset);
     // This CPU does not wait: the driver asks one CPU at a time, and the holder may have died with the lock.
     let mut reference = REFERENCE.try_lock().ok_or(Code::Crashed)?;

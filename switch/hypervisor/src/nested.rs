@@ -110,8 +110,8 @@ impl Pool {
     /// Checks the driver's array of pages.
     #[inline(never)]
     fn pages(boot: &BootInfo) -> Result<&'static [u64], Code> {
-        // SAFETY: the driver keeps the array until unload, or until the next call of `build` brings another, in memory
-        // that is mapped as long. Entries are only added.
+        // SAFETY: the driver keeps the array until unload, or until the next call of `build` brings
+        // another, in memory that is mapped as long. Entries are only added.
         unsafe { array(boot.pool_virt, boot.pool_count) }
     }
 }

@@ -67,7 +67,7 @@ fn silence_function(hardware: &mut impl Hardware, function: Register) -> u64 {
         return 0;
     }
     hardware.write_pci(function.with(COMMAND), command & COMMAND_BITS & !COMMAND_BUS_MASTER);
-    // Whatever it has written before is in memory when a read of it has come back.
+    // A read that has come back flushes the function's earlier writes to memory.
     let _ = hardware.read_pci(function.with(COMMAND));
     1
 }

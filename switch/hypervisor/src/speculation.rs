@@ -37,8 +37,8 @@ pub const fn barriers(facts: &CpuFacts) -> u32 {
     if affected && facts.system & system::MITIGATIONS_OFF == 0 { IBPB } else { 0 }
 }
 
-/// Forgets predictions: RDI = the CPU's area. Changes RAX, RCX, RDX and flags. The LFENCE holds back what was begun on a
-/// misprediction of the jump itself.
+/// Forgets predictions: RDI = the CPU's area. Changes RAX, RCX, RDX and flags. The LFENCE holds back what
+/// was begun on a misprediction of the jump itself.
 #[cfg(feature = "image")]
 macro_rules! forget_predictions {
     () => {

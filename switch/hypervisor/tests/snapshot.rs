@@ -167,7 +167,7 @@ impl<F: Format<Address = GuestPhys>> Machine<F> {
         let mut instant = memory.content.clone();
         instant.extend(free.iter().map(|frame| (*frame, 0)));
         let held = Held { ranges: &MEMORY, free: free_map(&free) };
-        // What a snapshot cannot do without.
+        // Pages that a snapshot cannot do without.
         memory.available = pool + 2;
         let tables = map.tables().expect("tables");
         let snapshot = Snapshot::new(&mut memory, tables, held, log).expect("a root");
@@ -335,7 +335,7 @@ impl<F: Format<Address = GuestPhys>> Machine<F> {
                 self.check_log();
             }
         }
-        // Whatever became of it, the machine runs on, with no page to spare.
+        // The machine runs on after any end of the snapshot, without a free page.
         self.memory.available = if self.snapshot.is_exact() { 10_000 } else { 0 };
         for index in (0..self.frames.len()).step_by(97) {
             self.write(self.frames[index], 9);
@@ -458,8 +458,8 @@ fn devices_are_not_kept() {
     assert_eq!((machine.memory.available, machine.snapshot.counts().copied), (left, 0));
 }
 
-/// Frames that were read in ascending order are given back in large pages, without tables: from any start, and with
-/// any frames between that were free or read before.
+/// Frames that were read in ascending order are given back in large pages, without tables: from any start,
+/// and with any frames between that were free or read before.
 #[test]
 fn frames_read_in_order_cost_nothing() {
     for first in [0, 0x400] {

@@ -46,8 +46,8 @@ pub unsafe extern "C" fn recover(frame: *const Frame) -> u64 {
     let frame = unsafe { &*frame };
     match frame.vector {
         GENERAL_PROTECTION => crate::x86::msr::recovery_of(frame.rip).unwrap_or(0),
-        // Taken on purpose: there is none while GIF = 0. Without an IRET others stay blocked, as they are to be in
-        // the handler of the system above (APM vol. 2, 8.2.3).
+        // Taken on purpose: there is none while GIF = 0. Without an IRET others stay blocked, as they are
+        // to be in the handler of the system above (APM vol. 2, 8.2.3).
         NMI => frame.rip,
         MACHINE_CHECK => hand_over_machine_check(frame),
         _ => 0,

@@ -29,8 +29,8 @@ const WORD_BITS: usize = 64;
 /// A piece of a map: a bit for each page of a stretch of addresses.
 pub type Piece = [AtomicU64; WORDS];
 
-/// A bit for each page, by address, in pieces, of which those may be missing that have no memory. The driver sets bits
-/// as well.
+/// A bit for each page, by address, in pieces, of which those may be missing that have no memory. The
+/// driver sets bits as well.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct WrittenMap<'a>(pub &'a [Option<&'a Piece>]);
 

@@ -1,5 +1,5 @@
-//! Dispatch of [`mercury_abi::gate::Hypercall::Snapshot`]: each call of the driver is decoded and checked once, and
-//! then carried out.
+//! Dispatch of [`mercury_abi::gate::Hypercall::Snapshot`]: each call of the driver is decoded and checked
+//! once, and then carried out.
 
 use mercury_abi::code::Code;
 use mercury_abi::snapshot::{
@@ -82,7 +82,8 @@ impl Change {
     /// [`Code::UnknownOperation`] or [`Code::BadArgument`].
     ///
     /// # Safety
-    /// The driver made the call, and the page tables that map the system's memory are loaded while the result lives.
+    /// The driver made the call, and the page tables that map the system's memory are loaded while the
+    /// result lives.
     unsafe fn decode(call: u64, argument: u64) -> Result<Self, Code> {
         const DONATE: u64 = SnapshotCall::Donate as u64;
         const RECLAIM: u64 = SnapshotCall::Reclaim as u64;
@@ -93,8 +94,9 @@ impl Change {
         const GIVE_UP: u64 = SnapshotCall::GiveUp as u64;
         const BEGIN_LOG: u64 = SnapshotCall::LogBegin as u64;
         const COLLECT_LOG: u64 = SnapshotCall::LogCollect as u64;
-        // SAFETY: with each call the driver passes the address of the argument that `SnapshotCall` names, made of
-        // integers, in memory that it has mapped. It waits for the answer before it uses the argument again.
+        // SAFETY: with each call the driver passes the address of the argument that `SnapshotCall` names,
+        // made of integers, in memory that it has mapped. It waits for the answer before it uses the
+        // argument again.
         unsafe {
             Ok(match call {
                 DONATE => Self::Donate(Argument::at(argument)?),

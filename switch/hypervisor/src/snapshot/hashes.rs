@@ -1,5 +1,5 @@
-//! Hashes of all memory at the instant, with which tests prove what was read and what was put back (fault-injection
-//! builds only).
+//! Hashes of all memory at the instant, with which tests prove what was read and what was put back
+//! (fault-injection builds only).
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
@@ -27,8 +27,8 @@ impl Hashes {
 
     /// Checks the driver's array for so many pages; none if the address is 0.
     pub(super) fn of(address: u64, pages: u64) -> Result<Self, Code> {
-        // SAFETY: the driver keeps a word for each page until `End`, in memory that it has mapped, and reads them only
-        // after the instant.
+        // SAFETY: the driver keeps a word for each page until `End`, in memory that it has mapped, and
+        // reads them only after the instant.
         unsafe { array(address, pages) }.map(Self)
     }
 

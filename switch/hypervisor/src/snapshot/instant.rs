@@ -1,5 +1,5 @@
-//! The instant of a snapshot: all CPUs meet in the hypervisor, the last one copies the persistent DMA memory, and
-//! they all go on with the snapshot's tables.
+//! The instant of a snapshot: all CPUs meet in the hypervisor, the last one copies the persistent DMA
+//! memory, and they all go on with the snapshot's tables.
 //!
 //! No CPU is trusted to come: each waits for the others for a bounded time.
 
@@ -62,8 +62,8 @@ impl Instant {
     #[inline(never)]
     pub(super) fn of(setup: &SnapshotSetup, pages: u64) -> Result<Self, Code> {
         let count = pages.div_ceil(MAP_BITS as u64);
-        // SAFETY: the driver keeps the array of `Begin`, and a bit for each page in the bitmaps that it leads to, until
-        // `End`, in memory that it has mapped.
+        // SAFETY: the driver keeps the array of `Begin`, and a bit for each page in the bitmaps that it
+        // leads to, until `End`, in memory that it has mapped.
         let persistent = unsafe { array(setup.persistent_virt, count) }?;
         Ok(Self { cpus: setup.cpus, persistent, ..Self::new() })
     }
@@ -79,7 +79,8 @@ impl Instant {
 }
 
 impl<F: Format<Address = GuestPhys>> Live<F> {
-    /// Copies the persistent DMA memory, to which devices write at any time. An empty pool makes the snapshot invalid.
+    /// Copies the persistent DMA memory, to which devices write at any time. An empty pool makes the
+    /// snapshot invalid.
     pub(super) fn copy_persistent(&mut self) {
         let persistent = self.instant.persistent;
         let mut first = 0;
@@ -127,8 +128,8 @@ pub(super) fn begin() {
     RENDEZVOUS.begin();
 }
 
-/// Takes part in the instant: when the last CPU is here, none of them is in the system, and all go on with the new
-/// tables. [`mercury_abi::snapshot::SnapshotCall::Enter`].
+/// Takes part in the instant: when the last CPU is here, none of them is in the system, and all go on with
+/// the new tables. [`mercury_abi::snapshot::SnapshotCall::Enter`].
 pub(super) fn enter<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Answer {
     let begun = hardware.tsc();
     let refused = |code| Answer::Hypercall(code, 0);

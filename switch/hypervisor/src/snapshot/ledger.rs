@@ -39,8 +39,8 @@ impl TablePages for Ledger {
     }
 
     fn table(&mut self, phys: HostPhys) -> &mut Table {
-        // SAFETY: a table of the pool or of the identity map, mapped for the hypervisor alone. The lock around both
-        // makes this the only reference.
+        // SAFETY: a table of the pool or of the identity map, mapped for the hypervisor alone. The lock
+        // around both makes this the only reference.
         unsafe { &mut *page::<Table>(phys) }
     }
 }
@@ -51,9 +51,9 @@ impl Pool for Ledger {
     }
 
     fn copy(&mut self, from: HostPhys, to: HostPhys) {
-        // SAFETY: one is the pool's or a buffer of the driver's, the other a page of the memory that the driver has
-        // mapped for the snapshot: they do not overlap. The system may write to its page meanwhile only where the
-        // content does not matter any more.
+        // SAFETY: one is the pool's or a buffer of the driver's, the other a page of the memory that the
+        // driver has mapped for the snapshot: they do not overlap. The system may write to its page
+        // meanwhile only where the content does not matter any more.
         unsafe { crate::x86::copy_page(page(from), page(to)) };
     }
 
@@ -106,7 +106,8 @@ impl Ledger {
         wait
     }
 
-    /// Notes that no page was free. Returns true if writers have waited for one longer than [`pool::PATIENCE`].
+    /// Notes that no page was free. Returns true if writers have waited for one longer than
+    /// [`pool::PATIENCE`].
     #[inline(never)]
     pub(super) fn starve(&mut self) -> bool {
         let now = Processor.tsc();

@@ -1,5 +1,5 @@
-//! The snapshot and the dirty log of this machine. Their state lies beside the identity map, under the map's lock, and
-//! lives from one call of the driver to the next.
+//! The snapshot and the dirty log of this machine. Their state lies beside the identity map, under the
+//! map's lock, and lives from one call of the driver to the next.
 //!
 //! A snapshot that cannot be kept becomes invalid, and the machine runs on.
 
@@ -104,9 +104,9 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         if self.snapshot.is_some() {
             return Err(Code::SnapshotLive);
         }
-        // SAFETY: the driver keeps the arrays of `Begin`, and the bitmaps that one leads to, where they are until
-        // `End`, in memory that it has mapped. It fills the bitmaps before `Enter`, and nothing reads them before.
-        // No address in an array is 0.
+        // SAFETY: the driver keeps the arrays of `Begin`, and the bitmaps that one leads to, where they are
+        // until `End`, in memory that it has mapped. It fills the bitmaps before `Enter`, and nothing reads
+        // them before. No address in an array is 0.
         let (memory, cpus): (_, &[RestartCpu]) = unsafe {
             (
                 Memory::of(setup.memory_virt, setup.memory_count, setup.free_virt, setup.free_count)?,
@@ -172,8 +172,8 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         list.count = refused as u64;
     }
 
-    /// Gives free pages back to the driver. Half of them stay, so that a writer need not wait at once. An invalid
-    /// snapshot needs none any more.
+    /// Gives free pages back to the driver. Half of them stay, so that a writer need not wait at once. An
+    /// invalid snapshot needs none any more.
     #[inline(never)]
     pub(super) fn reclaim(&mut self, list: &mut PageList) {
         let room = (list.count as usize).min(PAGE_LIST_MAX) as u64;
@@ -264,8 +264,8 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         Some(recording.fault(&mut self.ledger, self.memory.ranges, address, access))
     }
 
-    /// Prepares a write to a page that the hypervisor makes itself, or that passes round the tables. `tables` are those
-    /// of the CPU: [`crate::cpu::Cpu::on_snapshot`].
+    /// Prepares a write to a page that the hypervisor makes itself, or that passes round the tables.
+    /// `tables` are those of the CPU: [`crate::cpu::Cpu::on_snapshot`].
     pub(crate) fn permit_write(&mut self, address: GuestPhys, tables: u32) -> WritePermit {
         if tables == ON_LOG {
             let is_foreign = self.log_access(address, Access::Write) == Some(Outcome::Hidden);
@@ -285,8 +285,8 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         }
     }
 
-    /// Notes that the pool was empty. The snapshot becomes invalid if writers have waited too long, or if the machine
-    /// is to be put back to it: then the driver reads no frame, and no copy becomes free.
+    /// Notes that the pool was empty. The snapshot becomes invalid if writers have waited too long, or if
+    /// the machine is to be put back to it: then the driver reads no frame, and no copy becomes free.
     pub(crate) fn starve(&mut self) {
         if self.ledger.starve() || self.target.is_some() {
             self.invalidate(Code::SnapshotPool);
@@ -359,7 +359,8 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         Ok(target)
     }
 
-    /// Puts memory back to the instant, and uses the snapshot up. Returns the number of pages that were copied.
+    /// Puts memory back to the instant, and uses the snapshot up. Returns the number of pages that were
+    /// copied.
     pub(super) fn put_back(&mut self) -> Result<u64, Code> {
         let snapshot = self.snapshot.as_ref().ok_or(Code::NoSnapshot)?;
         let pages = snapshot.put_back(&mut self.ledger).ok_or(self.invalid)?;

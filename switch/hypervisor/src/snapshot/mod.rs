@@ -151,8 +151,9 @@ pub struct Snapshot<F> {
 }
 
 impl<F: Format<Address = GuestPhys>> Snapshot<F> {
-    /// Prepares a snapshot over the tables of the identity map. The instant is when all processors have loaded
-    /// [`Snapshot::root`] and forgotten older translations, with none of them in the system in between.
+    /// Prepares a snapshot over the tables of the identity map. The instant is when all processors have
+    /// loaded [`Snapshot::root`] and forgotten older translations, with none of them in the system in
+    /// between.
     ///
     /// # Errors
     /// [`Exhausted`] if the pool has not enough pages to begin with.
@@ -374,8 +375,8 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
         }
     }
 
-    /// Makes the snapshot invalid: no write is held up any more, and the machine runs on. The copies go back to
-    /// the pool by [`Snapshot::drop_copies`], or with all of the pool at the end.
+    /// Makes the snapshot invalid: no write is held up any more, and the machine runs on. The copies go
+    /// back to the pool by [`Snapshot::drop_copies`], or with all of the pool at the end.
     pub fn invalidate(&mut self) {
         self.invalid = true;
     }

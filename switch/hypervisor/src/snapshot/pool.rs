@@ -51,8 +51,8 @@ impl FreeList {
 /// Longest wait of a writer in TSC ticks: less than a millisecond, for interrupts wait with the writer.
 const WAIT_MAX: u64 = 1 << 21;
 
-/// TSC ticks for which writers may find no page before the snapshot becomes invalid: about a fifth of a second,
-/// for one waiting CPU or for all.
+/// TSC ticks for which writers may find no page before the snapshot becomes invalid: about a fifth of a
+/// second, for one waiting CPU or for all.
 pub const PATIENCE: u64 = 1 << 29;
 
 /// Returns true if the reader should hurry.

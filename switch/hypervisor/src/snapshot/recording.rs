@@ -40,8 +40,9 @@ impl<F: Format<Address = GuestPhys>> Recording<F> {
         ranges: &[OwnedRange],
         setup: &LogSetup,
     ) -> Result<Self, Code> {
-        // SAFETY: the driver keeps the arrays of `LogBegin`, and the bitmaps that they lead to, where they are until
-        // `End`, in memory that it has mapped. Both sides change bits by locked instructions only. No address is 0.
+        // SAFETY: the driver keeps the arrays of `LogBegin`, and the bitmaps that they lead to, where they
+        // are until `End`, in memory that it has mapped. Both sides change bits by locked instructions
+        // only. No address is 0.
         let map = |address| unsafe { array(address, setup.map_count) }.map(WrittenMap);
         let (written, collected) = (map(setup.written_virt)?, map(setup.collected_virt)?);
         let log = DirtyLog::new(ledger, base, ranges).map_err(|_| Code::SnapshotPool)?;
@@ -102,7 +103,8 @@ impl<F: Format<Address = GuestPhys>> Recording<F> {
     }
 }
 
-/// Puts this CPU on the tables of the log, without any older translation: [`mercury_abi::snapshot::SnapshotCall::LogEnter`].
+/// Puts this CPU on the tables of the log, without any older translation:
+/// [`mercury_abi::snapshot::SnapshotCall::LogEnter`].
 pub(super) fn enter<V: Vendor>(area: &mut Area<V>) -> Answer {
     if area.cpu.on_snapshot == ON_SNAPSHOT {
         return Answer::Hypercall(Code::SnapshotLive, 0);

@@ -169,8 +169,8 @@ fn take_part<V: Vendor>(
         Some(Code::Ok) => {}
         code => return Err(code.unwrap_or(Code::Crashed)),
     }
-    // SAFETY: memory that the driver has mapped and the snapshot has kept; the system above does not write to it before
-    // all CPUs have left it. Made of integers.
+    // SAFETY: memory that the driver has mapped and the snapshot has kept; the system above does not write
+    // to it before all CPUs have left it. Made of integers.
     let saved = unsafe { page::<SavedCpu>(HostPhys::new(own.saved_phys)).read() };
     V::put_back(area, &saved);
     area.cpu.leave_pending = 0;

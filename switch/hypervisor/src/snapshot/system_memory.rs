@@ -1,5 +1,5 @@
-//! Access to the system's memory: the page tables of the driver that map it while there may be a snapshot or a dirty
-//! log. The hypervisor's own tables map the hypervisor alone.
+//! Access to the system's memory: the page tables of the driver that map it while there may be a snapshot
+//! or a dirty log. The hypervisor's own tables map the hypervisor alone.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
@@ -29,8 +29,8 @@ pub(super) fn has_tables() -> bool {
 
 /// Does `work` on page tables that map the system's memory, if there are any.
 ///
-/// Predictions that user mode has trained are forgotten before. If the CPU came from beneath a snapshot or a dirty
-/// log, the world switch has done so already.
+/// Predictions that user mode has trained are forgotten before. If the CPU came from beneath a snapshot or
+/// a dirty log, the world switch has done so already.
 pub(crate) fn with_memory<V: Vendor, H: Hardware, T>(
     area: &mut Area<V>,
     hardware: &mut H,

@@ -191,7 +191,7 @@ fn a_pool_that_is_too_small_invalidates_the_snapshot() {
         machine.write(5, 6);
         assert_eq!(machine.live.status().exact, 1);
     }
-    // One that comes much later is the first again.
+    // A writer that comes much later begins a new row.
     let ago = |ticks| Processor.tsc() - ticks;
     machine.live.ledger.set_starved(ago(4 * pool::PATIENCE), ago(3 * pool::PATIENCE));
     machine.write(5, 6);

@@ -145,7 +145,8 @@ impl<F: Format<Address = GuestPhys>> View<F> {
         if own.size != PageSize::Size4K || !F::is_present(own.entry) || !is_identity::<F>(own, gpa) {
             return;
         }
-        // A table that is the identity map's as well was never opened by a fault: what leads there is restricted.
+        // A table that is the identity map's as well was never opened by a fault: what leads there is
+        // restricted.
         if self.base.walk(pages, gpa, PageSize::Size4K).table != own.table {
             PageTable::<F>::store(pages, own, F::read_only(own.entry));
         }
@@ -215,8 +216,8 @@ struct Block {
 }
 
 impl Block {
-    /// Copies the table `from` to `to`, which may be the same, and restricts what must be kept. Entry by entry: a
-    /// table is a third of the stack.
+    /// Copies the table `from` to `to`, which may be the same, and restricts what must be kept. Entry by
+    /// entry: a table is a third of the stack.
     fn restrict<F: Format<Address = GuestPhys>>(
         &self,
         pages: &mut impl TablePages,

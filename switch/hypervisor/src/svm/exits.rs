@@ -352,7 +352,7 @@ fn invalid(area: &mut Area, hardware: &mut impl Hardware) -> Next {
 /// Mercury does not know. The processor took the bit, so this is no corruption. But its meaning for an
 /// attached CPU is unknown.
 fn leave_with_foreign_state(area: &mut Area, hardware: &mut impl Hardware) -> Next {
-    // It may have wanted to leave before.
+    // The CPU may have wanted to leave before.
     let because = Code::from_number(area.cpu.leave_pending).filter(|code| *code != Code::Ok);
     let because = because.unwrap_or(Code::Cr4Unsupported);
     if area.control.inject_event & event::VALID != 0 {

@@ -181,7 +181,7 @@ pub fn run(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
             Prepared::Wait => return Answer::Retry,
             // As if an interrupt had come: KVM takes interrupts, and comes again.
             Prepared::WaitOutside => return end_at_once(area, exit_code::INTR),
-            // It writes where the snapshot's tables do not see it.
+            // The guest writes where the snapshot's tables do not see it.
             Prepared::Impossible => live::invalidate(area, Code::SnapshotGuest),
         }
     }
@@ -373,8 +373,8 @@ fn show(area: &mut Area, hardware: &mut impl Hardware, phys: u64) -> bool {
     }
     let gate = &area.cpu.gate;
     let entry = core::ptr::with_exposed_provenance_mut::<u64>(gate.window_entry_virt as usize);
-    // SAFETY: the driver has mapped the table with this entry, which no other code writes; the page that it maps is used
-    // through `block` and by the world switch only.
+    // SAFETY: the driver has mapped the table with this entry, which no other code writes; the page that it
+    // maps is used through `block` and by the world switch only.
     unsafe { entry.write_volatile(phys | WRITABLE) };
     hardware.forget_page(gate.window_virt);
     area.own.block_phys = phys;
@@ -396,8 +396,8 @@ pub(super) fn block(area: &Area) -> *mut Vmcb {
 
 fn window(area: &Area) -> Shown {
     let block = block(area);
-    // SAFETY: the driver has made a page-table entry for this address, and `show` has filled it with a page of memory.
-    // Other CPUs do not run this block; KVM, on this one, does not change it meanwhile.
+    // SAFETY: the driver has made a page-table entry for this address, and `show` has filled it with a page
+    // of memory. Other CPUs do not run this block; KVM, on this one, does not change it meanwhile.
     unsafe {
         Shown {
             intercepts: (&raw const (*block).intercept_misc1).read_volatile(),

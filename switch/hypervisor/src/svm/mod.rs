@@ -79,8 +79,8 @@ pub struct Own {
     pub asids: [u32; 2],
     /// Host-physical address of the control block in the window, or [`guests::NO_BLOCK`].
     pub block_phys: u64,
-    /// The system's own TR, LDTR and MSRs of system calls at the instant of a snapshot that is kept: later a guest's
-    /// may be in their place.
+    /// The system's own TR, LDTR and MSRs of system calls at the instant of a snapshot that is kept: later
+    /// a guest's may be in their place.
     pub extended: ExtendedState,
     /// KVM's nested root, while the block has the shadow's.
     pub guest_nested_cr3: u64,

@@ -98,7 +98,7 @@ pub(super) fn put_back(area: &mut Area, saved: &SavedCpu) {
     control.idtr = table(&saved.idtr);
     control.cpl = 0;
     control.efer = own.attach_efer;
-    // What the system has set of SVM it sets again itself.
+    // The system itself sets its SVM state again.
     own.guest_efer = own.attach_efer & !EFER_SVME;
     (own.gif_is_clear, own.nmi_held, own.enter_guest) = (0, 0, 0);
     guests::forget(own);
@@ -214,7 +214,7 @@ mod tests {
     fn a_cpu_goes_on_where_it_was() {
         let mut cpu = watched();
         let control = &mut cpu.area.control;
-        // Whatever it came to.
+        // Any state that the CPU came to.
         (control.cpl, control.cr0, control.efer, control.rip) = (3, 0x11, 0, 0x1234);
         (control.inject_event, control.exit_event) = (event::DEBUG, event::DEBUG);
         control.interrupt_shadow = 1;

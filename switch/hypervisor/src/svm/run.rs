@@ -65,8 +65,8 @@ mod switch {
 
     /// Enters the system, RDI = the CPU's area; does not return.
     ///
-    /// The labels are local to the object file, in which [`kvm`] is as well: that one goes on at `enter` and at
-    /// `exit`, and this one goes there for VMRUN and STGI of the system.
+    /// The labels are local to the object file, in which [`kvm`] is as well: that one goes on at `enter`
+    /// and at `exit`, and this one goes there for VMRUN and STGI of the system.
     #[unsafe(naked)]
     pub extern "C" fn run() -> ! {
         naked_asm!(
@@ -108,8 +108,8 @@ mod switch {
             // VMMCALL in user mode is #UD, as it is natively.
             "mov dword ptr [rdi + {inject}], {invalid_opcode}",
             "mov dword ptr [rdi + {inject} + 4], 0",
-            // A machine check that has struck since goes first, and VMMCALL is executed again. One that strikes from
-            // here on replaces the #UD itself.
+            // A machine check that has struck since goes first, and VMMCALL is executed again. One that
+            // strikes from here on replaces the #UD itself.
             "cmp qword ptr [rdi + {machine_check}], {no_machine_check}",
             "je .Lsvm_inject",
             "mov dword ptr [rdi + {inject}], {machine_check_event}",
@@ -233,7 +233,8 @@ mod switch {
             "mov dword ptr [rdi + {tlb_control}], 0",
             "mov dword ptr [rdi + {entered}], 1",
             "mov dword ptr [rdi + {entry_state_valid}], 0",
-            // In place. The system's IF is the one that masks interrupts meanwhile. GIF is 0, so none comes here.
+            // In place. The system's IF is the one that masks interrupts meanwhile. GIF is 0, so none comes
+            // here.
             ".Lkvm_enter:",
             "mov rax, [rdi + {guest_rax}]",
             "cmp dword ptr [rdi + {around_guest}], 0",
@@ -249,8 +250,9 @@ mod switch {
             "xchg rdi, [rsp]",
             "cmp dword ptr [rdi + {around_guest}], 0",
             "jne .Lkvm_take_back",
-            // The guest's exit as the system sees it (APM vol. 2, 15.6): breakpoints are off, and GIF is 0. IF is
-            // cleared for Bochs, which heeds it in spite of V_INTR_MASKING; KVM's next instruction is CLI.
+            // The guest's exit as the system sees it (APM vol. 2, 15.6): breakpoints are off, and GIF is 0.
+            // IF is cleared for Bochs, which heeds it in spite of V_INTR_MASKING; KVM's next instruction is
+            // CLI.
             ".Lkvm_exited:",
             "mov qword ptr [rdi + {dr7}], {no_breakpoints}",
             "and byte ptr [rdi + {rflags} + 1], {all_but_interrupt_flag}",
@@ -261,14 +263,15 @@ mod switch {
             "mov rax, [rdi + {control_phys}]",
             "xchg rdi, [rsp]",
             "jmp .Lsvm_enter",
-            // From compiled code, which has answered VMRUN: RDI = the area, the stack's top is to be the system's RDI.
+            // From compiled code, which has answered VMRUN: RDI = the area, the stack's top is to be the
+            // system's RDI.
             ".Lkvm_enter_from_compiled:",
             "mov dword ptr [rdi + {enter_guest}], 0",
             "mov rax, [rdi + {registers} + 56]",
             "mov [rsp], rax",
             "jmp .Lkvm_enter",
-            // Where the processor has a SPEC_CTRL for guests (APM vol. 2, 15.35), a guest of the system runs with the
-            // system's value besides. The processor has that value only while the guest runs.
+            // Where the processor has a SPEC_CTRL for guests (APM vol. 2, 15.35), a guest of the system
+            // runs with the system's value besides. The processor has that value only while the guest runs.
             ".Lkvm_lend:",
             "test dword ptr [rdi + {around_guest}], {lent}",
             "jz .Lkvm_mask",
@@ -383,8 +386,8 @@ mod switch {
 /// Saves the system's FS, GS, TR, LDTR and syscall MSRs to the control block and loads the
 /// hypervisor's.
 pub fn save_extended_state(area: &Area) {
-    // SAFETY: EFER.SVME is set, and both addresses are those of this CPU's own pages. The hypervisor's code uses
-    // none of the registers that change, but for TR, which becomes valid.
+    // SAFETY: EFER.SVME is set, and both addresses are those of this CPU's own pages. The hypervisor's code
+    // uses none of the registers that change, but for TR, which becomes valid.
     unsafe {
         asm!("vmsave rax", in("rax") area.cpu.control_phys, options(nostack, preserves_flags));
         asm!("vmload rax", in("rax") area.cpu.host_phys, options(nostack, preserves_flags));

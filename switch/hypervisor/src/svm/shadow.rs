@@ -145,8 +145,8 @@ pub fn prepare(area: &mut Area) -> Prepared {
         WritePermit::Wait => return Prepared::Wait,
         WritePermit::Foreign => return Prepared::Impossible,
     }
-    // SAFETY: the window's page is a control block of KVM's, which no other code uses while this CPU is between VMRUN and the
-    // guest; all of its fields are integers.
+    // SAFETY: the window's page is a control block of KVM's, which no other code uses while this CPU is
+    // between VMRUN and the guest; all of its fields are integers.
     let block = unsafe { &mut *block };
     let shadow = &mut area.own.shadow;
     if !live.watches(area.cpu.on_snapshot) {
@@ -258,8 +258,8 @@ fn walk(live: &Live<AmdNested>, guest: Guest, address: GuestPhys) -> Walk {
 /// Returns a word of memory that other CPUs write as well.
 fn word(phys: u64) -> &'static AtomicU64 {
     let page = page::<AtomicU64>(HostPhys::new(phys & !0xFFF));
-    // SAFETY: in memory that the driver has mapped for the snapshot, all of which stays; aligned, and only ever
-    // accessed atomically by KVM and the processor, too.
+    // SAFETY: in memory that the driver has mapped for the snapshot, all of which stays; aligned, and only
+    // ever accessed atomically by KVM and the processor, too.
     unsafe { &*page.add(phys as usize % 4096 / 8) }
 }
 
@@ -275,7 +275,7 @@ fn fill(
     let (steps, count, size) = match walk(live, guest, address) {
         Walk::Page { steps, count, size } => (steps, count, size),
         Walk::None(why) => return guests(why),
-        // Where it cannot be followed, the machine goes on and the snapshot does not.
+        // The table cannot be followed there: the machine goes on, and the snapshot is invalid.
         Walk::Unknown => {
             live.invalidate(Code::SnapshotGuest);
             return Fault::Wait;

@@ -274,7 +274,8 @@ fn the_drivers_calls_forget_predictions_before_memory_is_mapped() {
     assert_eq!((cpu.hardware.mappings, cpu.hardware.mapped), (vec![Some(speculation::IBPB)], false));
 }
 
-/// An event that cannot be delivered, and that nothing raises again, is logged. The gate raises a machine check.
+/// An event that cannot be delivered, and that nothing raises again, is logged. The gate raises a machine
+/// check.
 #[test]
 fn an_event_that_cannot_be_delivered_does_not_keep_a_cpu() {
     crate::nested::tests::install::<super::Svm>();
@@ -392,8 +393,8 @@ fn a_block_that_the_refusal_damaged_is_restored_and_recorded_as_it_was() {
 }
 
 proptest! {
-    /// Any event is handed over unchanged, or repaired, or left to its instruction. An injected event is always
-    /// legal (APM vol. 2, 15.20).
+    /// Any event is handed over unchanged, or repaired, or left to its instruction. An injected event is
+    /// always legal (APM vol. 2, 15.20).
     #[test]
     fn events_handed_over_are_legal(kind in 0u64..8, vector in 0u64..256, code in any::<u32>()) {
         let mut cpu = Attached::new();
@@ -506,7 +507,8 @@ fn a_machine_check_in_an_exit_is_delivered_before_a_fault() {
     assert_eq!(cpu.area.cpu.gate.machine_check, 0);
 }
 
-/// A machine check goes after an event that nothing raises again, at the next moment that the processor reports.
+/// A machine check goes after an event that nothing raises again, at the next moment that the processor
+/// reports.
 #[test]
 fn a_machine_check_waits_for_an_event_and_no_longer() {
     let mut cpu = Attached::new();
@@ -618,7 +620,8 @@ fn the_hypervisors_efer_keeps_what_it_needs() {
     assert_eq!(cpu.area.shared().crash.code, 0);
 }
 
-/// The native processor takes or refuses a bit that Mercury does not carry. The hypervisor does not fail on it.
+/// The native processor takes or refuses a bit that Mercury does not carry. The hypervisor does not fail on
+/// it.
 #[test]
 fn efer_bits_that_are_not_carried_let_go() {
     for bit in [13, 17, 20] {
@@ -631,8 +634,8 @@ fn efer_bits_that_are_not_carried_let_go() {
     }
 }
 
-/// A bit of CR4 that a later kernel sets: the processor took it, so the CPU leaves with it and without a record,
-/// after the instruction that was answered.
+/// A bit of CR4 that a later kernel sets: the processor took it, so the CPU leaves with it and without a
+/// record, after the instruction that was answered.
 #[test]
 fn foreign_bits_of_cr4_let_go_without_a_crash() {
     const LASS: u64 = 1 << 27;
@@ -683,8 +686,8 @@ fn a_cpu_that_was_reset_is_not_taken_for_attached() {
     assert_eq!(cpu.area.shared().detaches, 1);
 }
 
-/// The quick answer does not check for machine checks at its end, so it does not begin with one. The gate raises one
-/// that strikes meanwhile.
+/// The quick answer does not check for machine checks at its end, so it does not begin with one. The gate
+/// raises one that strikes meanwhile.
 #[test]
 fn a_machine_check_is_no_case_for_the_short_way() {
     let quick = |cpu: &mut Attached, call: Hypercall| {

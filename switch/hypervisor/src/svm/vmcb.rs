@@ -167,8 +167,8 @@ impl Vmcb {
     pub fn flip(&mut self, offset: usize, bits: u64) {
         let words = core::ptr::from_mut(self).cast::<u64>();
         if offset.is_multiple_of(8) && offset < size_of::<Self>() {
-            // SAFETY: the word is inside of the block, which is larger and more aligned than a word, and all of
-            // whose fields are integers: any bits are a value.
+            // SAFETY: the word is inside of the block, which is larger and more aligned than a word, and
+            // all of whose fields are integers: any bits are a value.
             unsafe { *words.add(offset / 8) ^= bits };
         }
     }
@@ -270,7 +270,8 @@ pub const VIRTUAL_INTERRUPT: u64 = 1 << 8 | 15 << 16 | 1 << 20;
 pub const VIRTUAL_MASKING: u64 = 1 << 24;
 /// [`Vmcb::virtual_interrupt`]: AVIC is on (APM vol. 2, 15.29).
 pub const VIRTUAL_APIC: u64 = 1 << 31;
-/// [`Vmcb::nested_control`]: the guest's memory or its registers are encrypted (SEV, SEV-ES; APM vol. 2, 15.34).
+/// [`Vmcb::nested_control`]: the guest's memory or its registers are encrypted (SEV, SEV-ES; APM vol. 2,
+/// 15.34).
 pub const NESTED_CONTROL_ENCRYPTED: u8 = 1 << 1 | 1 << 2;
 /// Intercept word 4: VMRUN (the processor demands it), VMMCALL, VMLOAD, VMSAVE, STGI, CLGI, SKINIT.
 pub const INTERCEPT_MISC2: u32 = 0x7F;

@@ -66,8 +66,8 @@ pub fn learn(area: &mut Area, facts: &CpuFacts) {
 /// Enters VMX operation and fills the VMCS; the next entry is VMLAUNCH.
 ///
 /// # Errors
-/// [`Code::StateChanged`] if there was no preflight; [`Code::InvalidGuestState`] with a [`Refusal`] in the detail;
-/// [`Code::FactUnreadable`]; [`Code::SegmentUnreadable`] where TR or LDTR could not be given back.
+/// [`Code::StateChanged`] if there was no preflight; [`Code::InvalidGuestState`] with a [`Refusal`] in the
+/// detail; [`Code::FactUnreadable`]; [`Code::SegmentUnreadable`] where TR or LDTR could not be given back.
 #[inline]
 pub fn attach(area: &mut Area, hardware: &mut impl Hardware) -> Result<(), Code> {
     if area.own.controls.secondary & secondary::EPT == 0 {
@@ -179,8 +179,8 @@ fn fill(area: &mut Area, hardware: &mut impl Hardware, live: &Live) {
     if area.own.controls.entry & entry::LOAD_CET != 0 {
         fill_cet(hardware, live);
     }
-    // This VPID and these tables may have translations of the last attachment (SDM, "Guidelines for use of the
-    // INVVPID and INVEPT instructions"; HARDWARE I-21). No emulator shows it.
+    // This VPID and these tables may have translations of the last attachment (SDM, "Guidelines for use of
+    // the INVVPID and INVEPT instructions"; HARDWARE I-21). No emulator shows it.
     hardware.flush_guests(area.own.controls.secondary & secondary::VPID != 0);
 }
 

@@ -147,7 +147,7 @@ pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
         | reason::GETSEC => undefined(area),
         reason::CONTROL_REGISTER => control_register(area, hardware),
         reason::MONITOR_TRAP => other(area, Answer::Retry),
-        // What still waits for one asks again.
+        // An event that still waits for a window asks again.
         reason::INTERRUPT_WINDOW if area.own.awaits_window != 0 => {
             await_window(area, hardware, false);
             other(area, Answer::Retry)
@@ -384,8 +384,8 @@ fn enter(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     Next::Run
 }
 
-/// Moves past the instruction that exited as the processor would: no interrupt shadow, no RF, and a single step
-/// raises #DB (HARDWARE I-33).
+/// Moves past the instruction that exited as the processor would: no interrupt shadow, no RF, and a single
+/// step raises #DB (HARDWARE I-33).
 #[inline]
 pub fn skip(hardware: &mut impl Hardware) {
     let length = hardware.vmread(vmcs::EXIT_INSTRUCTION_LENGTH);
@@ -606,8 +606,8 @@ fn lose_event(area: &mut Area, hardware: &mut impl Hardware) {
         return exit::lose_event(area, hardware, event);
     }
     let pending = &raw mut area.cpu.gate.nmi.pending;
-    // SAFETY: a field of this CPU's own, aligned; the handler of NMIs changes it in one instruction, and so does
-    // this.
+    // SAFETY: a field of this CPU's own, aligned; the handler of NMIs changes it in one instruction, and so
+    // does this.
     let _ = unsafe { AtomicU64::from_ptr(pending) }.fetch_add(1, Ordering::Relaxed);
 }
 
@@ -673,7 +673,7 @@ fn enter_repaired(area: &mut Area, hardware: &mut impl Hardware) -> Next {
 /// Mercury does not know. The processor took the bit, so this is no corruption. But its meaning for an
 /// attached CPU is unknown.
 fn leave_with_foreign_state(area: &mut Area, hardware: &mut impl Hardware) -> Next {
-    // It may have wanted to leave before.
+    // The CPU may have wanted to leave before.
     let because = Code::from_number(area.cpu.leave_pending).filter(|code| *code != Code::Ok);
     let because = because.unwrap_or(Code::Cr4Unsupported);
     if is_event_pending(hardware) {

@@ -143,8 +143,8 @@ pub fn watch_caches(hardware: &mut impl Hardware, wanted: bool) {
     hardware.vmwrite(vmcs::CR0_MASK, if wanted { CR0_NE | cr0::CD } else { CR0_NE });
 }
 
-/// Returns true if this value of CR0 enables the caches while the system has its MTRRs disabled: natively all of
-/// memory would be uncacheable, and beneath the hypervisor it would not.
+/// Returns true if this value of CR0 enables the caches while the system has its MTRRs disabled: natively
+/// all of memory would be uncacheable, and beneath the hypervisor it would not.
 pub fn disables_mtrrs(hardware: &mut impl Hardware, cr0: u64) -> bool {
     hardware.vmread(vmcs::CR0_MASK) & cr0::CD != 0 && cr0 & cr0::CD == 0
 }

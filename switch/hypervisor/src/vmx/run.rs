@@ -330,7 +330,7 @@ mod switch {
             "mov ecx, {entry_interruption}",
             "mov edx, {invalid_opcode}",
             "vmwrite rcx, rdx",
-            // One that has struck since the exit goes first; one that strikes now replaces #UD.
+            // A machine check since the exit goes first. One that strikes now replaces #UD.
             "cmp qword ptr [rdi + {machine_check}], 0",
             "jne {save}",
             "mov rbx, [rdi + {shared_virt}]",
@@ -494,8 +494,8 @@ pub fn restore_extended_state(area: &mut Area) {
     let (tr, ldtr) = (area.own.tr.selector, area.own.ldtr.selector);
     let has_tr = area.host.release(tr);
     let base_virt = core::ptr::from_ref(&area.host).expose_provenance() as u64;
-    // SAFETY: the table is this CPU's own, stays, and has code, data and the two segments where they belong; the
-    // gate loads the system's afterwards.
+    // SAFETY: the table is this CPU's own, stays, and has code, data and the two segments where they
+    // belong; the gate loads the system's afterwards.
     unsafe {
         vmx::lgdt(base_virt, (size_of::<LeaveGdt>() - 1) as u16);
         if has_tr {

@@ -311,7 +311,8 @@ fn detach_gives_the_processor_back() {
     assert_eq!(cpu.area.shared().left_because, 0);
 }
 
-/// A recording of branches that began while the CPU was attached goes on, but not through the hypervisor's tables.
+/// A recording of branches that began while the CPU was attached goes on, but not through the hypervisor's
+/// tables.
 #[test]
 fn branches_are_stored_again_behind_the_gate() {
     let mut cpu = Cpu::attached();
@@ -447,7 +448,8 @@ fn vmxe_is_the_guests_to_clear_and_to_set() {
     let mut cpu = Cpu::attached();
     assert_eq!(write_control(&mut cpu, 4, CR4 & !(1 << 13)), Next::Run);
     assert_eq!((cpu.get(vmcs::GUEST_CR4), cpu.get(vmcs::CR4_SHADOW)), (CR4, CR4 & !(1 << 13)));
-    // The tables may be another kernel's: the CPU does not leave by itself, but detaches when the driver asks.
+    // The tables may be another kernel's: the CPU does not leave by itself, but detaches when the driver
+    // asks.
     const VMFUNC: u32 = 59;
     assert_eq!(cpu.exit(VMFUNC), Next::Run);
     assert_eq!(cpu.hypercall(Hypercall::Detach as u64), Next::Leave);
@@ -539,10 +541,10 @@ fn with_mtrrs() -> Cpu {
     cpu
 }
 
-/// Writes the MTRRs as Linux does on each CPU when all are back from a suspend (6.1: `generic_set_all`; 6.12:
-/// `cache_cpu_init`; both from `arch_thaw_secondary_cpus_end`, and with the same accesses): without caches, E and
-/// FE and the default type cleared, then registers that are not what the kernel has noted, then PAT, which does
-/// not exit, and what was cleared. Stops where the CPU leaves.
+/// Writes the MTRRs as Linux does on each CPU when all are back from a suspend (6.1: `generic_set_all`;
+/// 6.12: `cache_cpu_init`; both from `arch_thaw_secondary_cpus_end`, and with the same accesses): without
+/// caches, E and FE and the default type cleared, then registers that are not what the kernel has noted,
+/// then PAT, which does not exit, and what was cleared. Stops where the CPU leaves.
 fn write_mtrrs_as_linux(cpu: &mut Cpu, noted: &[(u32, u64)]) -> Next {
     let default = cpu.hardware.msrs[&msr::MTRR_DEF_TYPE];
     let different = noted.iter().filter(|(index, value)| cpu.hardware.msrs[index] != *value);
@@ -713,8 +715,8 @@ fn an_event_is_not_lost_to_a_nested_fault_of_its_own_delivery() {
     assert_eq!(cpu.area.shared().left_because, u64::from(Code::UnknownExit as u32));
 }
 
-/// An event that cannot be delivered, and that nothing raises again, is logged. The gate raises machine checks and
-/// NMIs.
+/// An event that cannot be delivered, and that nothing raises again, is logged. The gate raises machine
+/// checks and NMIs.
 #[test]
 fn an_event_that_cannot_be_delivered_does_not_keep_a_cpu() {
     crate::nested::tests::install::<Vmx>();
@@ -799,7 +801,8 @@ fn a_machine_check_in_an_exit_is_delivered_before_a_fault() {
     assert_eq!(cpu.area.cpu.gate.machine_check, 0);
 }
 
-/// A machine check goes after an event that nothing raises again, at the next moment that the processor reports.
+/// A machine check goes after an event that nothing raises again, at the next moment that the processor
+/// reports.
 #[test]
 fn a_machine_check_waits_for_an_event_and_no_longer() {
     let mut cpu = Cpu::attached();
@@ -891,8 +894,8 @@ fn a_reset_forgets_machine_checks() {
     assert_eq!(cpu.injected(), event::MACHINE_CHECK);
 }
 
-/// The quick answer does not check for machine checks at its end, so it does not begin with one. The gate raises one
-/// that strikes meanwhile.
+/// The quick answer does not check for machine checks at its end, so it does not begin with one. The gate
+/// raises one that strikes meanwhile.
 #[test]
 fn a_machine_check_is_no_case_for_the_short_way() {
     let quick = |cpu: &mut Cpu, call: Hypercall| {
@@ -915,8 +918,8 @@ fn a_machine_check_is_no_case_for_the_short_way() {
 /// Linear-address separation: what a later kernel may set.
 const LASS: u64 = 1 << 27;
 
-/// A bit of CR4 that a later kernel sets: the processor took it, so the CPU leaves with it and without a record,
-/// after the instruction that was answered.
+/// A bit of CR4 that a later kernel sets: the processor took it, so the CPU leaves with it and without a
+/// record, after the instruction that was answered.
 #[test]
 fn foreign_bits_of_cr4_let_go_without_a_crash() {
     let mut cpu = Cpu::attached();
@@ -942,7 +945,8 @@ fn foreign_bits_of_cr4_survive_a_detach() {
     assert_eq!(cpu.area.cpu.gate.outward.cr4, CR4 | LASS);
 }
 
-/// If the processor refused a VMCS, none of its bits can be trusted: the gate gets no bit that may fault there.
+/// If the processor refused a VMCS, none of its bits can be trusted: the gate gets no bit that may fault
+/// there.
 #[test]
 fn a_corrupt_cr4_is_not_carried_out() {
     let mut cpu = Cpu::attached();
@@ -952,8 +956,8 @@ fn a_corrupt_cr4_is_not_carried_out() {
     assert_ne!(cpu.area.shared().crash.code, 0);
 }
 
-/// While a CPU leaves, the hypervisor's tables are in use, and they have NX bits. So the gate loads an EFER without
-/// NXE.
+/// While a CPU leaves, the hypervisor's tables are in use, and they have NX bits. So the gate loads an EFER
+/// without NXE.
 #[test]
 fn the_hypervisors_efer_keeps_what_it_needs() {
     const NXE: u64 = 1 << 11;
@@ -1092,8 +1096,8 @@ fn isolated() -> (Cpu, u64) {
     (cpu, kernel)
 }
 
-/// User mode's own tables do not map the gate: the CPU leaves from the kernel. An instruction that user mode repeats
-/// gets #UD.
+/// User mode's own tables do not map the gate: the CPU leaves from the kernel. An instruction that user
+/// mode repeats gets #UD.
 #[test]
 fn page_table_isolation_leaves_from_the_kernel() {
     let (mut cpu, kernel) = isolated();
@@ -1111,8 +1115,8 @@ fn page_table_isolation_leaves_from_the_kernel() {
     assert_eq!(cpu.area.shared().left_because, u64::from(Code::UnknownExit as u32));
 }
 
-/// The gate cannot go where user mode is, under page-table isolation. The entry is tried once more, with the fields
-/// repaired that the guest itself can make wrong.
+/// The gate cannot go where user mode is, under page-table isolation. The entry is tried once more, with
+/// the fields repaired that the guest itself can make wrong.
 #[test]
 fn a_refused_entry_into_user_mode_is_repaired_and_leaves_from_the_kernel() {
     let (mut cpu, kernel) = isolated();
@@ -1244,8 +1248,8 @@ fn no_translation_outlives_without_vpid_either() {
 }
 
 proptest! {
-    /// The VMCS has any live state. The processor's checks pass it if they passed the original. A detach at once
-    /// gives every bit back.
+    /// The VMCS has any live state. The processor's checks pass it if they passed the original. A detach at
+    /// once gives every bit back.
     #[test]
     fn attach_and_detach_is_the_identity(
         rip in any::<u32>(), rsp in any::<u32>(), flags in 0u64..0x800, cr3 in 0u64..1 << 40,

@@ -1,5 +1,5 @@
-//! The local APIC, as far as one CPU sends another an NMI: with whatever mode the system has it in, and even if the
-//! system has switched it off by software (APM vol. 2, 16.3.2 and 16.5).
+//! The local APIC, as far as one CPU sends another an NMI: with whatever mode the system has it in, and
+//! even if the system has switched it off by software (APM vol. 2, 16.3.2 and 16.5).
 
 use super::msr;
 use crate::address::HostPhys;
@@ -26,8 +26,8 @@ pub fn send_nmi(apic_id: u32) {
         return;
     }
     let page = HostPhys::new(base & BASE_ADDRESS).in_direct_map(direct_map()).as_u64();
-    // SAFETY: while a snapshot is kept the driver maps this page, uncached, for the hypervisor; the registers are those
-    // of this CPU, and interrupts are off.
+    // SAFETY: while a snapshot is kept the driver maps this page, uncached, for the hypervisor; the
+    // registers are those of this CPU, and interrupts are off.
     unsafe {
         let register = |offset: u64| core::ptr::with_exposed_provenance_mut::<u32>((page + offset) as usize);
         // The system may have been between the two halves of a command of its own.

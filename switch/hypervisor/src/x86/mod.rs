@@ -26,7 +26,8 @@ pub const CR4_PGE: u64 = 1 << 7;
 /// CR0 in the hypervisor: PE, MP, ET, NE, WP, PG and nothing that the system above has set.
 pub const HOST_CR0: u64 = 0x8001_0033;
 
-/// Copies a page by words: what processors do as fast as anything, and emulators eight times as fast as bytes.
+/// Copies a page by words: what processors do as fast as anything, and emulators eight times as fast as
+/// bytes.
 ///
 /// # Safety
 /// Both are pages that may be read and written, and they do not overlap.
@@ -94,8 +95,8 @@ pub trait Hardware {
 
     /// Takes a pending NMI from the processor: opens GIF for a moment, with interrupts off.
     fn take_nmi(&mut self);
-    /// Forgets every translation of every address-space identifier (AMD): enters the guest of this block, whose
-    /// intercepts let nothing of it run.
+    /// Forgets every translation of every address-space identifier (AMD): enters the guest of this block,
+    /// whose intercepts let nothing of it run.
     fn flush_by_entry(&mut self, control: &mut crate::svm::vmcb::Vmcb, control_phys: u64);
     /// Forgets what a virtual page was mapped to.
     fn forget_page(&mut self, virt: u64);
@@ -163,8 +164,8 @@ impl Hardware for Processor {
         if barriers & crate::speculation::IBPB != 0 {
             let _ = msr::write(msr::PRED_CMD, 1);
         }
-        // SAFETY: calls to the next instruction, whose return addresses are taken off again; LFENCE holds back what was
-        // begun before.
+        // SAFETY: calls to the next instruction, whose return addresses are taken off again; LFENCE holds
+        // back what was begun before.
         unsafe {
             asm!(
                 ".rept {entries}",
@@ -217,8 +218,8 @@ impl Hardware for Processor {
 
     #[inline]
     fn vmxoff(&mut self, vmcs_phys: u64) {
-        // SAFETY: only [`crate::vmx`] calls this, in root operation; clearing first leaves nothing of the VMCS in
-        // the processor (SDM, "Initializing a VMCS"; HARDWARE I-2).
+        // SAFETY: only [`crate::vmx`] calls this, in root operation; clearing first leaves nothing of the
+        // VMCS in the processor (SDM, "Initializing a VMCS"; HARDWARE I-2).
         unsafe {
             let _ = vmx::vmclear(vmcs_phys);
             vmx::vmxoff();
@@ -251,8 +252,8 @@ impl Hardware for Processor {
 
     fn shut_down(&mut self) -> crate::host::entry::Next {
         let has_gif = msr::read(msr::EFER).is_some_and(|efer| efer & msr::EFER_SVME != 0);
-        // SAFETY: the system above is gone, and nothing of this CPU is needed any more. Where the board answers a shutdown
-        // by INIT, the processor takes that with GIF = 1 only (APM vol. 2, 15.17).
+        // SAFETY: the system above is gone, and nothing of this CPU is needed any more. Where the board
+        // answers a shutdown by INIT, the processor takes that with GIF = 1 only (APM vol. 2, 15.17).
         unsafe {
             if has_gif {
                 asm!("stgi", options(nostack));
@@ -262,14 +263,16 @@ impl Hardware for Processor {
     }
 
     fn take_nmi(&mut self) {
-        // SAFETY: EFER.SVME is set, and the hypervisor's IDT is loaded: the handler of vector 2 comes back here.
+        // SAFETY: EFER.SVME is set, and the hypervisor's IDT is loaded: the handler of vector 2 comes back
+        // here.
         unsafe { asm!("stgi", "nop", "nop", "clgi", options(nostack)) };
     }
 
     #[inline]
     fn flush_by_entry(&mut self, control: &mut crate::svm::vmcb::Vmcb, control_phys: u64) {
-        // SAFETY: by the contract no instruction of the guest is executed, so that all registers but RAX are as they
-        // were; #VMEXIT brings the hypervisor's own state back. The compiler learns which memory it is.
+        // SAFETY: by the contract no instruction of the guest is executed, so that all registers but RAX
+        // are as they were; #VMEXIT brings the hypervisor's own state back. The compiler learns which
+        // memory it is.
         unsafe { asm!("vmrun rax", inout("rax") control_phys => _, in("rcx") &raw mut *control) };
     }
 

@@ -1,5 +1,6 @@
-//! VMX's instructions (SDM volume 3, "VMX instruction reference") and what goes with them. Each is #UD outside
-//! of what its SAFETY line names, so all of them are `unsafe` to call but for those that check themselves.
+//! VMX's instructions (SDM volume 3, "VMX instruction reference") and what goes with them. Each is #UD
+//! outside of what its SAFETY line names, so all of them are `unsafe` to call but for those that check
+//! themselves.
 
 use core::arch::asm;
 
@@ -28,8 +29,8 @@ const fn outcome(carry: u8, zero: u8) -> Outcome {
 #[must_use]
 pub fn vmxon(region_phys: u64) -> bool {
     let failed: u32;
-    // SAFETY: the processor checks the region's revision; its page is mapped nowhere. A #GP continues at label
-    // 3 by the fix-up entry.
+    // SAFETY: the processor checks the region's revision; its page is mapped nowhere. A #GP continues at
+    // label 3 by the fix-up entry.
     unsafe {
         asm!(
             "2: vmxon [{region}]",
@@ -172,8 +173,8 @@ pub unsafe fn invvpid_all() {
 pub fn xsetbv(index: u32, value: u64) -> bool {
     const CR4_OSXSAVE: u64 = 1 << 18;
     let failed: u32;
-    // SAFETY: the value is what the system above asked for, checked by the processor; a #GP continues at label 3
-    // by the fix-up entry, and CR4 is as it was in either case.
+    // SAFETY: the value is what the system above asked for, checked by the processor; a #GP continues at
+    // label 3 by the fix-up entry, and CR4 is as it was in either case.
     unsafe {
         asm!(
             "mov {saved}, cr4",

@@ -1,5 +1,5 @@
-//! KVM and its guests beneath a snapshot or a dirty log: exits of a guest that runs on a shadow, and instructions that
-//! exit only there.
+//! KVM and its guests beneath a snapshot or a dirty log: exits of a guest that runs on a shadow, and
+//! instructions that exit only there.
 
 use mercury_abi::shared::ExitReason;
 
@@ -36,7 +36,8 @@ pub fn exited(area: &mut Area, hardware: &mut impl Hardware) -> Next {
             }
             // SAFETY: as above.
             ShadowFault::Guests(qualification) => unsafe { (*block).exit_info1 = qualification },
-            // As if an interrupt had come: KVM takes interrupts, and comes again. The shadow's own pages may help.
+            // As if an interrupt had come: KVM takes interrupts, and comes again. The shadow's own pages
+            // may help.
             ShadowFault::Wait => {
                 // SAFETY: as above.
                 unsafe {
@@ -85,8 +86,8 @@ fn save_to_memory(area: &Area) -> Answer {
     }
     let to = page::<Vmcb>(HostPhys::new(to));
     let from = &area.control;
-    // SAFETY: memory of the system's that the hypervisor's tables map while a snapshot is live; the system gave it to
-    // the processor for this.
+    // SAFETY: memory of the system's that the hypervisor's tables map while a snapshot is live; the system
+    // gave it to the processor for this.
     unsafe {
         ((*to).fs, (*to).gs, (*to).tr, (*to).ldtr) = (from.fs, from.gs, from.tr, from.ldtr);
         (*to).syscall = from.syscall;

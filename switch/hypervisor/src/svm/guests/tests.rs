@@ -238,7 +238,7 @@ fn what_vmrun_takes_from_the_processor_is_what_kvm_has() {
         differ(&mut host);
         assert!(!as_natively(&mut host), "{number}");
     }
-    // Whatever the system sets of it, and stays attached, the processor has as well.
+    // The processor has any value that the system sets, while the CPU stays attached.
     let mut host = Host::with_svm();
     assert_eq!(host.write(msr::PAT, crate::model::LINUX_PAT ^ 1 << 24), Next::Run);
     assert_eq!(host.write(msr::EFER, LINUX_EFER | msr::EFER_SVME | efer::AUTOIBRS), Next::Run);
@@ -391,7 +391,7 @@ impl Host {
         assert!(control.efer & msr::EFER_SVME != 0);
         let quick = manual.svm && !manual.snapshot;
         assert_eq!(self.cpu.area.own.quick_guests != 0, quick, "the world switch answers nothing by itself");
-        // What a native KVM would go on with, if the CPU left here.
+        // State that a native KVM would go on with, if the CPU left here.
         let kept = keep(self.cpu.area.own.guest_efer, self.cpu.area.own.gif_is_clear != 0);
         assert_eq!(kept == KEEP_SVME | KEEP_GIF_CLEAR, manual.svm && held_back);
     }
@@ -431,7 +431,8 @@ fn what_ends_a_guest_at_once_flushes_what_kvm_wanted_flushed() {
     }
 }
 
-/// A collection of the log, or a snapshot, has this CPU forget translations: what a shadow lets through goes with them.
+/// A collection of the log, or a snapshot, has this CPU forget translations: what a shadow lets through
+/// goes with them.
 #[test]
 fn a_shadow_expires_with_translations() {
     const RDI: usize = 7;
@@ -461,8 +462,8 @@ fn an_nmi_that_fetches_nobody_waits_for_stgi() {
 }
 
 proptest! {
-    /// Intercepts, permission maps, what is to be injected and when, windows for interrupts and NMIs, what is to be
-    /// flushed, the guest's registers: the processor has them as KVM has made them.
+    /// Intercepts, permission maps, what is to be injected and when, windows for interrupts and NMIs, what
+    /// is to be flushed, the guest's registers: the processor has them as KVM has made them.
     #[test]
     fn a_block_is_entered_as_kvm_has_made_it(words in prop::collection::vec(any::<u64>(), size_of::<Vmcb>() / 8)) {
         let mut host = Host::with_svm();
@@ -475,7 +476,7 @@ proptest! {
         host.block.asid = 3;
         host.block.nested_control &= !u64::from(NESTED_CONTROL_ENCRYPTED);
         host.block.virtual_interrupt &= !VIRTUAL_APIC;
-        // What the processor keeps of a block it reads anew: another one may have been here.
+        // The processor reads a block anew: another one may have been here.
         let mut wanted = bytes(&host.block);
         wanted[core::mem::offset_of!(Vmcb, clean) / 8] = 0;
         prop_assert_eq!(host.run(BLOCK), Next::Run);
@@ -483,7 +484,8 @@ proptest! {
         prop_assert_eq!(bytes(&host.block), wanted);
     }
 
-    /// Whatever KVM and the rest of the system do: what the processor is told is what they would have natively.
+    /// Whatever KVM and the rest of the system do: what the processor is told is what they would have
+    /// natively.
     #[test]
     fn gif_and_intercepts_agree(steps in prop::collection::vec(0..10u8, 1..40)) {
         let mut host = Host::new();

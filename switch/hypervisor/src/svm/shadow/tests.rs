@@ -123,7 +123,7 @@ fn what_kvms_table_does_not_have_is_kvms() {
     assert_eq!(host.access(1, info::FETCH), FILLED);
     host.give(1, 5, FULL | bit::NO_EXECUTE);
     assert_eq!(host.access(1, info::FETCH), Fault::Guests(info::FETCH | info::PRESENT));
-    // How KVM marks what it emulates.
+    // KVM marks the entries of emulated devices so.
     host.give(1, 5, FULL | 1 << 51);
     assert_eq!(host.access(1, denied), Fault::Guests(denied | info::PRESENT | info::RESERVED));
     assert!(host.machine.live.is_exact());
@@ -204,8 +204,8 @@ fn op() -> impl Strategy<Value = Op> {
 }
 
 proptest! {
-    /// Whatever KVM maps and the guest does: the snapshot holds what memory held, and the guest reaches what KVM
-    /// gave it and nothing else.
+    /// Whatever KVM maps and the guest does: the snapshot holds what memory held, and the guest reaches
+    /// what KVM gave it and nothing else.
     #[test]
     fn snapshots_are_exact_beneath_guests(ops in prop::collection::vec(op(), 1..40)) {
         let mut host = Host::new(256);
@@ -242,8 +242,8 @@ proptest! {
         }
     }
 
-    /// Whatever KVM maps and the guest does, by what it has not forgotten yet as well: what was not in the log is what it
-    /// was when it was read last, and the guest's tables are KVM's.
+    /// Whatever KVM maps and the guest does, by what it has not forgotten yet as well: what was not in the
+    /// log is what it was when it was read last, and the guest's tables are KVM's.
     #[test]
     fn the_log_misses_nothing_beneath_guests(ops in prop::collection::vec(op(), 1..60)) {
         let mut host = Host::on(live::ON_LOG, 256);
