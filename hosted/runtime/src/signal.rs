@@ -261,7 +261,7 @@ pub unsafe extern "C" fn handle_signal(
     }
     // The selector is right wherever the guest's code has jumped to. Only in the code between guest
     // and monitor it changes too early or too late.
-    let is_guest = selector != 0 && !is_between(rip);
+    let is_guest = selector != 0 && !is_in_transition(rip);
     if !is_guest {
         if !is_notice {
             die(signal, registers);
@@ -275,7 +275,7 @@ pub unsafe extern "C" fn handle_signal(
     }
     let Some(mut turn) = Turn::take() else { die(signal, registers) };
     let machine = &mut *turn;
-    take(machine, registers, fs);
+    save_registers(machine, registers, fs);
     match is_notice {
         true => {
             machine.finish_return();
@@ -294,7 +294,7 @@ pub unsafe extern "C" fn handle_signal(
         // SAFETY: The kernel has put it on the stack for us.
         false => answer(machine, unsafe { Fault::new(signal, registers, information) }),
     }
-    give(machine, registers);
+    load_registers(machine, registers);
     if machine.is_program_elsewhere() || machine.is_left() {
         enter_monitor(registers, entry::hosted_enter_program);
         return 0;
@@ -303,7 +303,7 @@ pub unsafe extern "C" fn handle_signal(
 }
 
 /// Returns true for an address in the code between guest and monitor.
-fn is_between(rip: u64) -> bool {
+fn is_in_transition(rip: u64) -> bool {
     let start = entry::hosted_exit as *const () as u64;
     let end = entry::hosted_restorer_end as *const () as u64;
     (start..end).contains(&rip)
@@ -331,7 +331,7 @@ pub(crate) fn set_selectors(registers: &mut [libc::greg_t; 23], segments: Segmen
     registers[libc::REG_CSGSFS as usize] = all.cast_signed();
 }
 
-fn take(machine: &Machine, from: &[libc::greg_t; 23], fs: u64) {
+fn save_registers(machine: &Machine, from: &[libc::greg_t; 23], fs: u64) {
     let block = machine.block();
     for (to, index) in block.registers.general.iter().zip(ORDER) {
         to.set(from[index as usize].cast_unsigned());
@@ -349,7 +349,7 @@ fn take(machine: &Machine, from: &[libc::greg_t; 23], fs: u64) {
     block.gs.set(base);
 }
 
-fn give(machine: &Machine, to: &mut [libc::greg_t; 23]) {
+fn load_registers(machine: &Machine, to: &mut [libc::greg_t; 23]) {
     let block = machine.block();
     for (from, index) in block.registers.general.iter().zip(ORDER) {
         to[index as usize] = from.get().cast_signed();

@@ -370,7 +370,7 @@ impl Stub {
             secret: common.secret.map(|word| u64::from(word) << 32),
         };
         stub.wait()?;
-        stub.learn()?;
+        stub.learn_frame()?;
         stub.leave_the_monitor(common)?;
         Ok(stub)
     }
@@ -388,7 +388,7 @@ impl Stub {
     }
 
     /// Reads the layout of the first signal. No program has run yet.
-    fn learn(&mut self) -> Result<()> {
+    fn learn_frame(&mut self) -> Result<()> {
         let strange = || Error::host("the host's signals do not look as expected (--isolation=process)");
         // SAFETY: The area is mapped for as long as the monitor lives, and the process waits.
         let state = unsafe { &*self.state() };
@@ -474,12 +474,12 @@ impl Stub {
             RUNNING.store(-1, Ordering::SeqCst);
             return Ok(Stop::Interrupted);
         }
-        self.give(block);
+        self.write_frame(block);
         let done = self.answer(orders, false).and_then(|()| self.wait());
         RUNNING.store(-1, Ordering::SeqCst);
         orders.clear();
         done?;
-        Ok(self.take(block))
+        Ok(self.read_frame(block))
     }
 
     /// Clears the shared memory of all that a program has left there.
@@ -492,7 +492,7 @@ impl Stub {
     }
 
     /// Writes the registers with which the program goes on.
-    fn give(&mut self, block: &Block) {
+    fn write_frame(&mut self, block: &Block) {
         for (from, index) in block.registers.general.iter().zip(ORDER) {
             self.frame.registers[index as usize] = from.get().cast_signed();
         }
@@ -505,7 +505,8 @@ impl Stub {
         let from: *const u8 = ptr::with_exposed_provenance(block.extended.get() as usize);
         let frame: *mut Frame =
             ptr::with_exposed_provenance_mut(self.area + (self.frame_at - STUB_STATE) as usize);
-        // SAFETY: Both areas are as long (`learn`), the frame and all offsets lie in what is shared, and the process waits.
+        // SAFETY: Both areas are as long (`learn_frame`), the frame and all offsets lie in the shared
+        // memory, and the process waits.
         unsafe {
             frame.write_unaligned(self.frame);
             ptr::copy_nonoverlapping(from, to, self.extended);
@@ -521,7 +522,7 @@ impl Stub {
 
     /// Reads the program's registers and the reason for its stop. The program may have written all
     /// of them itself.
-    fn take(&mut self, block: &Block) -> Stop {
+    fn read_frame(&mut self, block: &Block) -> Stop {
         let extended = self.frame.extended - STUB_STATE;
         let from: *const u8 = ptr::with_exposed_provenance(self.area + extended as usize);
         let to: *mut u8 = ptr::with_exposed_provenance_mut(block.extended.get() as usize);
@@ -544,7 +545,8 @@ impl Stub {
         block.segments.set(Segments { cs, ss: USER_STACK });
         block.fs.set(canonical(fs));
         block.gs.set(canonical(gs));
-        // SAFETY: Both areas are as long (`learn`). What would make the processor refuse them is taken out of the copy.
+        // SAFETY: Both areas are as long (`learn_frame`). Values that the processor would refuse are
+        // removed from the copy.
         unsafe {
             ptr::copy_nonoverlapping(from, to, self.extended);
             let control: *mut u32 = ptr::with_exposed_provenance_mut(to.addr() + CONTROL);
@@ -559,11 +561,11 @@ impl Stub {
         if signal == libc::SIGALRM as u64 {
             return Stop::Interrupted;
         }
-        let is_64_bits = self.said(signal::ARCHITECTURE) == Some(filter::X86_64);
+        let is_64_bits = self.signal_information(signal::ARCHITECTURE) == Some(filter::X86_64);
         Stop::Fault(Fault {
             is_call: signal == libc::SIGSYS as u64 && is_64_bits,
             is_interrupt: signal == libc::SIGSYS as u64 && !is_64_bits,
-            is_step: self.said(signal::CODE) == Some(signal::TRAP_TRACE),
+            is_step: self.signal_information(signal::CODE) == Some(signal::TRAP_TRACE),
             number: frame.registers[libc::REG_TRAPNO as usize],
             error: frame.registers[libc::REG_ERR as usize] as u32,
             address: frame.registers[libc::REG_CR2 as usize].cast_unsigned(),
@@ -571,7 +573,7 @@ impl Stub {
     }
 
     /// Reads the signal's information after the frame.
-    fn said(&self, offset: usize) -> Option<u32> {
+    fn signal_information(&self, offset: usize) -> Option<u32> {
         let at = self.shared::<u32>(self.frame_at + (size_of::<Frame>() + offset) as u64, 4);
         // SAFETY: It lies in the area, which is mapped for as long as the monitor lives.
         at.map(|at| unsafe { at.read_unaligned() })

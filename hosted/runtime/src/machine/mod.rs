@@ -631,21 +631,21 @@ pub extern "C" fn handle_exit() {
     let mut machine = Turn::expect();
     machine.exit();
     machine.run_programs();
-    machine.go_on();
+    machine.resume_or_hand_over();
 }
 
 /// Goes on with a program, after the guest's kernel has returned to it without a slot.
 pub extern "C" fn handle_program() {
     let mut machine = Turn::expect();
     machine.run_programs();
-    machine.go_on();
+    machine.resume_or_hand_over();
 }
 
 /// Answers a call of another processor, or delivers an interrupt that the guest now takes.
 pub extern "C" fn handle_pending() {
     let mut machine = Turn::expect();
     machine.deliver_pending();
-    machine.go_on();
+    machine.resume_or_hand_over();
 }
 
 #[cfg(test)]

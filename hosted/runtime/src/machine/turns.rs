@@ -19,7 +19,7 @@ impl Machine {
 
     /// Goes on with the guest, here or in another address-space process. In the latter case the
     /// function returns when the guest has come back, with other registers.
-    pub(crate) fn go_on(&mut self) {
+    pub(crate) fn resume_or_hand_over(&mut self) {
         let Some(space) = self.placement.per_space() else { return };
         while space.is_elsewhere() {
             let rip = self.block().registers.rip.get();
@@ -38,7 +38,7 @@ impl Machine {
         let Some(space) = self.placement.per_space() else { return };
         let _ = space.await_turn();
         self.catch_up(space);
-        self.go_on();
+        self.resume_or_hand_over();
     }
 
     /// Repeats the events of other processes that concern this one.
