@@ -312,7 +312,8 @@ const SHORT: usize = 64;
 /// # Safety
 /// The guest's memory has eight bytes there.
 unsafe fn word<'a>(at: *mut u8) -> Option<&'a AtomicU64> {
-    // SAFETY: The caller vouches for the place, which stays mapped; Rust has no other kind of reference to it.
+    // SAFETY: The caller vouches for the place, which stays mapped; Rust has no other kind of
+    // reference to it.
     at.addr().is_multiple_of(8).then(|| unsafe { AtomicU64::from_ptr(at.cast()) })
 }
 

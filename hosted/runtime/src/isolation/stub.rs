@@ -288,7 +288,8 @@ impl Common {
         // SAFETY: The descriptor was made above and has no other owner.
         let file = unsafe { OwnedFd::from_raw_fd(file) };
         let rights = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: The first takes a descriptor and a number; the second makes a new mapping where the host likes.
+        // SAFETY: The first takes a descriptor and a number; the second makes a new mapping where
+        // the host likes.
         let window = unsafe {
             if libc::ftruncate(file.as_raw_fd(), size as i64) != 0 {
                 return Err(Error::system("give programs' processes their memory"));
@@ -304,7 +305,8 @@ impl Common {
             return Err(Error::system("get a random number"));
         }
         let code = hosted_stub as *const () as u64..hosted_stub_end as *const () as u64;
-        // SAFETY: The code lies in this program, is shorter than a page, and the window begins with a page for it.
+        // SAFETY: The code lies in this program, is shorter than a page, and the window begins with
+        // a page for it.
         unsafe {
             ptr::copy_nonoverlapping(
                 ptr::with_exposed_provenance::<u8>(code.start as usize),
@@ -484,8 +486,8 @@ impl Stub {
 
     /// Clears the shared memory of all that a program has left there.
     pub fn wipe(&mut self) {
-        // SAFETY: The area is mapped for as long as the monitor lives, and the process waits; it needs nothing from it but
-        // what an answer writes.
+        // SAFETY: The area is mapped for as long as the monitor lives, and the process waits; it
+        // needs nothing from it but what an answer writes.
         unsafe {
             ptr::write_bytes(ptr::with_exposed_provenance_mut::<u8>(self.area), 0, STUB_STATE_SIZE as usize);
         }
@@ -581,8 +583,8 @@ impl Stub {
 
     fn answer(&mut self, orders: &[Order], again: bool) -> Result<()> {
         let state = self.state();
-        // SAFETY: The area is mapped for as long as the monitor lives, there is room for so many orders, and the process
-        // waits.
+        // SAFETY: The area is mapped for as long as the monitor lives, there is room for so many
+        // orders, and the process waits.
         unsafe {
             (*state).frame = self.frame_at;
             (*state).failed = 0;
@@ -656,8 +658,8 @@ fn spawn(common: &Common, index: usize, program: &[libc::sock_filter]) -> Result
     let flags = libc::CLONE_FILES | libc::CLONE_PIDFD | libc::SIGCHLD;
     // SAFETY: It takes nothing.
     let parent = unsafe { libc::getpid() };
-    // SAFETY: Signals are off, so that the child has no handler of ours called; the child only makes system calls, from
-    // memory that is its own copy, and does not come back.
+    // SAFETY: Signals are off, so that the child has no handler of ours called; the child only
+    // makes system calls, from memory that is its own copy, and does not come back.
     let pid = unsafe {
         let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
         libc::sigfillset(&raw mut all);

@@ -310,7 +310,8 @@ impl Machine {
     fn read_msr(&mut self) {
         let index = self.block().registers.general[block::RCX].get() as u32;
         let value = match index {
-            // SAFETY: The time stamp counter can be read wherever RDTSC is not forbidden, which was checked at the start.
+            // SAFETY: The time stamp counter can be read wherever RDTSC is not forbidden, which was
+            // checked at the start.
             0x10 => unsafe { _rdtsc() },
             CONTROLLER_BASE if self.local.is_some() => self.apic().map_or(0, Apic::base),
             DEADLINE if self.local.is_some() => self.apic().map_or(0, Apic::deadline),

@@ -10,7 +10,8 @@
 //! | an address space of the guest, with its kernel and the monitor | [`per_space`], without isolation |
 //! | the programs of an address space | [`crate::isolation`], for `--isolation=process` |
 //!
-//! [`Placement`] says which of the last two a machine has. [`tags`] assigns address spaces to processes in both.
+//! [`Placement`] says which of the last two a machine has. [`tags`] assigns address spaces to
+//! processes in both.
 
 pub mod per_space;
 pub mod tags;
