@@ -20,7 +20,9 @@
  *	nonces.c	encryption whose counters must not run twice
  *	cpu_state.c	the state of a CPU that is not in memory: saving and loading it
  *	plugged.c	memory that the firmware's map does not have
- *	restore.c	loading a machine from its image, and going on in it
+ *	restore.c	loading a machine from its image
+ *	landing.c	arithmetic of the landing
+ *	land.c		the landing: going on in that machine
  *	resume.S	the way from this kernel into that machine
  *
  * Functions run under mercury.lock, unless they say otherwise.
@@ -193,7 +195,7 @@ u32 mercury_plugged_check(const struct mercury_plugged *plugged, u64 start, u64 
 			  struct mercury_outcome *outcome);
 void mercury_plugged_free(struct mercury_plugged *plugged);
 
-/* restore.c */
+/* restore.c, land.c */
 int mercury_restore_begin(const struct mercury_restart_request *request,
 			  struct mercury_outcome *outcome);
 int mercury_restore_load(const struct mercury_load_frames_request *request,

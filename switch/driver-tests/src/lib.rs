@@ -1,0 +1,14 @@
+//! The driver's arithmetic, called from Rust for tests on the host.
+//!
+//! The files `frames.c` and `landing.c` of `switch/driver/snapshot/` know nothing of the kernel. This crate
+//! compiles them for the host and compares them with models (`frames.rs`, `landing.rs`). Nothing uses the crate
+//! but its tests.
+
+#[cfg(test)]
+mod frames;
+#[cfg(test)]
+mod landing;
+
+/// Bytes in a page.
+#[cfg(test)]
+const PAGE: u64 = 4096;
