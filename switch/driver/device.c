@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * /dev/mercury: root only, one controller (a file open for writing) at a time. switch/abi/src/ioctl.rs
- * describes the requests. State belongs to the driver, not to the file: a controller that is killed
- * leaves the machine as the last complete request left it; only a restore ends with it, a snapshot
- * that is not kept, and the fence.
+ * /dev/mercury: for root only, with one controller (a file open for writing) at a time.
+ * switch/abi/src/ioctl.rs describes the requests. State belongs to the driver and not to the file: a
+ * controller that is killed leaves the machine as its last complete request left it. Only a restore, the
+ * fence and a snapshot that is not kept end with it.
  *
- * A process that maps the shared blocks has references of its own to their pages: they outlive an
- * unload and show what was written last.
+ * A process that maps the shared blocks has its own references to their pages. They outlive an unload and
+ * show what was written last.
  */
 #define pr_fmt(fmt) "mercury: " fmt
 
@@ -53,13 +53,13 @@ union request {
 	struct mercury_disk_log_request disk_log;
 };
 
-/* What an ioctl is; each returns a MERCURY_CODE_* or a negative errno. */
+/* An ioctl. `run` returns a MERCURY_CODE_* or a negative errno. */
 struct operation {
 	unsigned int cmd;
 	bool read_only;
 	/* Offset of the outcome in the request, or 0. */
 	size_t outcome;
-	/* What the kernel calls the like; where lockdown forbids that, it forbids this. */
+	/* The kernel's name for the like: where lockdown forbids that, it forbids this ioctl. */
 	enum lockdown_reason like;
 	int (*run)(union request *request, struct mercury_outcome *outcome);
 };
@@ -125,7 +125,7 @@ static int run_system(union request *request, struct mercury_outcome *outcome)
 	return MERCURY_CODE_OK;
 }
 
-/* Where mercury_on_cpus() leaves the facts of a CPU, or measures; under mercury.lock. */
+/* The request of the CPU that mercury_on_cpus() runs on; under mercury.lock. */
 static union request *scratch;
 
 static u32 facts_on_cpu(struct mercury_cpu *m)
@@ -419,9 +419,9 @@ static int run_fault(union request *request, struct mercury_outcome *outcome)
 #endif
 
 /*
- * Lockdown is to keep root out of the kernel's memory. What reads it is like /proc/kcore, which lockdown for
- * confidentiality forbids; what replaces it is like resuming from hibernation, which lockdown for integrity
- * forbids. A snapshot that is kept, and going back to it, shows and takes nothing from outside.
+ * Lockdown keeps root out of the kernel's memory. Reading memory is like /proc/kcore, which lockdown for
+ * confidentiality forbids. Replacing memory is like resuming from hibernation, which lockdown for integrity
+ * forbids. A snapshot that is kept, and going back to it, shows nothing and takes nothing from outside.
  */
 #define NONE	LOCKDOWN_NONE
 #define READS	LOCKDOWN_KCORE

@@ -225,15 +225,18 @@ u32 mercury_unload(struct mercury_outcome *outcome)
 }
 
 /*
- * The machine was brought back: it is native, there is no hypervisor, and what was its memory holds
- * nothing. Under mercury.lock.
+ * The machine goes on from an image: it is native and has no hypervisor, and the pages that held the
+ * hypervisor hold nothing of use. Under mercury.lock.
  */
 void mercury_forget(void)
 {
 	int cpu;
 
 	cpus_read_lock();
-	/* Asked its mode, a CPU gives up what it holds for the hypervisor: the kernel's CR4 has it. */
+	/*
+	 * A CPU that is asked for its mode gives up what it holds for the hypervisor: the kernel's CR4
+	 * shows it.
+	 */
 	mercury_on_cpus(cpu_online_mask, mercury_ask_mode);
 	for_each_possible_cpu(cpu)
 		mercury_cpu(cpu)->vmxe = false;
@@ -308,7 +311,7 @@ u32 mercury_check_cpu(struct mercury_cpu *m)
 	return mercury_vendor->native_call(m, MERCURY_NATIVE_OP_PREFLIGHT, (u64)facts);
 }
 
-/* One CPU after the other: they share the page of facts, and are compared with the first. */
+/* One CPU after the other: they share the page of facts, and each is compared with the first. */
 static u32 preflight(const struct cpumask *cpus, struct mercury_outcome *outcome)
 {
 	u32 code = MERCURY_CODE_OK;
@@ -384,7 +387,7 @@ static u32 verify(const struct cpumask *cpus, u32 mode, struct mercury_outcome *
 	return MERCURY_CODE_OK;
 }
 
-/* Takes back what this request has switched. */
+/* Detaches the CPUs that this request has switched. */
 static void roll_back(const struct cpumask *cpus)
 {
 	static struct cpumask switched;

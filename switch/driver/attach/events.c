@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * What the kernel tells: CPUs that come and go, suspend, reboot, panic, and KVM and others, which
- * use the same hardware. Every handler may be called twice or in vain.
+ * Events that the kernel tells of: CPUs that come and go, suspend, reboot, panic, and modules of KVM and
+ * other hypervisors, which use the same hardware. Every handler may be called twice or in vain.
  *
- * A panic reaches us through the kernel's emergency callback. There is one slot, which KVM's modules
- * want too: it is held while the hypervisor is loaded and KVM is not. Without it, Linux 6.1 still
- * clears EFER.SVME by itself in an emergency, and that write is a detach. Beside KVM a probe on the
- * kernel's way to a crash kernel takes the CPU out that crashes.
+ * A panic is announced by the kernel's emergency callback. There is one slot for it, which KVM's modules
+ * want too. The driver holds the slot while the hypervisor is loaded and KVM is not. Without the callback,
+ * Linux 6.1 still clears EFER.SVME in an emergency, and that write is a detach. Beside KVM, a probe on the
+ * kernel's way to a crash kernel detaches the CPU that crashes.
  */
 #define pr_fmt(fmt) "mercury: " fmt
 
@@ -174,8 +174,9 @@ static int reboot_comes(struct notifier_block *block, unsigned long action, void
 
 	mercury.going_down = true;
 	/*
-	 * Who reboots may hold what keeps the system from sleeping, and a snapshot waits for that with our
-	 * lock. It waits in vain then, and CPUs leave one by one as the kernel stops them.
+	 * The task that reboots may hold the lock that keeps the system from sleeping, and a snapshot waits
+	 * for that lock while it holds ours. The detach is left out then: CPUs leave one by one as the
+	 * kernel stops them.
 	 */
 	while (!mutex_trylock(&mercury.lock)) {
 		if (READ_ONCE(mercury.waits_for_sleep))
@@ -223,8 +224,8 @@ static noinstr void emergency(void)
 }
 
 /*
- * The kernel goes down, and another one takes over: whoever clears EFER.SVME now wants no hypervisor any
- * more, and this CPU leaves it. The emergency callback may be somebody else's, or there is none.
+ * The kernel goes down, and another one takes over. From here on a CPU that clears EFER.SVME leaves the
+ * hypervisor. The emergency callback may belong to KVM, or may be missing.
  */
 static int crash_comes(struct kprobe *probe, struct pt_regs *regs)
 {
@@ -244,7 +245,7 @@ static struct kprobe crash_probe = {
 
 static bool crash_is_told;
 
-/* Who holds the emergency slot, and whether KVM is there to want it. */
+/* The holder of the emergency slot, and the presence of KVM, which wants it. */
 static DEFINE_MUTEX(slot_lock);
 static bool slot_wanted, slot_held, kvm_present;
 
@@ -295,7 +296,7 @@ void mercury_emergency_release(void)
 	want_slot(false);
 }
 
-/* Whether we are told of an emergency, if the kernel tells anybody. */
+/* Returns true if the driver is told of an emergency, provided that the kernel tells any module. */
 bool mercury_emergency_is_ours(void)
 {
 	return !HAVE_EMERGENCY_SLOT || READ_ONCE(slot_held);
@@ -398,7 +399,7 @@ static void find_rivals(void)
 	}
 }
 
-/* Our notifier is registered: who comes or goes meanwhile waits for the lock. */
+/* With the notifier registered: a module that comes or goes meanwhile waits for the lock. */
 static void find_others(void)
 {
 	mutex_lock(&slot_lock);

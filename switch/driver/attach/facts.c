@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * What one CPU is and what state it is in: read on that CPU, for `mercury doctor`, for the preflight
- * before an attach and for the comparison before and after.
+ * The facts of a CPU and its state, read on that CPU: for `mercury doctor`, for the preflight before an
+ * attach, and for the comparison before and after.
  */
 #include <linux/cc_platform.h>
 #include <linux/cpu.h>
@@ -22,7 +22,7 @@
 #define CPUID_1_ECX_HYPERVISOR	BIT(31)
 #define CPUID_1_ECX_VMX		BIT(5)
 #define BASIC_TRUE_CONTROLS	BIT_ULL(55)
-/* Of capability MSRs: the upper halves say what may be 1. */
+/* In capability MSRs, bits of the upper half that say which controls may be 1. */
 #define PRIMARY_MAY_SECONDARY	BIT_ULL(32 + 31)
 #define PRIMARY_MAY_TERTIARY	BIT_ULL(32 + 17)
 #define SECONDARY_MAY_EPT_VPID	(BIT_ULL(32 + 1) | BIT_ULL(32 + 5))
@@ -67,8 +67,8 @@ static const struct {
 };
 
 /*
- * What firmware merely reserves is not counted: AMD's hole below 1 TiB (HARDWARE A-14) would make the
- * nested map reach there at once, for nothing. Should something be there after all, a fault maps it.
+ * Ranges that firmware merely reserves do not count: AMD's hole below 1 TiB (HARDWARE A-14) would have the
+ * nested map reach there at once, for nothing. If something is there nevertheless, a fault maps it.
  */
 static int widen(struct resource *resource, void *end)
 {
@@ -285,8 +285,8 @@ void mercury_read_facts(struct mercury_cpu_facts *facts)
 }
 
 /*
- * The gate returns far and by frames of its own, and the hypervisor's IDT has gates: neither goes
- * together with FRED or a shadow stack of the kernel's. What else of S_CET does is the vendor's to say.
+ * The gate returns far and by frames of its own, and the hypervisor's IDT has gates. Neither goes together
+ * with FRED or a supervisor shadow stack. The vendor decides about the other bits of S_CET.
  */
 static u32 can_return(u64 detail[2])
 {
@@ -307,7 +307,7 @@ static u32 can_return(u64 detail[2])
 	return MERCURY_CODE_OK;
 }
 
-/* Whether this CPU can pass the gate at all: the rest is for the hypervisor's preflight. */
+/* Checks that this CPU can pass the gate at all. All other checks are the hypervisor's preflight. */
 u32 mercury_can_enter(u64 detail[2])
 {
 	u32 code;

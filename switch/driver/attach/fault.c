@@ -24,7 +24,7 @@ static bool armed_here(u32 point)
 	       (armed_cpu == MERCURY_NO_CPU || armed_cpu == raw_smp_processor_id());
 }
 
-/* Whether the driver is to fail at this point, now. May be called in any context. */
+/* Returns true if the driver must fail at this point now. In any context. */
 bool mercury_fault(u32 point)
 {
 	if (!armed_here(point) || atomic_dec_return(&passages) != 0)
@@ -34,7 +34,7 @@ bool mercury_fault(u32 point)
 	return true;
 }
 
-/* Alters one word of the facts of this CPU, for whoever reads them until the point fires. */
+/* Alters one word of this CPU's facts until the point fires. */
 void mercury_fault_facts(struct mercury_cpu_facts *facts)
 {
 	if (armed_here(MERCURY_FAULT_POINT_FACTS) && atomic_read(&passages) == 1)
@@ -73,7 +73,7 @@ static bool is_word_of_facts(const struct mercury_fault_request *request)
 		request->offset <= sizeof(struct mercury_cpu_facts) - sizeof(u32));
 }
 
-/* Arms a point, in place of what was armed before; under mercury.lock. */
+/* Arms a point and disarms the one before; under mercury.lock. */
 u32 mercury_fault_arm(const struct mercury_fault_request *request)
 {
 	if (request->reserved || !is_word_of_facts(request) ||
@@ -97,7 +97,7 @@ u32 mercury_fault_arm(const struct mercury_fault_request *request)
 	return MERCURY_CODE_OK;
 }
 
-/* How often points have fired since load, in the hypervisor as far as native CPUs know. */
+/* Returns how often points have fired since load; in the hypervisor, as far as native CPUs know. */
 u32 mercury_fault_fired(void)
 {
 	int cpu;

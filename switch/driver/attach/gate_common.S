@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
-/*
- * What the gates of both vendors share. No function and no branch: assembler's macros.
- */
+/* What the gates of both vendors share: macros, without a function or a branch on the vendor. */
 #ifndef MERCURY_GATE_COMMON_S
 #define MERCURY_GATE_COMMON_S
 
@@ -44,7 +42,7 @@
 	movl	%eax, %\register
 .endm
 
-/* The same for FS and GS, whose bases follow. */
+/* Does the same for FS and GS. Their bases follow. */
 .macro LOAD_THREAD_SEGMENT index register
 	movl	(MERCURY_GATE_OUTWARD_THREAD_SELECTORS + 8 * \index)(%rdi), %eax
 	testl	$0xfffc, %eax

@@ -25,8 +25,8 @@ SYM_DATA_END(mercury_svm_page)
 /*
  * u64 mercury_svm_enter(struct mercury_gate_block *area)
  *
- * Interrupts off, EFER.SVME set, TF clear. Returns what the hypervisor left in RAX; as its guest, if
- * the operation was to attach.
+ * To be called with interrupts off, EFER.SVME set and TF clear. Returns the hypervisor's RAX. If the
+ * operation was to attach, the caller goes on as the hypervisor's guest.
  */
 SYM_CODE_START(mercury_svm_enter)
 	UNWIND_HINT_FUNC
@@ -187,5 +187,5 @@ SYM_CODE_START(mercury_svm_leave)
 SYM_CODE_END(mercury_svm_leave)
 _ASM_NOKPROBE(mercury_svm_leave)
 
-	/* One page is all that the hypervisor maps: this does not assemble if it is more. */
+	/* The hypervisor maps one page: more than that does not assemble. */
 	.org	mercury_svm_page + 4096, 0xcc

@@ -27,8 +27,8 @@ SYM_DATA_END(mercury_vmx_page)
 /*
  * u64 mercury_vmx_enter(struct mercury_gate_block *area)
  *
- * Interrupts off, TF clear; to attach, CR4.VMXE set. Returns what the hypervisor left in RAX; as its
- * guest, if the operation was to attach.
+ * To be called with interrupts off and TF clear, and with CR4.VMXE set to attach. Returns the hypervisor's
+ * RAX. If the operation was to attach, the caller goes on as the hypervisor's guest.
  */
 SYM_CODE_START(mercury_vmx_enter)
 	UNWIND_HINT_FUNC
@@ -205,8 +205,8 @@ SYM_CODE_START(mercury_vmx_leave)
 	movq	%rax, %dr7
 
 	/*
-	 * One that was noted on the way is raised now. They have been blocked since; the handler's IRET
-	 * ends that, and what waits in the processor follows.
+	 * An NMI that was noted on the way is raised now. NMIs have been blocked since. The IRET of the
+	 * kernel's handler ends that, and NMIs that wait in the processor follow.
 	 */
 .Lreplay:
 	cmpq	$0, GATE_NMI(PENDING)(%rdi)
@@ -263,5 +263,5 @@ SYM_CODE_START(mercury_vmx_leave)
 SYM_CODE_END(mercury_vmx_leave)
 _ASM_NOKPROBE(mercury_vmx_leave)
 
-	/* One page is all that the hypervisor maps: this does not assemble if it is more. */
+	/* The hypervisor maps one page: more than that does not assemble. */
 	.org	mercury_vmx_page + 4096, 0xcc

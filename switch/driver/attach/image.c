@@ -24,7 +24,7 @@ unsigned int mercury_image_pages(void)
 	return PAGE_ALIGN(mercury_image_header()->memory_end) / PAGE_SIZE;
 }
 
-/* Whether the embedded image is one that this driver can place. */
+/* Checks that this driver can place the embedded image. */
 u32 mercury_image_check(void)
 {
 	const struct mercury_image_header *header = mercury_image_header();

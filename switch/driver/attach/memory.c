@@ -2,12 +2,12 @@
 /*
  * The hypervisor's memory.
  *
- * Owned memory is a few physically contiguous chunks, as large as can be had, from which everything is
- * carved: the image, an area per possible CPU, page tables, and the pool of pages for nested tables,
- * which gets what is left over. All of it is hidden from attached CPUs. It comes from the page
- * allocator's unmovable blocks and is marked reserved, so that nothing migrates or offlines it.
+ * Owned memory is a few physically contiguous chunks, as large as can be had. The image, an area for each
+ * possible CPU and page tables are carved from them. The rest becomes the pool of pages for nested tables.
+ * Attached CPUs see none of it. It comes from the page allocator's unmovable blocks and is marked reserved,
+ * so that the kernel neither migrates nor offlines it.
  *
- * Shared blocks are not owned: ordinary pages with a reference each, so that a process which has
+ * Shared blocks are not owned. They are ordinary pages with a reference each, so that a process that has
  * mapped them keeps them beyond unload.
  */
 #define pr_fmt(fmt) "mercury: " fmt
@@ -32,7 +32,7 @@
 #define SHARED_PAGES	(MERCURY_SHARED_CPU_SIZE / PAGE_SIZE)
 #define GFP_CHUNK	(GFP_KERNEL | __GFP_ZERO | __GFP_NOWARN | __GFP_RETRY_MAYFAIL)
 
-/* The first owned pages: what the hypervisor is told at load. */
+/* The first owned pages: the arguments of the hypervisor's start. */
 struct info {
 	struct mercury_boot_info boot;
 	u8 pad1[MERCURY_BOOT_INFO_FACTS - sizeof(struct mercury_boot_info)];
@@ -54,10 +54,10 @@ struct chunk {
 
 static struct chunk *chunks;
 static unsigned int chunk_count;
-/* What is still to be carved, by estimate: how large the next chunk should be. */
+/* An estimate of the pages that are still to be carved: the size of the next chunk. */
 static unsigned long remaining;
 static struct info *info;
-/* The first page of each CPU's shared block; the lock is for mmap, and for who writes to all. */
+/* The first page of each CPU's shared block. The lock is for mmap, and for writers to all blocks. */
 static struct page **shared;
 static DEFINE_MUTEX(shared_lock);
 
@@ -91,7 +91,7 @@ int mercury_shared_map(struct vm_area_struct *vma)
 	return err;
 }
 
-/* Adds a chunk from which `pages` can be carved; the larger the better, up to what is needed. */
+/* Adds a chunk from which `pages` can be carved, as large as is needed and can be had. */
 static struct chunk *add_chunk(unsigned int pages)
 {
 	int least = get_order(pages << PAGE_SHIFT);
@@ -148,7 +148,7 @@ bool mercury_owned(unsigned int number, struct mercury_owned_range *range)
 	return true;
 }
 
-/* Tells the hypervisor, and whoever asks for the state, of all chunks there are. */
+/* Publishes all chunks, for the hypervisor and for the status. */
 static void publish_owned(void)
 {
 	u64 pages = 0;
@@ -248,7 +248,7 @@ static u32 place_info(void *image)
 	return mercury_map_owned(info, INFO_PAGES, MERCURY_MAP_DATA);
 }
 
-/* One CPU's shared block: ordinary pages, each with its own reference. */
+/* Allocates one CPU's shared block: ordinary pages, each with its own reference. */
 static u32 place_shared(int cpu)
 {
 	struct mercury_cpu *m = mercury_cpu(cpu);
@@ -270,9 +270,8 @@ static u32 place_shared(int cpu)
 }
 
 /*
- * Tells the hypervisor. In a crash and when the machine was put back nobody may wait; the hypervisor is in
- * memory then, or all other CPUs are stopped, and what is shared stays. Everybody else calls
- * mercury_kvm_allow().
+ * Tells the hypervisor whether KVM may use the hardware. In a crash, and after the machine was put back, no
+ * task may wait; shared blocks stay allocated then. All other callers use mercury_kvm_allow().
  */
 void mercury_kvm_allow_now(bool may)
 {
@@ -287,7 +286,7 @@ void mercury_kvm_allow_now(bool may)
 	}
 }
 
-/* The same for who can wait until memory that is being freed, or made, is. */
+/* Does the same, and waits for shared blocks that are being made or freed. */
 void mercury_kvm_allow(bool may)
 {
 	mutex_lock(&shared_lock);
@@ -295,7 +294,7 @@ void mercury_kvm_allow(bool may)
 	mutex_unlock(&shared_lock);
 }
 
-/* One CPU's area. The page that only the processor uses stays unmapped: it guards the stack. */
+/* Allocates one CPU's area. The page that only the processor uses stays unmapped and guards the stack. */
 static u32 place_area(int cpu, void *image)
 {
 	struct mercury_cpu *m = mercury_cpu(cpu);
@@ -364,7 +363,7 @@ static u32 create(void)
 	return code;
 }
 
-/* What reads as zeros in a dump that an attached CPU makes. */
+/* Logs the memory that reads as zeros in a dump that an attached CPU makes. */
 void mercury_memory_report(void)
 {
 	unsigned int i;

@@ -25,15 +25,15 @@ static void give_up(int cpu, u32 code)
 	       cpu, code);
 }
 
-/* Whether the hypervisor came to grief: it leaves a record then, whatever it was. */
+/* Returns true if the hypervisor crashed on that CPU: it leaves a record in every such case. */
 static bool has_crashed(const struct mercury_shared_cpu *shared)
 {
 	return READ_ONCE(shared->crash.code) != MERCURY_CODE_OK;
 }
 
 /*
- * A CPU that should be attached and is not, through no wish of ours, stays native. To ask its mode has it
- * give up what it still holds for the hypervisor.
+ * Notes a CPU that left the hypervisor without a request. It stays native. A CPU that is asked for its mode
+ * gives up what it still holds for the hypervisor.
  */
 static void let_go(int cpu, const struct mercury_shared_cpu *shared)
 {
@@ -54,7 +54,7 @@ void mercury_monitor_check(void)
 	if (mercury.state != MERCURY_STATE_LOADED && mercury.state != MERCURY_STATE_ATTACHED)
 		return;
 	cpus_read_lock();
-	/* One that crashed may have gone offline since. */
+	/* A CPU that crashed may have gone offline since. */
 	for_each_possible_cpu(cpu) {
 		const struct mercury_shared_cpu *shared = mercury_cpu(cpu)->shared;
 
@@ -71,7 +71,7 @@ void mercury_monitor_check(void)
 	mercury_hooks->check();
 }
 
-/* Does not wait: whoever holds the lock may be freezing this queue. */
+/* Does not wait: the holder of the lock may be freezing this queue. */
 static void look(struct work_struct *work)
 {
 	if (!mutex_trylock(&mercury.lock)) {

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * What the switches of both vendors share: short, inlined into each, with no branch on the vendor.
+ * What the switches of both vendors share: short functions, inlined into each, without a branch on the
+ * vendor.
  */
 #ifndef MERCURY_SWITCH_H
 #define MERCURY_SWITCH_H
@@ -44,7 +45,7 @@ static __always_inline u32 segment_base(u16 selector)
 	return *(const u16 *)(entry + 2) | entry[4] << 16 | (u32)entry[7] << 24;
 }
 
-/* What the descriptor tables say of a selector; false if they say nothing. */
+/* Reads the descriptor of a selector; returns false if there is none. */
 static __always_inline bool read_segment(struct mercury_segment *segment, u16 selector)
 {
 	u32 access, limit;
@@ -129,7 +130,7 @@ static __always_inline u32 mercury_switch_off(struct mercury_cpu *m)
 	return MERCURY_CODE_OK;
 }
 
-/* Whether the hypervisor answers beneath this CPU. */
+/* Asks for the hypervisor beneath this CPU. */
 static __always_inline u32 mercury_answered(void)
 {
 	u64 version;

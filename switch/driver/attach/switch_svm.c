@@ -15,7 +15,7 @@
 #define CPUID_8000000A_EDX_NP	BIT(0)
 #define VM_CR_SVMDIS		BIT(4)
 
-/* SVM is on, and whoever has it does not share it. */
+/* Returns true if SVM is on, and its user does not share it. */
 static __always_inline bool in_use(u64 efer)
 {
 	return efer & MERCURY_EFER_ATTACHED ||
@@ -28,7 +28,7 @@ static noinstr u32 mercury_svm_mode(void)
 	return mercury_ask_efer() & MERCURY_EFER_ATTACHED ? MERCURY_MODE_ATTACHED : MERCURY_MODE_NATIVE;
 }
 
-/* Fills what the gate's way in does not; returns the selector that could not be read, or -1. */
+/* Reads the state that the gate's way in does not; returns the selector that could not be read, or -1. */
 static __always_inline int capture(struct mercury_inward *inward)
 {
 	inward->vm_hsave_pa = __rdmsr(MSR_VM_HSAVE_PA);
@@ -99,7 +99,7 @@ static noinstr u32 mercury_svm_detach_cpu(struct mercury_cpu *m)
 	return mercury_switch_off(m);
 }
 
-/* Whether this CPU can pass the gate at all: the rest is for the hypervisor's preflight. */
+/* Checks that this CPU can pass the gate at all. All other checks are the hypervisor's preflight. */
 static u32 can_enter(u64 detail[2])
 {
 	u64 value;

@@ -28,7 +28,7 @@
 #define CODE_DESCRIPTOR		0x00af9b000000ffff
 #define DATA_DESCRIPTOR		0x00cf93000000ffff
 
-/* Whether there is IA32_PEBS_ENABLE. */
+/* The processor has IA32_PEBS_ENABLE. */
 static bool has_pebs;
 
 /* Sets VMXE. Processor trace of old processors must not be switched on meanwhile. */
@@ -79,7 +79,7 @@ static __always_inline u64 system_base(u16 selector)
 	       (u64)system->base3 << 32;
 }
 
-/* Fills what the gate's way in does not; returns the selector that could not be read, or -1. */
+/* Reads the state that the gate's way in does not; returns the selector that could not be read, or -1. */
 static __always_inline int capture(struct mercury_inward *inward)
 {
 	u16 ldtr, tr;
@@ -108,8 +108,9 @@ static __always_inline int capture(struct mercury_inward *inward)
 }
 
 /*
- * Whether samples or branches go to memory now (PEBS, BTS): they would through the hypervisor's page
- * tables too, which do not map their buffer. Every operation asks: perf may have come since the last.
+ * Returns true if the CPU stores samples or branches in memory now (PEBS, BTS). It would do so through the
+ * hypervisor's page tables too, which do not map the buffer. Every operation asks: perf may have come since
+ * the last one.
  */
 static noinstr bool stores_records(u64 detail[2])
 {
@@ -183,7 +184,7 @@ static noinstr u32 mercury_vmx_detach_cpu(struct mercury_cpu *m)
 	return MERCURY_CODE_OK;
 }
 
-/* Whether this CPU can pass the gate at all: the rest is for the hypervisor's preflight. */
+/* Checks that this CPU can pass the gate at all. All other checks are the hypervisor's preflight. */
 static u32 can_enter(u64 detail[2])
 {
 	u64 wanted = FEATURE_CONTROL_LOCK | FEATURE_CONTROL_VMX, value;
@@ -213,8 +214,8 @@ static void hide(struct mercury_cpu_facts *facts)
 }
 
 /*
- * The VMXON region's revision, in a page that the hypervisor does not map; and what the gate and NMIs on
- * the way need, in a page that both address spaces map.
+ * Writes the revision into the VMXON region, a page that the hypervisor does not map. Writes the tables
+ * that the gate and NMIs on the way need into a page that both address spaces map.
  */
 static void place(struct mercury_gate_block *gate)
 {

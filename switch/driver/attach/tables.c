@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * The hypervisor's own page tables: all that it can reach, in 4 KiB pages, each at the address that
- * the kernel knows it by. As deep as the kernel's tables. The table pages themselves are owned but
- * not mapped, except for that of the windows: the hypervisor changes nothing else of its address space.
+ * The hypervisor's own page tables. They map all that it can reach in 4 KiB pages, each at the address that
+ * it has in the kernel, and are as deep as the kernel's tables. The table pages are owned but not mapped,
+ * except for that of the windows: the hypervisor changes nothing else of its address space.
  *
- * For a snapshot there is a copy that maps all of the system's memory besides, in 2 MiB pages where nothing
- * is mapped yet. A CPU loads it only while it needs that memory. The copy is made at load, while the tables
- * can be read: on an attached CPU they are hidden. It is of ordinary pages, and all of it is kept until the
- * hypervisor is unloaded, for processors may remember tables; what was mapped is taken out again.
+ * For a snapshot there is a wide copy, which maps all of the system's memory as well, in 2 MiB pages where
+ * nothing is mapped yet. A CPU loads the copy only while it needs that memory. The copy is made at load,
+ * while the tables can be read: attached CPUs do not see them. It consists of ordinary pages, and stays
+ * until unload, since processors may cache entries of it. The mappings of a snapshot are taken out after
+ * it.
  */
 #include <linux/gfp.h>
 #include <linux/mm.h>
@@ -110,7 +111,7 @@ u32 mercury_map_owned(void *virt, unsigned long pages, int kind)
 	return mercury_map(virt, virt_to_phys(virt), pages, kind);
 }
 
-/* A CPU's window: the hypervisor itself fills the entry behind it, in a table that is mapped for that. */
+/* Maps a CPU's window. The hypervisor itself fills the entry, in a table that is mapped for that. */
 u32 mercury_map_window(struct mercury_gate_block *gate)
 {
 	unsigned long virt = WINDOWS_VIRT + (unsigned long)gate->cpu * PAGE_SIZE;
@@ -182,7 +183,7 @@ static bool cached_alike(unsigned long virt)
 	return true;
 }
 
-/* Maps memory at its direct-map address, for a snapshot; what is mapped already stays as it is. */
+/* Maps memory at its direct-map address for a snapshot. Mappings that exist already stay as they are. */
 u32 mercury_map_memory(phys_addr_t start, phys_addr_t end)
 {
 	phys_addr_t phys, size;
@@ -222,7 +223,7 @@ u32 mercury_map_registers(phys_addr_t phys)
 	return MERCURY_CODE_OK;
 }
 
-/* Takes out what was mapped for a snapshot, and frees its tables if nobody can use them any more. */
+/* Takes out the mappings of a snapshot, and frees their tables if no CPU can use them any more. */
 static void forget(u64 *table, int shift, bool free)
 {
 	unsigned int i;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * What of a CPU is not in memory, and bringing it back. Everything here runs on the CPU itself, with
- * interrupts off, while no other task can run.
+ * The state of a CPU that is not in memory: saving and loading it. All functions run on the CPU itself,
+ * with interrupts off, while no other task can run.
  *
- * A machine is brought back by the same kernel on the same processors, so what the kernel sets once at boot
- * is there already; kept is what differs between two boots or between two moments.
+ * A machine goes on with the same kernel on the same processors. State that the kernel sets once at boot is
+ * there already. Saved is state that differs between two boots or between two moments.
  */
 #define pr_fmt(fmt) "mercury: " fmt
 
@@ -20,15 +20,15 @@
 
 #include "snapshot.h"
 
-/* By what the TSC of virtual machines is scaled; other kernels give it other names. */
+/* The factor of the TSC of virtual machines; other kernels give it other names. */
 #define TSC_RATIO		0xc0000104
-/* Where what only KVM uses ends in the list. */
+/* The end of the MSRs that only KVM uses. */
 #define KVMS_END		3
 
 /* MSRs, in the order in which they are written; one that a processor lacks is skipped. */
 static const u32 kept_msrs[] = {
 	MSR_EFER,
-	/* What only KVM uses, on AMD */
+	/* MSRs that only KVM uses, on AMD */
 	MSR_VM_HSAVE_PA, TSC_RATIO,
 	MSR_STAR, MSR_LSTAR, MSR_CSTAR, MSR_SYSCALL_MASK,
 	MSR_IA32_SYSENTER_CS, MSR_IA32_SYSENTER_ESP, MSR_IA32_SYSENTER_EIP,
@@ -45,7 +45,7 @@ static const u32 kept_msrs[] = {
 	0x4b564d00, 0x4b564d01, 0x4b564d02, 0x4b564d03, 0x4b564d04,
 	/* DS_AREA */
 	0x00000600,
-	/* Performance counters: Intel's, then AMD's; what starts them comes last. */
+	/* Performance counters: Intel's, then AMD's. The MSRs that start them come last. */
 	0x000000c1, 0x000000c2, 0x000000c3, 0x000000c4, 0x000000c5, 0x000000c6, 0x000000c7, 0x000000c8,
 	0x00000309, 0x0000030a, 0x0000030b, 0x0000030c,
 	0xc0010201, 0xc0010203, 0xc0010205, 0xc0010207, 0xc0010209, 0xc001020b,
@@ -92,7 +92,7 @@ static const u16 kept_apic[] = {
 #define TIMER_SOON_TSC		100000
 
 struct mercury_cpu_state {
-	/* First: what mercury_resume needs. */
+	/* First: mercury_resume reads it. */
 	struct mercury_saved_cpu saved;
 	u64 msr[ARRAY_SIZE(kept_msrs)];
 	u64 has_msr[BITS_TO_LONGS(ARRAY_SIZE(kept_msrs))];
@@ -111,7 +111,7 @@ struct mercury_cpu_state {
 
 static DEFINE_PER_CPU(struct mercury_cpu_state *, states);
 
-/* The kernel's exceptions, and interrupts that nobody handles: for mercury_requests_drain(). */
+/* The kernel's exceptions, and interrupts without a handler: for mercury_requests_drain(). */
 static gate_desc drain_table[IDT_ENTRIES] __aligned(PAGE_SIZE);
 
 /* Interrupts that one CPU has in hand at most: two of each vector. */
@@ -187,7 +187,7 @@ static void add_bank(u32 first, u32 count)
 	banked_count += count;
 }
 
-/* How many classes of service a resource has, by what CPUID says of it; at most `most`. */
+/* Returns how many classes of service a resource has according to CPUID, `most` at most. */
 static u32 classes(u32 leaf, u32 resource, u32 most)
 {
 	u32 eax, ebx, ecx, edx;
@@ -226,7 +226,10 @@ static void find_resource_control(void)
 		add_bank(AMD_EVENT_CFG, 2);
 }
 
-/* What users have set of power and performance. A limit that the firmware has locked is the same already. */
+/*
+ * Lists the user's settings of power and performance. A limit that the firmware has locked is the same
+ * already.
+ */
 static void find_power_control(void)
 {
 	if (boot_cpu_data.x86_vendor == X86_VENDOR_INTEL) {
@@ -309,14 +312,14 @@ static void save_msrs(struct mercury_cpu_state *state)
 	unsigned int i;
 
 	memset(state->has_msr, 0, sizeof(state->has_msr));
-	/* It exits on an attached CPU of AMD's, the short way. */
+	/* On an attached CPU of AMD's this read exits, and is answered fast. */
 	state->msr[0] = mercury_ask_efer() & ~MERCURY_EFER_ATTACHED;
 	__set_bit(0, (unsigned long *)state->has_msr);
-	/* What only KVM uses costs time in each snapshot: it is looked at where KVM is. */
+	/* MSRs that only KVM uses cost time in each snapshot: they are read if KVM is there. */
 	for (i = mercury.kvm_may ? 1 : KVMS_END; i < ARRAY_SIZE(kept_msrs); i++)
 		if (!rdmsrl_safe(kept_msrs[i], &state->msr[i]))
 			__set_bit(i, (unsigned long *)state->has_msr);
-	/* Of hardware virtualization only what is KVM's comes back. */
+	/* Hardware virtualization comes back for KVM only. */
 	if (!mercury.kvm_may)
 		state->msr[0] &= ~(u64)EFER_SVME;
 }
@@ -422,8 +425,8 @@ static bool in_hand(u32 first)
 }
 
 /*
- * Takes all interrupts that this CPU was about to handle, and NMIs, and handles none: they belong to what
- * has not happened. Its local APIC is to be loaded afterwards.
+ * Takes all interrupts and NMIs that wait for this CPU, and handles none: they belong to the other life.
+ * The caller loads the local APIC afterwards.
  */
 void mercury_requests_drain(void)
 {
@@ -431,20 +434,20 @@ void mercury_requests_drain(void)
 	struct desc_ptr table;
 	unsigned int i, end;
 
-	/* One that is switched off holds them back. */
+	/* A local APIC that is switched off holds interrupts back. */
 	apic_put(APIC_SPIV, apic_get(APIC_SPIV) | APIC_SPIV_APIC_ENABLED);
 	apic_put(APIC_LVTT, apic_get(APIC_LVTT) | APIC_LVT_MASKED);
 	apic_put(APIC_TMICT, 0);
 	store_idt(&table);
 	native_load_idt(&drain);
-	/* It returns by IRET: from here on NMIs are not blocked any more. */
+	/* The handler returns by IRET: from here on NMIs are not blocked any more. */
 	asm volatile("int %0" : : "i" (FIRST_EXTERNAL_VECTOR) : "memory");
 	for (i = 0; i < DRAIN_MAX && in_hand(APIC_ISR); i++)
 		apic_put(APIC_EOI, 0);
 	apic_put(APIC_TASKPRI, 0);
 	for (i = 0; i < DRAIN_MAX && in_hand(APIC_IRR); i++) {
 		asm volatile("sti; nop; nop; cli" : : : "memory");
-		/* One may have come in the midst of another. */
+		/* An interrupt may have come in the midst of another. */
 		for (end = 0; end < DRAIN_MAX && in_hand(APIC_ISR); end++)
 			apic_put(APIC_EOI, 0);
 	}
@@ -525,7 +528,10 @@ static void load_registers(const struct mercury_cpu_state *state)
 	native_set_debugreg(6, state->dr6);
 }
 
-/* Saves all but what mercury_save() does, which wants its caller's stack: to be called with the result. */
+/*
+ * Saves all but the registers that mercury_save() saves. That function needs its caller's stack: call it
+ * with the result.
+ */
 struct mercury_saved_cpu *mercury_state_save(void)
 {
 	struct mercury_cpu_state *state = this_cpu_read(states);
@@ -537,13 +543,13 @@ struct mercury_saved_cpu *mercury_state_save(void)
 	save_banks(state);
 	save_extended(state);
 	save_apic(state);
-	/* What has come while the kernel's core was suspended. */
+	/* Adds interrupts that came while the kernel's core was being suspended. */
 	for (i = 0; i < APIC_VECTOR_WORDS; i++)
 		state->requests[i] |= apic_get(APIC_IRR + 16 * i);
 	return &state->saved;
 }
 
-/* The rest of what there is to be done when mercury_save() has returned for the second time. */
+/* Loads the rest of the state after mercury_save() has returned for the second time. */
 void mercury_state_load(void)
 {
 	const struct mercury_cpu_state *state = this_cpu_read(states);

@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * A log of what is written to disks, so that a disk can be copied while it is written to. A chunk is noted
- * when a request that changes something in it is handed to the device, and when that is done, whether it
- * failed or not. So whoever takes the log and reads the chunks in it after that knows of each of them: what
- * was not done when it was read is noted again. What was handed over before the log began is noted when it
- * is done, and what was done by then is read anyway.
+ * The dirty log of a disk, so that a disk can be copied while it is written to. A chunk is noted when a
+ * request that changes it is handed to the device, and again when the request is done, whether it failed or
+ * not. A reader first collects the log and then reads the chunks in it. It misses no write: a request that
+ * was not done when the chunk was read is noted again. A request that was handed over before the log began
+ * is noted when it is done. If it was done by then, the first copy of the disk has it.
  *
- * The block layer's tracepoints say both, of all disks that have requests: of the whole disk, whatever part
- * of it is written to. Of what has none (device mapper, RAID, NVMe with several paths) there is no log.
+ * The block layer's tracepoints tell both, for all disks that have requests, and for the whole disk
+ * whichever partition is written to. Disks without requests (device mapper, RAID, NVMe with several paths)
+ * have no log.
  *
- * Commands that somebody gives a disk himself, past all that (SG_IO, NVMe's passthrough), may write
- * anywhere, if they do not read: all chunks are noted then.
+ * A command that a process gives a disk directly (SG_IO, NVMe's passthrough) may write anywhere unless it
+ * reads. All chunks are noted then.
  */
 #include <linux/bitmap.h>
 #include <linux/blk-mq.h>
@@ -35,7 +36,7 @@ struct disk_log {
 	unsigned long *written;
 };
 
-/* Who reads them does so with preemption disabled, in a tracepoint; who writes has mercury.lock. */
+/* Read with preemption disabled, in a tracepoint; written under mercury.lock. */
 static struct disk_log *logs[MERCURY_DISK_LOGS_MAX];
 
 static void note_bytes(struct disk_log *log, u64 start, u64 length)
@@ -44,7 +45,7 @@ static void note_bytes(struct disk_log *log, u64 start, u64 length)
 
 	if (!length)
 		return;
-	/* What lies behind the end that it had is for whoever compares its size. */
+	/* A reader that compares the disk's size notices chunks beyond the end that it had. */
 	end = min_t(u64, log->chunks, ((start + length - 1) >> log->chunk_shift) + 1);
 	for (; chunk < end; chunk++)
 		set_bit(chunk, log->written);
@@ -61,7 +62,7 @@ static void note(struct disk_log *log, const struct request *rq)
 	}
 	if (!op_is_write(req_op(rq)))
 		return;
-	/* What is discarded at once need not lie together. */
+	/* The parts of a discard need not lie together. */
 	__rq_for_each_bio(bio, rq)
 		note_bytes(log, (u64)bio->bi_iter.bi_sector << SECTOR_SHIFT, bio->bi_iter.bi_size);
 }
@@ -72,7 +73,7 @@ static void look_at(const struct request *rq)
 	unsigned int i;
 
 	for (i = 0; disk && i < ARRAY_SIZE(logs); i++) {
-		/* Pairs with begin(): whoever sees it sees its map. */
+		/* Pairs with begin(): a CPU that sees the log sees its map. */
 		struct disk_log *log = smp_load_acquire(&logs[i]);
 
 		if (log && log->disk == disk)
@@ -147,7 +148,7 @@ static void end(unsigned int number)
 		;
 	if (i == ARRAY_SIZE(logs))
 		unwatch();
-	/* Nobody notes anything in it any more, nor runs in here if it was the last. */
+	/* No CPU notes anything in it any more, or runs in this file if it was the last. */
 	tracepoint_synchronize_unregister();
 	fput(log->file);
 	kvfree(log->written);
@@ -223,7 +224,10 @@ static u32 begin(struct file *file, const struct block_device *device,
 	return MERCURY_CODE_OK;
 }
 
-/* Takes what was noted. Where that cannot be handed on, all is noted again. */
+/*
+ * Hands over the chunks that were noted, and clears them. If user space cannot be written to, all chunks
+ * are noted again.
+ */
 static int collect(struct disk_log *log, struct mercury_disk_log_request *request)
 {
 	u64 __user *to = u64_to_user_ptr(request->map_addr);

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * What devices write, they write round the nested tables. While there is a snapshot, every page that a
- * device may write is written to by the CPU first, without changing it, so that it is copied: at the
- * kernel's exported entry points of DMA, by ftrace. (Not by kprobes: those on a function's entry leave
- * interrupts on, and pass what happens in one.) So is what a device is given to read only, for not all of
- * them leave it as it is: an emulated network card puts a packet's checksum into the packet.
+ * DMA bypasses the nested tables. While there is a snapshot, the CPU first writes to every page that a
+ * device may write, without changing it, so that the page is copied. It does so at the kernel's exported
+ * entry points of DMA, by ftrace. (Not by kprobes: those on a function's entry leave interrupts on, and
+ * miss calls from within another one.) The same holds for pages that a device is to read only, since not
+ * all devices leave them as they are: an emulated network card puts a packet's checksum into the packet.
  *
- * Other pages are copied at the instant: what devices may have for good, pages that are not anybody's
- * data, but the kernel's own; and what they had until they were stopped for it. Not all of them stop at
- * once: a network card that is told to be no bus master any more receives on, in an emulator at least.
+ * Other pages are copied at the instant: persistent DMA memory, pages that hold the kernel's own memory
+ * rather than data, and pages that devices had until they were stopped. Not all devices stop at once: a
+ * network card whose bus mastering was switched off receives on, in an emulator at least.
  */
 #define pr_fmt(fmt) "mercury: " fmt
 
@@ -30,23 +30,23 @@
 
 #include "snapshot.h"
 
-/* The entry points are watched; and what is seen there matters for a snapshot. */
+/* The entry points are watched; and their calls matter for a snapshot. */
 static bool watching, armed;
 static bool missed;
 
-/* Whether it is data of processes or files, be it in huge pages: there may be much of it. */
+/* Returns true if the page is data of processes or files, which may be much; it may be in huge pages. */
 static bool is_data(struct page *page)
 {
 	return PageLRU(page) || PageAnon(page) || PageHuge(page);
 }
 
-/* Of the register only the lower half is the argument's. */
+/* Takes the lower half of the register, which is the argument. */
 static bool is_written(u32 direction)
 {
 	return direction == DMA_FROM_DEVICE || direction == DMA_BIDIRECTIONAL;
 }
 
-/* Writes what is there to a page of the direct map. Some are read-only: those stay what they are. */
+/* Writes the first word of a page of the direct map back to it. A page that is read-only stays as it is. */
 static void rewrite(unsigned long page)
 {
 	asm volatile("1:	lock; orl $0, %0\n"
@@ -56,8 +56,9 @@ static void rewrite(unsigned long page)
 }
 
 /*
- * Writes what is there to each page of a buffer. Not to data that a device is to read, which would be copied
- * for nothing: what devices change unasked is packets, and their heads are the kernel's own.
+ * Writes the first word of each page of a buffer back to it. Leaves out data that a device only reads,
+ * which would be copied for nothing: devices change packets unasked, and the head of a packet is the
+ * kernel's own memory.
  */
 static void touch(void *start, size_t length, u32 direction)
 {
@@ -117,7 +118,7 @@ static void give_list(struct scatterlist *list, unsigned int count, u32 directio
 		give(sg_virt(list), list->length, direction);
 }
 
-/* Of what it was to read only, it may have changed what is no data. */
+/* Of pages that it was to read only, the device may have changed those that are not data. */
 static void take_back(void *start, size_t length, u32 direction)
 {
 	unsigned long page = (unsigned long)start & PAGE_MASK;
@@ -134,8 +135,8 @@ static void take_back(void *start, size_t length, u32 direction)
 }
 
 /*
- * Before the instant: a device that has just given a buffer back may not know it yet. Not with data: what
- * reads that stops.
+ * Before the instant: has a buffer that a device gives back copied at the instant, since the device may not
+ * know yet that the buffer is gone. Leaves out data: devices that read data stop.
  */
 static void mark(void *start, size_t length)
 {
@@ -259,7 +260,7 @@ static void before_sync_sg(const struct pt_regs *regs)
 static struct entry {
 	const char *name;
 	void (*before)(const struct pt_regs *regs);
-	/* Where it is; 0: nowhere. */
+	/* Its address; 0: there is no such function. */
 	unsigned long address;
 } entries[] = {
 	{ "virtqueue_add_inbuf", before_inbuf },
@@ -304,8 +305,8 @@ static void notrace entered(unsigned long ip, unsigned long parent, struct ftrac
 static struct ftrace_ops ops;
 
 /*
- * Where a function calls ftrace: that is where a probe on it would be, behind an ENDBR. 0: there is no such
- * function, so nobody can call it.
+ * Finds the address at which a function calls ftrace, which is where a probe on it would be: after an
+ * ENDBR. The address is 0 if there is no such function, so that no caller can exist.
  */
 static int find_address(struct entry *entry)
 {
@@ -318,13 +319,13 @@ static int find_address(struct entry *entry)
 	return err == -ENOENT ? 0 : err;
 }
 
-/* Virtual devices come with functions that nobody looks at yet. Not under mercury.lock. */
+/* A module of virtual devices brings functions that are not watched. Not under mercury.lock. */
 void mercury_dma_module_comes(const char *name)
 {
 	if (!READ_ONCE(watching) || strcmp(name, "virtio_ring"))
 		return;
 	WRITE_ONCE(missed, true);
-	/* A triple fault asks nobody here before it goes back. */
+	/* A triple fault goes back without asking the driver. */
 	mercury_snapshot_give_up_kept(MERCURY_CODE_SNAPSHOT_DEVICES);
 }
 
@@ -337,7 +338,7 @@ static int watch(void)
 	/* Nothing of the last time: a filter that was freed is still pointed to. */
 	memset(&ops, 0, sizeof(ops));
 	ops.func = entered;
-	/* PERMANENT: nobody switches it off by a sysctl. */
+	/* PERMANENT: no sysctl switches it off. */
 	ops.flags = FTRACE_OPS_FL_SAVE_REGS | FTRACE_OPS_FL_PERMANENT;
 	for (i = 0; i < ARRAY_SIZE(entries); i++) {
 		err = find_address(&entries[i]);
@@ -378,7 +379,7 @@ void mercury_dma_arm(void)
 	WRITE_ONCE(armed, true);
 }
 
-/* Whether something was given to a device without a look. */
+/* Returns true if a buffer may have been given to a device unseen. */
 bool mercury_dma_missed(void)
 {
 	return READ_ONCE(missed);
@@ -395,20 +396,20 @@ void mercury_dma_unwatch(void)
 }
 
 /*
- * Whether a device may have this page for good, which is not reserved: no data, no slab, no page table.
- * Nobody counts the references to the second page of several that were allocated at once.
+ * Returns true if a device may have this page, which is not reserved, for good: no data, no slab, no page
+ * table. The reference count says nothing: the second page of several that were allocated at once has none.
  */
 static bool is_lasting(struct page *page)
 {
 	if (PageSlab(page) || PageTable(page) || PageOffline(page))
 		return false;
-	/* What processes have pinned is written for as long as they like. */
+	/* Devices write to pages that processes have pinned for as long as they like. */
 	return !is_data(page) || folio_maybe_dma_pinned(page_folio(page));
 }
 
 /*
- * From a page on: how many there are of which the same holds, of those that are reserved at most `most`.
- * These are many: what describes memory is reserved, and there is the more of it the more memory there is.
+ * Returns how many pages from this one on have the same use; of reserved pages, at most `most`. Reserved
+ * pages are many: those that describe memory grow with memory.
  */
 unsigned long mercury_dma_stretch(struct page *page, unsigned long most, enum mercury_page_use *use)
 {
@@ -419,10 +420,10 @@ unsigned long mercury_dma_stretch(struct page *page, unsigned long most, enum me
 		count++;
 	if (count)
 		return count;
-	/* Of several free pages only the first says so. It may be somebody's by now. */
+	/* Only the first page of a free block says so. The kernel may have allocated the block by now. */
 	if (PageBuddy(page)) {
 		order = READ_ONCE(page->private);
-		/* What was read is the block's if it was free before and after. */
+		/* The order is the block's if the block was free before and after the read. */
 		smp_rmb();
 		if (!PageBuddy(page) || READ_ONCE(page->private) != order ||
 		    order >= BITS_PER_LONG || !IS_ALIGNED(page_to_pfn(page), 1UL << order))
@@ -440,8 +441,8 @@ static struct pci_dev **masters;
 static unsigned int master_count;
 
 /*
- * Until mercury_dma_start() no network card reads or writes memory: they are the ones to which things
- * happen that nobody asked for.
+ * Stops all network cards from reading and writing memory until mercury_dma_start(): the network acts on
+ * them unasked.
  */
 int mercury_dma_stop(void)
 {
@@ -462,14 +463,17 @@ int mercury_dma_stop(void)
 		    command == (u16)~0 || !(command & PCI_COMMAND_MASTER))
 			continue;
 		pci_write_config_word(device, PCI_COMMAND, command & ~PCI_COMMAND_MASTER);
-		/* What it wrote before has come when it answers. */
+		/* Its earlier writes have arrived when it answers. */
 		pci_read_config_word(device, PCI_COMMAND, &command);
 		masters[master_count++] = pci_dev_get(device);
 	}
 	return 0;
 }
 
-/* They may again; where the machine was brought back the kernel tells them so itself. */
+/*
+ * Lets network cards read and write again. In a machine that returns for the second time the kernel does
+ * so.
+ */
 void mercury_dma_start(bool restored)
 {
 	unsigned int i;

@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * The devices' part of a log of writes. What CPUs write the hypervisor notes; what devices write goes round
- * its tables. So a page is noted when it is taken back from a device, and when the CPU is to look at it; and
- * it is in each collection for as long as a device has it.
+ * The part of devices in the dirty log. The hypervisor notes the writes of CPUs; DMA bypasses its tables.
+ * So a page is noted when it is taken back from a device, and when the CPU is about to read it. While a
+ * device has the page, it is in each collection.
  *
- * Of virtio's buffers, where the DMA API has no part in them, nothing says when they are taken back. They
- * are carried from one collection to the next until their queue is seen empty. Of a queue that never is,
- * the last ones are known; older pages stay for good, but for those that are the kernel's own and nothing
- * else's: at the instant all of these are taken to be written (dma.c), and no other one can have come of
- * such a page while a device had it.
+ * Where the DMA API has no part in virtio's buffers, no call says when they are taken back. They are
+ * carried from one collection to the next until their queue is seen empty. Of a queue that never is, the
+ * newest pages are known. Older ones stay in all collections, except for pages that are the kernel's own
+ * memory: at the instant all of those count as written (dma.c), and such a page can have become nothing
+ * else while a device had it.
  *
- * What a device got before the log began is noted when it comes back. What has not come back at the instant
- * is the kernel's own, or was taken from the device when that was stopped. Virtio's buffers are not seen to
- * come back, so those that are out when the log begins are looked for in the rings (see below).
+ * A buffer that a device got before the log began is noted when it comes back. If it has not come back at
+ * the instant, it is the kernel's own memory, or was taken from the device when the device was stopped.
+ * Virtio's buffers come back unseen, so the rings are searched for those that are out when the log begins
+ * (see below).
  */
 #include <linux/bitmap.h>
 #include <linux/mm.h>
@@ -46,7 +47,9 @@ struct queue {
 
 static struct {
 	bool on;
-	/* By page frame number, in pieces: what was written; and how often devices have a page. */
+	/*
+	 * By page frame number, in pieces: pages that were written, and how many times devices have a page.
+	 */
 	unsigned long **written;
 	u8 **held;
 	unsigned long count;
@@ -55,7 +58,7 @@ static struct {
 /* Raw: drivers call the entry points of DMA wherever they like, and ftrace disables preemption there. */
 static DEFINE_RAW_SPINLOCK(queues_lock);
 
-/* It is full: such a page is in every collection. */
+/* The counter is full: such a page is in every collection. */
 #define HELD_MAX	U8_MAX
 
 bool mercury_dma_log_is_on(void)
@@ -72,7 +75,7 @@ static void note(unsigned long pfn)
 		set_bit(pfn % MERCURY_MAP_BITS, devices.written[at]);
 }
 
-/* This page is in the next collection, whoever wrote to it. */
+/* Puts a page into the next collection. */
 void mercury_dma_log_written(unsigned long pfn)
 {
 	if (mercury_dma_log_is_on())
@@ -89,7 +92,7 @@ static void hold(unsigned long pfn, int by)
 	held = devices.held[at] + pfn % MERCURY_MAP_BITS;
 	old = READ_ONCE(*held);
 	do {
-		/* One that came before the log began is not counted. */
+		/* A buffer from before the log is not counted. */
 		if (old == HELD_MAX || (by < 0 && !old))
 			return;
 	} while (!try_cmpxchg(held, &old, (u8)min_t(int, old + by, HELD_MAX)));
@@ -112,7 +115,7 @@ void mercury_dma_log_give(const void *start, size_t length)
 		hold(pfn, 1);
 }
 
-/* It may have until now; and if it does not have them any more, it is noted first. */
+/* Notes pages that a device may have written. Pages that it does not have any more are noted first. */
 void mercury_dma_log_note(const void *start, size_t length, bool returned)
 {
 	unsigned long pfn, end;
@@ -153,7 +156,7 @@ static void add(struct queue *queue, unsigned long pfn)
 	queue->count++;
 }
 
-/* The number of the one that is so many behind the newest. */
+/* Returns the page that was added so many pages before the newest. */
 static unsigned long before_newest(const struct queue *queue, unsigned int number)
 {
 	return queue->pfns[(queue->next + QUEUE_PAGES - 1 - number) % QUEUE_PAGES];
@@ -174,7 +177,10 @@ static struct queue *find_queue(const struct virtqueue *virtqueue)
 	return NULL;
 }
 
-/* Whoever adds to it and takes from it has locked it: nothing that it had is with the device. */
+/*
+ * Forgets the pages of a queue that is empty: the device has none of them. The caller adds buffers to the
+ * queue, and has locked it against takers.
+ */
 static void look_whether_empty(struct queue *queue)
 {
 	unsigned int i;
@@ -214,10 +220,10 @@ void mercury_dma_log_queue(const struct virtqueue *virtqueue, struct scatterlist
 }
 
 /*
- * What virtio's devices had before the watch: all that a queue's table of descriptors names for writing.
- * What is out is there, for an entry stays as it is until its buffer has come back. So may be what has come
- * back long ago: that is read for nothing, until the queue is seen empty. What is added meanwhile is seen
- * anyway.
+ * Buffers that virtio's devices had before the watch: all those that a queue's table of descriptors names
+ * for writing. A buffer that is out is in the table, since its entry stays until the buffer has come back.
+ * So may be buffers that came back long ago: those are read for nothing, until the queue is seen empty.
+ * Buffers that are added meanwhile are seen anyway.
  */
 struct rings {
 	typeof(virtqueue_get_desc_addr) *table;
@@ -313,7 +319,7 @@ u32 mercury_dma_log_carry_over(void)
 		.size = symbol_get(virtqueue_get_vring_size),
 	};
 
-	/* Who was about to add something when the watch began has added it. */
+	/* A task that was about to add a buffer when the watch began has added it. */
 	synchronize_rcu_tasks();
 	bus_for_each_dev(&pci_bus_type, NULL, &rings, carry_over_children);
 	bus_for_each_dev(&platform_bus_type, NULL, &rings, carry_over_children);
@@ -344,7 +350,7 @@ static unsigned long put_queues(unsigned long **to)
 	return added;
 }
 
-/* Puts what devices have into a collection; how many pages were not there. */
+/* Puts the pages that devices have into a collection; returns how many of them are new in it. */
 unsigned long mercury_dma_log_collect(unsigned long **to)
 {
 	unsigned long added = put_queues(to), at, i;
@@ -384,7 +390,7 @@ u32 mercury_dma_log_start(unsigned long **written, unsigned long count)
 		if (written[at] && !devices.held[at])
 			return MERCURY_CODE_NO_MEMORY;
 	}
-	/* Pairs with mercury_dma_log_is_on(): whoever sees it on sees its maps. */
+	/* Pairs with mercury_dma_log_is_on(): a CPU that sees the log on sees its maps. */
 	smp_store_release(&devices.on, true);
 	return MERCURY_CODE_OK;
 }
@@ -395,7 +401,7 @@ void mercury_dma_log_stop(void)
 	WRITE_ONCE(devices.on, false);
 }
 
-/* After it has ended: nobody notes anything any more. */
+/* After the watch has ended: no CPU notes anything any more. */
 void mercury_dma_log_free(void)
 {
 	unsigned long at;

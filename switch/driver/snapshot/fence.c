@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * The fence. A machine that is to go on elsewhere, or later, from an instant must not talk any more once
- * that has come: the kernel would acknowledge what peers send, and in the machine that goes on it never
- * arrived. So packets are lost from then on, in all network namespaces, but for the loopback's and those
- * of the peers by which the image goes its way. To the others it is silence, and they send again.
+ * The fence. A machine that goes on elsewhere, or later, from an instant must not talk after that instant:
+ * the kernel would acknowledge packets that never arrived in the machine that goes on. So packets are lost
+ * from then on, in all network namespaces. Excepted are the loopback's and those of the peers over which
+ * the image travels. Other peers get no answer, and send again.
  *
- * A machine that comes back to an instant, and has talked since, must be silent as well until what it
- * would say twice has ended (nonces.c). There the fence is closed before devices resume.
+ * A machine that comes back to an instant, and has talked since, must be silent as well until all that it
+ * would say twice has ended (nonces.c). There the fence closes before devices resume.
  *
- * The hooks are there before the instant, and idle. What makes them work is written behind the instant,
- * with all CPUs in stop_machine(): there is no packet in between, and in the image they are idle.
+ * The hooks are there before the instant, and idle. They are switched on after the instant with all CPUs in
+ * stop_machine(): no packet passes in between, and in the image they are idle.
  */
 #define pr_fmt(fmt) "mercury: " fmt
 
@@ -34,9 +34,9 @@
 static struct {
 	bool up;
 	bool closed;
-	/* Whoever raised it may go. */
+	/* It stays when the process that raised it is gone. */
 	bool stays;
-	/* It is closed in the machine that comes back; and not in the one that goes on. */
+	/* It is closed in the machine that comes back; it is not closed in the machine that goes on here. */
 	bool returns, open_here;
 	struct mercury_fence_peer *peers;
 	u32 peer_count;
@@ -53,7 +53,7 @@ static const void *remote_of(const struct sk_buff *skb, bool incoming, u32 versi
 	return incoming ? &ipv6_hdr(skb)->saddr : &ipv6_hdr(skb)->daddr;
 }
 
-/* Where the header behind IP's is, and whose it is; negative: not in this packet. */
+/* Returns the offset of the header after IP's, and its protocol; negative: it is not in this packet. */
 static int payload_of(const struct sk_buff *skb, u32 version, u8 *protocol)
 {
 	__be16 fragment = 0;
@@ -128,10 +128,10 @@ static unsigned int pass(void *unused, struct sk_buff *skb, const struct nf_hook
 		return NF_ACCEPT;
 	if (is_let_through(skb, incoming, version))
 		return NF_ACCEPT;
-	/* Behind the commit another machine may have the addresses: nobody asks any more, or answers. */
+	/* After the commit another machine may have the addresses: this one neither asks nor answers. */
 	if (version == 6 && !READ_ONCE(fence.stays) && is_discovery(skb))
 		return NF_ACCEPT;
-	/* Lost on the way, as it seems to whoever sent it: not refused. */
+	/* The sender sees a lost packet, and no refusal. */
 	atomic64_inc(&fence.stopped);
 	kfree_skb(skb);
 	return NF_STOLEN;
@@ -198,7 +198,7 @@ void mercury_fence_down(void)
 	memset(&fence, 0, sizeof(fence));
 }
 
-/* Under mercury.lock: whoever raised it is gone. */
+/* Under mercury.lock: the process that raised it is gone. */
 void mercury_fence_release(void)
 {
 	if (!fence.stays)
@@ -218,7 +218,10 @@ void mercury_fence_close(void)
 	WRITE_ONCE(fence.closed, fence.up && !fence.open_here);
 }
 
-/* Likewise, in one that has come back: peers know it from the life that has ended. */
+/*
+ * With all CPUs in stop_machine(), in a machine that has come back: peers know it from the life that has
+ * ended.
+ */
 void mercury_fence_return(void)
 {
 	if (!fence.returns)

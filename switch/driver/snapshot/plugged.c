@@ -100,7 +100,7 @@ static bool is_firmwares(u64 start, u64 end)
 	return false;
 }
 
-/* The end of what one of ACPI's devices has from `start` on; `start` itself if none has it. */
+/* Returns the end of the device of ACPI's that has memory from `start` on, or `start` if none has. */
 static u64 end_of_device(const struct mercury_plugged *plugged, u64 start)
 {
 	unsigned int i;

@@ -103,7 +103,7 @@ SYM_CODE_START(mercury_resume)
 SYM_CODE_END(mercury_resume)
 _ASM_NOKPROBE(mercury_resume)
 
-/* Where interrupts go that are not to be handled. */
+/* The handler of interrupts that must not be handled. */
 SYM_CODE_START(mercury_no_handler)
 	UNWIND_HINT_IRET_REGS
 	ENDBR
@@ -135,8 +135,9 @@ SYM_CODE_END(mercury_land)
 _ASM_NOKPROBE(mercury_land)
 
 /*
- * What is copied to the landing, where it runs at its physical address with no stack. RDX: struct
- * mercury_landing; RCX: which CPU of the image this one is. An exception of any kind resets the machine.
+ * The code of the landing, which is copied to a page, and runs there at its physical address without a
+ * stack. RDX: struct mercury_landing; RCX: the number of this CPU in the image. An exception of any kind
+ * resets the machine.
  */
 SYM_CODE_START(mercury_landing)
 	UNWIND_HINT_NONE
@@ -153,7 +154,7 @@ SYM_CODE_START(mercury_landing)
 	cmpl	LANDING(CPUS), %eax
 	jne	.Lwait_arrived
 
-	/* Nobody uses the kernel that was here any more. */
+	/* No CPU uses the kernel that was here any more. */
 	cld
 	movq	LANDING(LIST_PHYS), %r8
 .Lnext_list:
@@ -192,7 +193,7 @@ SYM_CODE_START(mercury_landing)
 	je	.Lwait_copied
 
 .Lresume:
-	/* What comes next may just have been written, at another address: fetch nothing ahead. */
+	/* The text that comes next may just have been written at another address: fetch nothing ahead. */
 	movq	%cr3, %rax
 	movq	%rax, %cr3
 	movq	LANDING(CPUS_PHYS), %rax

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * The machine put back to a snapshot that is kept. The hypervisor does it, in its snapshot/rollback.rs;
- * here is who asks for it, and what it has to know.
+ * Putting the machine back to a snapshot that is kept. The hypervisor does so, in its snapshot/rollback.rs.
+ * This file asks for it, and tells the hypervisor what it has to know.
  *
- * Everything that the driver remembers is put back too. What has to be known afterwards is in the note, in
- * memory that the snapshot does not keep.
+ * The driver's own memory is put back too. What must be known afterwards is in the note, in memory that the
+ * snapshot does not keep.
  */
 #define pr_fmt(fmt) "mercury: " fmt
 
@@ -17,7 +17,7 @@
 
 #include "snapshot.h"
 
-/* What devices are given to come to rest in. */
+/* The time for devices to come to rest. */
 #define SETTLE_MS	3
 
 struct note {
@@ -38,7 +38,7 @@ static int nmi_comes(unsigned int type, struct pt_regs *regs)
 	return READ_ONCE(mercury.at_instant) ? NMI_HANDLED : NMI_DONE;
 }
 
-/* Where there are devices, or may be. */
+/* Marks the buses that have devices, or may have. */
 static u32 find_buses(u64 buses[4])
 {
 	struct pci_dev *device = NULL;
@@ -65,8 +65,8 @@ u32 mercury_rollback_prepare(struct mercury_snapshot_setup *setup, void *page,
 	u32 code;
 
 	/*
-	 * A CPU that the kernel stops must stay: without KVM the emergency callback holds it, beside KVM it
-	 * gives up what KVM had, and that is no wish to leave.
+	 * A CPU that the kernel stops must stay attached. Without KVM the emergency callback keeps it.
+	 * Beside KVM the CPU gives up KVM's part, which is no wish to leave.
 	 */
 	if (!mercury_emergency_is_ours() && !READ_ONCE(mercury.kvm_may))
 		return MERCURY_CODE_VIRTUALIZATION_IN_USE;
@@ -107,7 +107,7 @@ void mercury_rollback_end(void)
 	note = NULL;
 }
 
-/* In a machine that was put back: what was noted in its other life. */
+/* In a machine that was put back: reads the note of its other life. */
 void mercury_rollback_read(u64 message[16])
 {
 	memcpy(message, note->message, sizeof(note->message));
@@ -135,9 +135,9 @@ u32 mercury_rollback(u32 reason, const char *message)
 }
 
 /*
- * The kernel stops this CPU in an emergency. If that is a panic, whoever panicked asks for a rollback soon,
- * unless a crash kernel comes before that; this CPU is to stay where the hypervisor can fetch it. Whether it
- * is to stay.
+ * The kernel stops this CPU in an emergency. After a panic the CPU that panicked asks for a rollback soon,
+ * unless a crash kernel comes before that. Returns true if this CPU must stay where the hypervisor can
+ * fetch it.
  */
 noinstr bool mercury_rollback_waits(void)
 {
