@@ -102,8 +102,8 @@ static __always_inline u32 mercury_mode(void)
 }
 
 /*
- * Returns EFER as this CPU shows it. AMD's hypervisor recognizes the driver's read by RSI. It adds a bit that
- * says that it is there, and answers faster than it answers others.
+ * Returns EFER as this CPU shows it. AMD's hypervisor recognizes the driver's read by RSI. It adds a bit
+ * that says that it is there, and answers faster than it answers others.
  */
 static __always_inline u64 mercury_ask_efer(void)
 {

@@ -163,7 +163,9 @@ static bool all_native(struct mercury_outcome *outcome)
 	return true;
 }
 
-/* Returns true if a CPU is attached though this driver has loaded nothing: an earlier one went without it. */
+/*
+ * Returns true if a CPU is attached though this driver has loaded nothing: an earlier one went without it.
+ */
 static bool is_orphaned(struct mercury_outcome *outcome)
 {
 	bool native;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
-/* What the gates of both vendors share: macros, without a function or a branch on the vendor. */
+/* Macros that the gates of both vendors share, without a function or a branch on the vendor. */
 #ifndef MERCURY_GATE_COMMON_S
 #define MERCURY_GATE_COMMON_S
 

@@ -393,7 +393,7 @@ static void free_shared(void)
 
 	mutex_lock(&shared_lock);
 	for_each_possible_cpu(cpu) {
-		/* Forgotten first: a CPU that crashes now looks here. */
+		/* Forgotten first: a CPU that crashes now reads them. */
 		mercury_cpu(cpu)->gate = NULL;
 		WRITE_ONCE(mercury_cpu(cpu)->shared, NULL);
 		for (i = 0; shared && shared[cpu] && i < SHARED_PAGES; i++)

@@ -11,8 +11,8 @@
 
 #include "attach.h"
 
-static void look(struct work_struct *work);
-static DECLARE_DEFERRABLE_WORK(monitor, look);
+static void check_cpus(struct work_struct *work);
+static DECLARE_DEFERRABLE_WORK(monitor, check_cpus);
 
 /* After a crash nothing is attached until the hypervisor has been loaded afresh. */
 static void give_up(int cpu, u32 code)
@@ -72,7 +72,7 @@ void mercury_monitor_check(void)
 }
 
 /* Does not wait: the holder of the lock may be freezing this queue. */
-static void look(struct work_struct *work)
+static void check_cpus(struct work_struct *work)
 {
 	if (!mutex_trylock(&mercury.lock)) {
 		mercury_monitor_start();

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * What the switches of both vendors share: short functions, inlined into each, without a branch on the
+ * Short functions that the switches of both vendors share, inlined into each, without a branch on the
  * vendor.
  */
 #ifndef MERCURY_SWITCH_H

@@ -155,9 +155,9 @@ static u64 wide_flags(void)
 }
 
 /*
- * How the kernel caches a page of memory, as bits of a 4 KiB entry: some drivers have pages of theirs
- * write-combining or uncached, in the direct map too. The hypervisor has the kernel's PAT, so that the bits
- * mean the same there.
+ * Returns how the kernel caches a page of memory, as bits of a 4 KiB entry: some drivers have pages of
+ * theirs write-combining or uncached, in the direct map too. The hypervisor has the kernel's PAT, so that
+ * the bits mean the same there.
  */
 static u64 caching(unsigned long virt, unsigned int *level)
 {
@@ -212,7 +212,7 @@ u32 mercury_map_memory(phys_addr_t start, phys_addr_t end)
 	return MERCURY_CODE_OK;
 }
 
-/* Maps a page of registers likewise, uncached. */
+/* Maps a page of registers for a snapshot, uncached. */
 u32 mercury_map_registers(phys_addr_t phys)
 {
 	u64 *entry = wide_entry((unsigned long)phys_to_virt(phys), PAGE_SHIFT);

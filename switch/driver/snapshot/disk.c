@@ -67,7 +67,7 @@ static void note(struct disk_log *log, const struct request *rq)
 		note_bytes(log, (u64)bio->bi_iter.bi_sector << SECTOR_SHIFT, bio->bi_iter.bi_size);
 }
 
-static void look_at(const struct request *rq)
+static void note_request(const struct request *rq)
 {
 	const struct gendisk *disk = READ_ONCE(rq->q->disk);
 	unsigned int i;
@@ -83,12 +83,12 @@ static void look_at(const struct request *rq)
 
 static void is_issued(void *data, struct request *rq)
 {
-	look_at(rq);
+	note_request(rq);
 }
 
 static void is_complete(void *data, struct request *rq, blk_status_t error, unsigned int bytes)
 {
-	look_at(rq);
+	note_request(rq);
 }
 
 static struct {
@@ -215,7 +215,7 @@ static u32 begin(struct file *file, const struct block_device *device,
 	}
 	log->file = get_file(file);
 	request->chunks = log->chunks;
-	/* Pairs with look_at(). */
+	/* Pairs with note_request(). */
 	smp_store_release(&logs[number], log);
 	if (watch() != MERCURY_CODE_OK) {
 		end(number);

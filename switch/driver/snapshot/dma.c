@@ -204,14 +204,14 @@ static void before_sync_single(const struct pt_regs *regs)
 }
 
 /* dma_sync_single_for_cpu(device, address, size, direction): the device keeps it. */
-static void before_look_at_single(const struct pt_regs *regs)
+static void before_sync_single_for_cpu(const struct pt_regs *regs)
 {
 	if (mercury_dma_log_is_on() && is_written(regs->cx))
 		mercury_dma_log_note(memory_of((struct device *)regs->di, regs->si), regs->dx, false);
 }
 
 /* dma_sync_sg_for_cpu(device, list, count, direction) */
-static void before_look_at_sg(const struct pt_regs *regs)
+static void before_sync_sg_for_cpu(const struct pt_regs *regs)
 {
 	struct scatterlist *list = (void *)regs->si;
 	unsigned int count = regs->dx;
@@ -260,7 +260,7 @@ static void before_sync_sg(const struct pt_regs *regs)
 static struct entry {
 	const char *name;
 	void (*before)(const struct pt_regs *regs);
-	/* Its address; 0: there is no such function. */
+	/* Address of the function; 0: there is none. */
 	unsigned long address;
 } entries[] = {
 	{ "virtqueue_add_inbuf", before_inbuf },
@@ -276,13 +276,13 @@ static struct entry {
 	{ "dma_unmap_sg_attrs", before_unmap_sg },
 	{ "dma_sync_single_for_device", before_sync_single },
 	{ "dma_sync_sg_for_device", before_sync_sg },
-	{ "dma_sync_single_for_cpu", before_look_at_single },
-	{ "dma_sync_sg_for_cpu", before_look_at_sg },
+	{ "dma_sync_single_for_cpu", before_sync_single_for_cpu },
+	{ "dma_sync_sg_for_cpu", before_sync_sg_for_cpu },
 	/* Their names on later kernels. */
 	{ "__dma_sync_single_for_device", before_sync_single },
 	{ "__dma_sync_sg_for_device", before_sync_sg },
-	{ "__dma_sync_single_for_cpu", before_look_at_single },
-	{ "__dma_sync_sg_for_cpu", before_look_at_sg },
+	{ "__dma_sync_single_for_cpu", before_sync_single_for_cpu },
+	{ "__dma_sync_sg_for_cpu", before_sync_sg_for_cpu },
 };
 
 static void notrace entered(unsigned long ip, unsigned long parent, struct ftrace_ops *ops,
@@ -348,7 +348,7 @@ static int watch(void)
 		if (!err)
 			err = ftrace_set_filter_ip(&ops, entries[i].address, 0, 0);
 		if (err) {
-			pr_err("no look at %s: %d\n", entries[i].name, err);
+			pr_err("%s cannot be watched: %d\n", entries[i].name, err);
 			return err;
 		}
 	}
@@ -399,7 +399,7 @@ void mercury_dma_unwatch(void)
  * Returns true if a device may have this page, which is not reserved, for good: no data, no slab, no page
  * table. The reference count says nothing: the second page of several that were allocated at once has none.
  */
-static bool is_lasting(struct page *page)
+static bool is_persistent(struct page *page)
 {
 	if (PageSlab(page) || PageTable(page) || PageOffline(page))
 		return false;
@@ -431,7 +431,7 @@ unsigned long mercury_dma_stretch(struct page *page, unsigned long most, enum me
 		*use = MERCURY_PAGE_FREE;
 		return 1UL << order;
 	}
-	if (is_lasting(page))
+	if (is_persistent(page))
 		*use = MERCURY_PAGE_PERSISTENT;
 	return 1;
 }
@@ -463,7 +463,7 @@ int mercury_dma_stop(void)
 		    command == (u16)~0 || !(command & PCI_COMMAND_MASTER))
 			continue;
 		pci_write_config_word(device, PCI_COMMAND, command & ~PCI_COMMAND_MASTER);
-		/* Its earlier writes have arrived when it answers. */
+		/* The writes that the card made before have arrived when the card answers. */
 		pci_read_config_word(device, PCI_COMMAND, &command);
 		masters[master_count++] = pci_dev_get(device);
 	}

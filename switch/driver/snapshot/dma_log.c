@@ -181,7 +181,7 @@ static struct queue *find_queue(const struct virtqueue *virtqueue)
  * Forgets the pages of a queue that is empty: the device has none of them. The caller adds buffers to the
  * queue, and has locked it against takers.
  */
-static void look_whether_empty(struct queue *queue)
+static void forget_if_empty(struct queue *queue)
 {
 	unsigned int i;
 
@@ -201,7 +201,7 @@ void mercury_dma_log_queue(const struct virtqueue *virtqueue, struct scatterlist
 	raw_spin_lock_irqsave(&queues_lock, flags);
 	queue = find_queue(virtqueue);
 	if (queue)
-		look_whether_empty(queue);
+		forget_if_empty(queue);
 	for (; list && count; count--, list = sg_next(list)) {
 		const void *start = mercury_dma_queued(virtqueue, list);
 		unsigned long pfn, end;

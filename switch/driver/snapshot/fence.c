@@ -34,9 +34,11 @@
 static struct {
 	bool up;
 	bool closed;
-	/* It stays when the process that raised it is gone. */
+	/* The fence stays when the process that raised it is gone. */
 	bool stays;
-	/* It is closed in the machine that comes back; it is not closed in the machine that goes on here. */
+	/*
+	 * The fence is closed in the machine that comes back; it is open in the machine that goes on here.
+	 */
 	bool returns, open_here;
 	struct mercury_fence_peer *peers;
 	u32 peer_count;

@@ -40,7 +40,7 @@ SYM_FUNC_START(mercury_save)
 SYM_FUNC_END(mercury_save)
 
 /*
- * Where each CPU comes from the landing. RDI: the physical address of its struct mercury_saved_cpu, which
+ * Entered by each CPU from the landing. RDI: the physical address of its struct mercury_saved_cpu, which
  * is mapped there; so is this page at its own address. CR4 has neither PGE nor PCIDE.
  */
 SYM_CODE_START(mercury_resume)
