@@ -95,7 +95,7 @@ impl Planned {
     }
 }
 
-/// What the image has, in pages: kept and left out, and what this kernel occupies.
+/// Memory of an image, kept and left out, and memory that this kernel occupies.
 #[derive(Clone, Debug)]
 struct Memory {
     ranges: Vec<RestartRange>,

@@ -9,6 +9,6 @@ mod frames;
 #[cfg(test)]
 mod landing;
 
-/// Bytes in a page.
+/// The size of a page in bytes.
 #[cfg(test)]
 const PAGE: u64 = 4096;

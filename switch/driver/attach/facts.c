@@ -27,7 +27,7 @@
 #define PRIMARY_MAY_TERTIARY	BIT_ULL(32 + 17)
 #define SECONDARY_MAY_EPT_VPID	(BIT_ULL(32 + 1) | BIT_ULL(32 + 5))
 #define MSR_VMX_PROCBASED_CTLS3	0x492
-/* 6.1 does not know it. */
+/* Linux 6.1 has no name for this bit. */
 #define CR4_FRED		BIT_ULL(32)
 #define MSR_MTRR_PHYS_BASE_0	0x200
 #define MSR_SMCA_BANK_0_CTL	0xc0002000

@@ -29,7 +29,7 @@
 #define WINDOWS_VIRT	0x600000000000UL
 
 static u64 *root;
-/* The copy's. */
+/* The root of the wide copy. */
 static u64 *wide;
 
 u32 mercury_tables_create(void)

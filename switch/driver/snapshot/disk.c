@@ -274,7 +274,7 @@ static int act(struct file *file, struct mercury_disk_log_request *request)
 	return MERCURY_CODE_OK;
 }
 
-/* Under mercury.lock. */
+/* Begins, collects or ends the log of a disk; under mercury.lock. */
 int mercury_disk_log(struct mercury_disk_log_request *request)
 {
 	struct file *file;

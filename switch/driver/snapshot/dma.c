@@ -265,7 +265,7 @@ static struct entry {
 } entries[] = {
 	{ "virtqueue_add_inbuf", before_inbuf },
 	{ "virtqueue_add_inbuf_ctx", before_inbuf },
-	/* On later kernels. */
+	/* Later kernels have this one. */
 	{ "virtqueue_add_inbuf_premapped", before_inbuf },
 	{ "virtqueue_add_sgs", before_sgs },
 	{ "balloon_page_enqueue", before_balloon },

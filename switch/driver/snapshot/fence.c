@@ -250,7 +250,7 @@ static int read_peers(const struct mercury_fence_request *request)
 	return MERCURY_CODE_OK;
 }
 
-/* Under mercury.lock. */
+/* Raises the fence, changes it or takes it down; under mercury.lock. */
 int mercury_fence(struct mercury_fence_request *request)
 {
 	u64 known = MERCURY_FENCE_DOWN | MERCURY_FENCE_STAYS | MERCURY_FENCE_RETURN |

@@ -184,7 +184,7 @@ static void scan_part(unsigned int part, unsigned int parts)
 	}
 }
 
-/* Before the instant. */
+/* Lets the next scan begin, before the instant. */
 void mercury_scan_begin(void)
 {
 	atomic_set(&scan.arrived, 0);

@@ -41,10 +41,10 @@ static struct {
 
 /* The reason why the last snapshot that was kept is gone. */
 static u32 lost_because;
-/* How this machine was put back last. */
+/* The report of the last rollback of this machine. */
 static struct mercury_rollback_report last_rollback;
 
-/* In any context. */
+/* Returns true if the machine can go back to a snapshot; in any context. */
 bool mercury_snapshot_is_kept(void)
 {
 	return READ_ONCE(snapshot.kept);
