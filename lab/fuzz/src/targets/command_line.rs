@@ -2,7 +2,7 @@
 //! by the environment's first process.
 
 use crate::{Target, input::outcome};
-use mercury_cli::{
+use mercury_relocation::{
     migrate::pause::{self, Pause},
     restore::{
         environment::{Purpose, command_line_after},
