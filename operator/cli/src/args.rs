@@ -6,9 +6,8 @@ use mercury_control::{cpus::CpuSet, size::mebibytes, span::Span};
 use mercury_hosted_options::HostedCommand;
 use mercury_migration::streams::STREAMS_MAX;
 use mercury_relocation::{
-    checkpoint::{series::Interval, target::Name},
-    receive::Listen,
     restore::MEMORY_LEAST_MIB,
+    values::{Interval, Listen, Name},
 };
 use std::path::PathBuf;
 

@@ -34,7 +34,7 @@ use mercury_quiesce::undo;
 use mercury_relocation::{
     checkpoint, merge,
     migrate::{self, doubt::Reach},
-    receive, restore, snapshot,
+    receive, restore, snapshot, tombstone,
 };
 use serde::Serialize;
 use std::{
@@ -75,7 +75,7 @@ fn dispatch(command: &Command, format: Format, name: &str) -> Result<Exit> {
         Command::Restore(args) => restore::run(&args.into(), say),
         Command::Receive(args) => receive::run(&args.into(), say),
         Command::Migrate(args) => migrate::run(&args.into(), say),
-        Command::Mark(args) => migrate::marks::command::run(&args.into(), say),
+        Command::Mark(args) => tombstone::command::run(&args.into(), say),
         Command::Maintenance(args) => maintenance::run(args, say),
         Command::Evacuate(args) => daemon::evacuate::run(args, say),
         Command::Daemon(args) => daemon::run(args),

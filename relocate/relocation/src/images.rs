@@ -1,7 +1,6 @@
 //! Reading an image from its first byte to its last, with progress, and with an early end after a
 //! signal.
 
-use crate::checkpoint::stream::image_error;
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
@@ -129,6 +128,24 @@ pub fn refuse_incremental(path: &Path, machine: &Machine) -> Result<()> {
 pub fn unreadable(path: &Path, error: &io::Error) -> Error {
     Error::new(Exit::Failed, format!("{} cannot be read: {error}", path.display()))
         .hint("name the file or the device that `mercury checkpoint` wrote")
+}
+
+/// Converts an image's error into one of the command.
+pub fn image_error(error: mercury_image::Error) -> Error {
+    match error {
+        mercury_image::Error::Io(error) => {
+            let full = error.raw_os_error() == Some(libc::ENOSPC);
+            let hint = if full { "make room, or write to another place" } else { "`dmesg` may say more" };
+            Error::new(Exit::Failed, format!("the image could not be read or written: {error}")).hint(hint)
+        }
+        error => {
+            let hint = match error {
+                mercury_image::Error::Unfit(_) => "name the images in their order, the full one first",
+                _ => "nothing was changed; use another image",
+            };
+            Error::new(Exit::Failed, format!("the image is refused: {error}")).hint(hint)
+        }
+    }
 }
 
 #[cfg(test)]

@@ -3,11 +3,12 @@
 use crate::{
     checkpoint::{
         incremental::are_one,
-        stream::{Pace, Send, Watch, image_error, pipe, send_full},
-        target::{Name, Target},
+        stream::{Pace, Send, Watch, pipe, send_full},
+        target::Target,
     },
-    images::{named, unreadable},
+    images::{image_error, named, unreadable},
     options::MergeOptions,
+    values::Name,
 };
 use mercury_control::{
     error::{Error, Result},

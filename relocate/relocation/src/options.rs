@@ -1,9 +1,6 @@
 //! The options of each work, as the command line or a test gives them.
 
-use crate::{
-    checkpoint::{series::Interval, target::Name},
-    receive::Listen,
-};
+use crate::values::{Interval, Listen, Name};
 use mercury_control::span::Span;
 use std::path::PathBuf;
 

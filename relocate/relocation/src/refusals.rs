@@ -2,14 +2,15 @@
 //! it begins. The commands refuse by these checks; `mercury migrate --dry-run` and `mercury doctor`
 //! predict by the same checks.
 
-use crate::{migrate::marks, snapshot};
+use crate::tombstone;
 use mercury_abi::code::Code;
 use mercury_control::{
     error::{Error, Result},
     sysroot::Sysroot,
 };
 use mercury_quiesce::{
-    devices, disks,
+    devices,
+    disks::{self, Mounted},
     ethernet::{self, made},
     swap, watchdogs,
 };
@@ -129,21 +130,21 @@ const QUESTIONS: &[Question] = &[
         fine: "none is mounted for writing",
         before: &[Snapshot],
         lifted_by: Some(Lifted::Disks),
-        ask: |_, sysroot| snapshot::refuse_disks(sysroot),
+        ask: |_, sysroot| refuse_disks(sysroot),
     },
     Question {
         name: "NFS",
         fine: "none whose version does not survive a rollback",
         before: &[Snapshot],
         lifted_by: None,
-        ask: |_, sysroot| snapshot::refuse_sessions(sysroot),
+        ask: |_, sysroot| refuse_sessions(sysroot),
     },
     Question {
         name: "mark",
         fine: "there is a place that survives a power cut",
         before: &[Migrate],
         lifted_by: Some(Lifted::Mark),
-        ask: |_, sysroot| marks::refuse_placeless(sysroot),
+        ask: |_, sysroot| tombstone::refuse_placeless(sysroot),
     },
 ];
 
@@ -223,6 +224,44 @@ fn refuse_bundled(sysroot: &Sysroot) -> Result<()> {
          destination's address, and {whole} would keep its own"
     );
     Err(Error::coded(Code::CardsBundled, why))
+}
+
+/// Refuses local file systems that are mounted for writing: memory must never be put back beside a
+/// disk that has changed.
+pub fn refuse_disks(sysroot: &Sysroot) -> Result<()> {
+    let mounts = disks::mounted(sysroot)?;
+    let found: Vec<_> = mounts.iter().filter(|mount| is_left_behind(mount)).collect();
+    if found.is_empty() {
+        return Ok(());
+    }
+    let named = |mount: &&Mounted| format!("{} ({})", mount.at.display(), mount.device.display());
+    let text = format!(
+        "local file systems are mounted for writing, and a rollback puts back memory only: {}",
+        found.iter().map(named).collect::<Vec<_>>().join(", ")
+    );
+    Err(Error::coded(Code::DisksStayBehind, text))
+}
+
+/// Refuses NFS 4.1 and later, whose requests are numbered: a client that falls behind its server
+/// never recovers.
+pub fn refuse_sessions(sysroot: &Sysroot) -> Result<()> {
+    let mountinfo = sysroot.text("proc/self/mountinfo").unwrap_or_default();
+    let Some((at, version)) = mountinfo.lines().find_map(numbered) else { return Ok(()) };
+    let text = format!("{at} is on NFS {version}, which does not survive a rollback");
+    Err(Error::coded(Code::NfsSessions, text))
+}
+
+/// Returns the mount point and the version of such an NFS file system, from its line of mountinfo.
+pub fn numbered(line: &str) -> Option<(&str, &str)> {
+    let (front, back) = line.split_once(" - nfs4 ")?;
+    let version = back.split([' ', ',']).find_map(|option| option.strip_prefix("vers="))?;
+    (version != "4.0").then_some((front.split(' ').nth(4)?, version))
+}
+
+/// Returns true if a rollback of memory leaves the file system as it is. RAM disks are memory.
+pub fn is_left_behind(mount: &Mounted) -> bool {
+    let name = mount.device.strip_prefix("/dev").unwrap_or(&mount.device).to_string_lossy().into_owned();
+    mount.writable && !name.starts_with("ram") && !name.starts_with("zram")
 }
 
 #[cfg(test)]

@@ -5,12 +5,9 @@
 
 use crate::{
     options::SnapshotOptions,
-    refusals::{self, Lifted, Operation},
+    refusals::{self, Lifted, Operation, is_left_behind},
 };
-use mercury_abi::{
-    code::Code,
-    ioctl::{MERCURY_SNAPSHOT_HASH, MERCURY_SNAPSHOT_KEEP, SnapshotRequest},
-};
+use mercury_abi::ioctl::{MERCURY_SNAPSHOT_HASH, MERCURY_SNAPSHOT_KEEP, SnapshotRequest};
 use mercury_control::{
     access,
     device::{Access, Device, Silent},
@@ -129,44 +126,6 @@ pub fn rollback() -> Result<Exit> {
     Device::open(Access::Control)?.rollback()?;
     Err(Error::new(Exit::Failed, "the machine was not put back")
         .hint("`mercury status` shows if the snapshot is still there, `mercury log` what has happened"))
-}
-
-/// Refuses local file systems that are mounted for writing: memory must never be put back beside a
-/// disk that has changed.
-pub fn refuse_disks(sysroot: &Sysroot) -> Result<()> {
-    let mounts = disks::mounted(sysroot)?;
-    let found: Vec<_> = mounts.iter().filter(|mount| is_left_behind(mount)).collect();
-    if found.is_empty() {
-        return Ok(());
-    }
-    let named = |mount: &&Mounted| format!("{} ({})", mount.at.display(), mount.device.display());
-    let text = format!(
-        "local file systems are mounted for writing, and a rollback puts back memory only: {}",
-        found.iter().map(named).collect::<Vec<_>>().join(", ")
-    );
-    Err(Error::coded(Code::DisksStayBehind, text))
-}
-
-/// Refuses NFS 4.1 and later, whose requests are numbered: a client that falls behind its server
-/// never recovers.
-pub fn refuse_sessions(sysroot: &Sysroot) -> Result<()> {
-    let mountinfo = sysroot.text("proc/self/mountinfo").unwrap_or_default();
-    let Some((at, version)) = mountinfo.lines().find_map(numbered) else { return Ok(()) };
-    let text = format!("{at} is on NFS {version}, which does not survive a rollback");
-    Err(Error::coded(Code::NfsSessions, text))
-}
-
-/// Returns the mount point and the version of such an NFS file system, from its line of mountinfo.
-fn numbered(line: &str) -> Option<(&str, &str)> {
-    let (front, back) = line.split_once(" - nfs4 ")?;
-    let version = back.split([' ', ',']).find_map(|option| option.strip_prefix("vers="))?;
-    (version != "4.0").then_some((front.split(' ').nth(4)?, version))
-}
-
-/// Returns true if a rollback of memory leaves the file system as it is. RAM disks are memory.
-fn is_left_behind(mount: &Mounted) -> bool {
-    let name = mount.device.strip_prefix("/dev").unwrap_or(&mount.device).to_string_lossy().into_owned();
-    mount.writable && !name.starts_with("ram") && !name.starts_with("zram")
 }
 
 fn keep(
@@ -311,6 +270,7 @@ fn message(begin: &SnapshotRequest) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::refusals::numbered;
 
     fn mount(device: &str, writable: bool) -> Mounted {
         let (number, kind) = ("8:1".to_owned(), "ext4".to_owned());

@@ -14,10 +14,7 @@ use mercury_control::{
     processor::cpuid_facts,
     sysroot::{Module, Sysroot},
 };
-use mercury_relocation::{
-    refusals::{self, Answer, Operation},
-    snapshot,
-};
+use mercury_relocation::refusals::{self, Answer, Operation};
 use std::path::PathBuf;
 
 /// EFI variable with the state of Secure Boot: four bytes of attributes, then the value.
@@ -137,7 +134,7 @@ impl Machine {
             command_line: sysroot.text("proc/cmdline").unwrap_or_default(),
             free_blocks: sysroot.free_blocks(IMAGE_ORDER),
             answers: None,
-            local_disks: snapshot::refuse_disks(sysroot).is_err(),
+            local_disks: refusals::refuse_disks(sysroot).is_err(),
             release,
         }
     }

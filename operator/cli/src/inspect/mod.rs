@@ -15,7 +15,7 @@ use mercury_control::{
 use mercury_image::{Commit, Machine};
 use mercury_relocation::{
     images::{self, Image},
-    migrate::marks::when,
+    tombstone::when,
 };
 use serde::Serialize;
 

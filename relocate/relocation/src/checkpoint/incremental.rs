@@ -5,8 +5,9 @@
 //! by a device that bypasses the nested tables. The price is that all memory is read and hashed
 //! again. The hashes find zeros and duplicates anyway.
 
-use super::{random, target::Name};
+use super::random;
 use crate::images::{named, unreadable};
+use crate::values::Name;
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,

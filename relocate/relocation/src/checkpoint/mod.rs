@@ -24,12 +24,14 @@ pub mod target;
 mod writeback;
 
 use crate::{
+    images::image_error,
     options::CheckpointOptions,
     refusals::{self, Lifted, Operation},
     restore::{
         MEMORY_LEAST_MIB,
         fit::{self, Room},
     },
+    values::Name,
 };
 use incremental::Before;
 use mercury_abi::{
@@ -67,7 +69,7 @@ use mercury_quiesce::{
 use serde::Serialize;
 use series::Series;
 use std::{fs::File, io::BufWriter, os::unix::fs::FileTypeExt, path::Path, time};
-use stream::{Source, Watch, image_error, stream};
+use stream::{Source, Watch, stream};
 use target::Target;
 
 const PAGE: u64 = 4096;
@@ -181,7 +183,7 @@ pub fn run(args: &CheckpointOptions, say: Say<'_>) -> Result<Exit> {
             let (report, held) = recorded(|| one(args, image, before, &sysroot, &deferred))?;
             finish(args, say, &sysroot, &report, held)
         }
-        (Some(interval), target::Name::Path(path)) if !path.starts_with("/dev/") => {
+        (Some(interval), Name::Path(path)) if !path.starts_with("/dev/") => {
             series(args, say, path, interval.0, &sysroot, &deferred)
         }
         (Some(_), _) => Err(Error::new(Exit::Usage, "--every makes files, one after the other")
@@ -209,7 +211,7 @@ fn series(
         let begun = time::Instant::now();
         let next = series::next(path, time::SystemTime::now());
         let made_one = next.and_then(|next| {
-            let image = target::Name::Path(next.clone());
+            let image = Name::Path(next.clone());
             let before = series.before(made == 0)?;
             Ok((recorded(|| one(args, &image, before, sysroot, deferred))?.0, next))
         });
@@ -277,7 +279,7 @@ fn finish(
     held: Held,
 ) -> Result<Exit> {
     let off = args.poweroff && !report.restored;
-    if args.image == target::Name::Stdout {
+    if args.image == Name::Stdout {
         // The image went to standard output.
         let mut text = Text::new(false);
         report.render(&mut text);
@@ -311,13 +313,13 @@ fn recorded(make: impl FnOnce() -> Result<(Report, Held)>) -> Result<(Report, He
 /// Makes one image; with --poweroff the machine stands still after it.
 fn one(
     args: &CheckpointOptions,
-    image: &target::Name,
+    image: &Name,
     before: Before,
     sysroot: &Sysroot,
     deferred: &Deferred,
 ) -> Result<(Report, Held)> {
     let begun = time::Instant::now();
-    if let target::Name::Path(path) = image {
+    if let Name::Path(path) = image {
         patient::reach(path)?;
     }
     let lifted =
@@ -627,7 +629,7 @@ fn refuse_blind(args: &CheckpointOptions, mounts: &[disks::Mounted], sysroot: &S
     if !args.poweroff {
         return Ok(());
     }
-    if args.image == target::Name::Stdout {
+    if args.image == Name::Stdout {
         return Err(Error::new(Exit::Usage, "a reader of standard output would stand still like all others")
             .hint("write to a block device, or to ssh://host/path"));
     }
@@ -653,8 +655,8 @@ fn refuse_unrestorable(machine: &Machine, sysroot: &Sysroot) -> Result<()> {
 }
 
 /// Refuses to power off a machine whose image lies where the restore environment cannot reach it.
-fn refuse_unreachable(args: &CheckpointOptions, image: &target::Name, sysroot: &Sysroot) -> Result<()> {
-    let target::Name::Path(path) = image else { return Ok(()) };
+fn refuse_unreachable(args: &CheckpointOptions, image: &Name, sysroot: &Sysroot) -> Result<()> {
+    let Name::Path(path) = image else { return Ok(()) };
     let is_device = std::fs::metadata(path).is_ok_and(|found| found.file_type().is_block_device());
     if !args.poweroff || args.force_devices || !is_device {
         return Ok(());

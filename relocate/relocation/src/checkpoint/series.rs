@@ -11,31 +11,8 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     fs, io,
     path::{Path, PathBuf},
-    str::FromStr,
-    time::{Duration, SystemTime},
+    time::SystemTime,
 };
-
-/// An interval between images: `90s`, `10m`, `6h`, `1d`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Interval(pub Duration);
-
-impl FromStr for Interval {
-    type Err = String;
-
-    fn from_str(text: &str) -> std::result::Result<Self, String> {
-        let wrong = || "a number with s, m, h or d, such as 10m".to_owned();
-        let unit = match text.chars().last() {
-            Some('s') => 1,
-            Some('m') => 60,
-            Some('h') => 3600,
-            Some('d') => 86_400,
-            _ => return Err(wrong()),
-        };
-        let number: u64 = text[..text.len() - 1].parse().map_err(|_| wrong())?;
-        let seconds = number.checked_mul(unit).filter(|seconds| *seconds > 0).ok_or_else(wrong)?;
-        Ok(Self(Duration::from_secs(seconds)))
-    }
-}
 
 /// The base of the next image.
 #[derive(Debug)]
@@ -192,15 +169,7 @@ fn lineage(path: &Path) -> Option<(Identity, Vec<Identity>)> {
 mod tests {
     use super::*;
     use crate::checkpoint::incremental::tests::make;
-
-    #[test]
-    fn intervals() {
-        assert_eq!("10m".parse(), Ok(Interval(Duration::from_secs(600))));
-        assert_eq!("1d".parse(), Ok(Interval(Duration::from_secs(86_400))));
-        for wrong in ["", "m", "10", "0s", "-1s", "99999999999999999999d"] {
-            assert!(wrong.parse::<Interval>().is_err(), "{wrong}");
-        }
-    }
+    use std::time::Duration;
 
     fn at(folder: &tempfile::TempDir, seconds: u64) -> PathBuf {
         numbered(&folder.path().join("node7"), seconds)

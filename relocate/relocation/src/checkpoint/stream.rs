@@ -2,7 +2,7 @@
 //! be written, others compress, and the calling thread writes in order.
 
 use super::incremental::Before;
-use crate::restore::fit::Room;
+use crate::{images::image_error, restore::fit::Room};
 use mercury_control::{
     device::{Cursor, Device, Frames},
     error::{Error, Result},
@@ -212,22 +212,4 @@ fn write<W: Write>(
         (watch.progress)(frames, to.bytes());
     }
     Ok(())
-}
-
-/// Converts an image's error into one of the command.
-pub fn image_error(error: mercury_image::Error) -> Error {
-    match error {
-        mercury_image::Error::Io(error) => {
-            let full = error.raw_os_error() == Some(libc::ENOSPC);
-            let hint = if full { "make room, or write to another place" } else { "`dmesg` may say more" };
-            Error::new(Exit::Failed, format!("the image could not be read or written: {error}")).hint(hint)
-        }
-        error => {
-            let hint = match error {
-                mercury_image::Error::Unfit(_) => "name the images in their order, the full one first",
-                _ => "nothing was changed; use another image",
-            };
-            Error::new(Exit::Failed, format!("the image is refused: {error}")).hint(hint)
-        }
-    }
 }

@@ -1,13 +1,13 @@
 //! The target of an image: a file, a block device, standard output, or a file on another host.
 
 use super::writeback::Writeback;
+use crate::values::Name;
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
 };
 use mercury_quiesce::patient::Disk;
 use std::{
-    fmt,
     fs::{self, File, OpenOptions, TryLockError},
     io::{self, Seek, Write},
     os::unix::{
@@ -16,54 +16,10 @@ use std::{
     },
     path::{Path, PathBuf},
     process::{Child, ChildStdin, Command, Stdio},
-    str::FromStr,
 };
 
 /// Largest block size of a device.
 const BLOCK: usize = 4096;
-
-/// The target that the operator names.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Name {
-    /// `-`: standard output.
-    Stdout,
-    /// A file or a block device.
-    Path(PathBuf),
-    /// `ssh://[user@]host/path`: a file on another host.
-    Remote {
-        /// Host, as ssh takes it.
-        host: String,
-        /// Path on the host.
-        path: String,
-    },
-}
-
-impl FromStr for Name {
-    type Err = String;
-
-    fn from_str(text: &str) -> std::result::Result<Self, String> {
-        if text == "-" {
-            return Ok(Self::Stdout);
-        }
-        let Some(rest) = text.strip_prefix("ssh://") else { return Ok(Self::Path(text.into())) };
-        match rest.split_once('/') {
-            Some((host, path)) if !host.is_empty() && !host.starts_with('-') && !path.is_empty() => {
-                Ok(Self::Remote { host: host.to_owned(), path: format!("/{path}") })
-            }
-            _ => Err("it has the form ssh://[user@]host/path".into()),
-        }
-    }
-}
-
-impl fmt::Display for Name {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Stdout => f.write_str("standard output"),
-            Self::Path(path) => write!(f, "{}", path.display()),
-            Self::Remote { host, path } => write!(f, "ssh://{host}{path}"),
-        }
-    }
-}
 
 /// An image under construction. It is removed if it is dropped before [`Target::finish`].
 #[derive(Debug)]

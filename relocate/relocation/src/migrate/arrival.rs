@@ -1,7 +1,8 @@
 //! The machine that has arrived. It goes on with cards that do not know its addresses, on a network
 //! that does not know its new place, and its source waits to hear from it.
 
-use super::{here::Held, marks};
+use super::here::Held;
+use crate::tombstone;
 use mercury_control::{exit::Exit, sysroot::Sysroot};
 use mercury_migration::{
     announcement::{Announcer, ETHER_TYPE, LENGTH, Secret, Speaker},
@@ -89,7 +90,7 @@ impl Arrival {
         step("Started");
         // From here on this machine may have moved before, and this is the machine it moved back
         // to: clear the tombstone.
-        told.extend(marks::clear_here(&Sysroot::default()));
+        told.extend(tombstone::clear_here(&Sysroot::default()));
         for text in told {
             // A message without a reader is no reason to fail.
             let _ = writeln!(std::io::stderr(), "mercury migrate: {text}");

@@ -3,9 +3,9 @@
 //! operator decides. `mercury migrate` does so ([`super::mover`]). If that process is killed, its
 //! undo process asks on ([`Doubt::settle`]) and acts on the answer.
 
-use super::{
-    marks::{Folders, Marks, Standing},
+use crate::{
     operator::Operator,
+    tombstone::{Folders, Marks, Standing},
 };
 use mercury_control::{
     device::{Access, Device},

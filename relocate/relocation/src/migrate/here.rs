@@ -6,16 +6,15 @@ use super::{
     doubt::{Announcements, Doubt, Silence},
     link::Link,
     log::{Log, prepare},
-    marks::Marks,
     mirror::Mirror,
     mover::Departure,
     no_way_back,
     offer::Offer,
-    operator::Operator,
     report::Told,
     system::{After, System},
 };
 use crate::{checkpoint, options::MigrateOptions};
+use crate::{operator::Operator, tombstone::Marks};
 use mercury_abi::ioctl::{MERCURY_SNAPSHOT_HASH, MERCURY_SNAPSHOT_TRACK};
 use mercury_control::{
     device::{Device, Silent},

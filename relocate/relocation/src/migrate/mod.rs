@@ -20,17 +20,14 @@ pub mod disk;
 pub mod doubt;
 mod dry_run;
 mod here;
-pub mod host;
 #[cfg(test)]
 mod hostile;
 pub mod link;
 mod log;
-pub mod marks;
 pub mod mirror;
 mod mover;
 mod no_way_back;
 pub mod offer;
-pub mod operator;
 pub mod page_stream;
 pub mod pause;
 pub mod report;
@@ -41,12 +38,14 @@ mod trial;
 mod turns;
 
 use crate::{
+    host,
+    operator::Operator,
     options::MigrateOptions,
     refusals::{self, Lifted, Operation},
+    tombstone::Marks,
 };
 use here::{Here, With};
 use link::Link;
-use marks::Marks;
 use mercury_abi::code::Code;
 use mercury_control::{
     access,
@@ -63,7 +62,6 @@ use mercury_control::{
 use mercury_migration::{protocol::Patience, session::PairingToken};
 use mercury_quiesce::{attached::Attached, this_process, undo::Guard, watchdogs};
 use mover::{Mover, Outcome, Rest};
-use operator::Operator;
 use std::{
     io::{Read, Write},
     time::Duration,

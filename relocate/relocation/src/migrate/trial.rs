@@ -9,10 +9,10 @@ use super::{
     mirror::Mirror,
     mover::{Departure, Mover, Outcome},
     offer::Offer,
-    operator::Operator,
     report::Told,
     system::{After, Memory, System},
 };
+use crate::operator::Operator;
 use crate::options::MigrateOptions;
 use mercury_abi::ioctl::MERCURY_TAKE_LOGGED;
 use mercury_control::{

@@ -6,9 +6,9 @@ use super::{
     serve::{Host, RUNNING},
     spare::Here,
 };
-use crate::migrate::{
+use crate::{
+    migrate::pause::{self, Pause},
     operator::Operator,
-    pause::{self, Pause},
 };
 use mercury_control::{
     error::{Error, Result},

@@ -12,8 +12,8 @@ use crate::{
     migrate::{
         link::Link,
         offer::{Offer, OfferedDisk},
-        operator::Operator,
     },
+    operator::Operator,
     restore::fit,
 };
 use mercury_abi::restart::{LoadEntry, MERCURY_LOAD_DATA};

@@ -17,10 +17,8 @@ mod spare;
 mod streams;
 
 use crate::{
-    migrate::{
-        disk::{self, Disk},
-        host as named,
-    },
+    host::PORT,
+    migrate::disk::{self, Disk},
     options::ReceiveOptions,
     restore::{
         Prepared,
@@ -47,8 +45,6 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-/// Port to listen at by default.
-pub const PORT: u16 = 4747;
 /// File with the restore environment's task.
 const CONFIGURATION: &str = "receive.json";
 /// Divisor of the machine's memory for the size of the restore environment: hashes need 16 bytes a
@@ -56,28 +52,6 @@ const CONFIGURATION: &str = "receive.json";
 const MEMORY_PART: u64 = 200;
 /// Memory in MiB that the restore environment needs besides.
 const MEMORY_LEAST: u64 = 128;
-
-/// An IPv4 address to wait at, with a port or without.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Listen(pub SocketAddrV4);
-
-impl std::str::FromStr for Listen {
-    type Err = String;
-
-    fn from_str(text: &str) -> std::result::Result<Self, String> {
-        if let Some(literal) = named::literal(text) {
-            // A mistake in an IPv6 address needs no message of its own here.
-            let mapped = literal.ok().and_then(|(address, port)| Some((address.to_ipv4_mapped()?, port)));
-            let Some((address, port)) = mapped else {
-                return Err("the restore environment has IPv4 addresses only, such as 10.9.0.3".into());
-            };
-            return Ok(Self(SocketAddrV4::new(address, port.unwrap_or(PORT))));
-        }
-        let alone = || text.parse::<Ipv4Addr>().map(|address| SocketAddrV4::new(address, PORT));
-        let found = text.parse().or_else(|_| alone());
-        found.map(Self).map_err(|_| "such as 10.9.0.3 or 10.9.0.3:4747".into())
-    }
-}
 
 /// The task of the restore environment.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -233,6 +207,7 @@ fn memory(sysroot: &Sysroot) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::values::Listen;
     use std::fs;
 
     fn card(name: &str, address: Option<[u8; 4]>, gateway: Option<[u8; 4]>) -> Card {

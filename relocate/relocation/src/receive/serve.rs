@@ -5,11 +5,13 @@ use super::{
     intake::{Broken, Intake, State, Whose},
     spare::Spare,
 };
-use crate::migrate::{
-    link::{HANDSHAKE, Heard, Link, wait_for},
-    offer::{Offer, kept},
+use crate::{
+    migrate::{
+        link::{HANDSHAKE, Heard, Link, wait_for},
+        offer::{Offer, kept},
+        pause::{self, Pause},
+    },
     operator::Operator,
-    pause::{self, Pause},
 };
 use mercury_control::{
     error::{Error, Result},

@@ -6,12 +6,14 @@ use super::{
     serve::Host,
     spare::{Memory, Spare},
 };
-use crate::migrate::{
-    copy::{self, Reading, Ways, pass},
-    link::Link,
-    offer::{Offer, OfferedDisk},
+use crate::{
+    migrate::{
+        copy::{self, Reading, Ways, pass},
+        link::Link,
+        offer::{Offer, OfferedDisk},
+        page_stream::{PageStream, Whose},
+    },
     operator::Operator,
-    page_stream::{PageStream, Whose},
 };
 use mercury_abi::restart::{LoadEntry, MERCURY_LOAD_ZERO};
 use mercury_control::{

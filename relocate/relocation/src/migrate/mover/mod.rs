@@ -13,12 +13,12 @@ use super::{
     log::Log,
     mirror::Mirror,
     offer::Offer,
-    operator::Operator,
     page_stream::PageStream,
     pause::{self, Pause},
     report::{Report, Told},
     system::{Memory, System},
 };
+use crate::operator::Operator;
 use crate::options::MigrateOptions;
 use mercury_control::{
     error::{Error, Result},

@@ -2,12 +2,14 @@
 //! destination's restore environment sets up nothing else. An IPv6 address is parsed so that its
 //! refusal can say the true reason.
 
-use crate::receive::PORT;
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
 };
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, ToSocketAddrs};
+
+/// Port to listen at by default.
+pub const PORT: u16 = 4747;
 
 const IPV4_ALONE: &str = "moves go by IPv4 only: the destination's restore environment has no IPv6 address";
 

@@ -4,7 +4,7 @@
 //! the machine powers off in the end. Switched on again, it says the same.
 
 use super::{Place, Record, State, all, clear, initramfs, spots};
-use crate::migrate::operator::Operator;
+use crate::operator::Operator;
 use mercury_control::{exit::Exit, sysroot::Sysroot};
 use std::{
     thread,
