@@ -86,6 +86,8 @@ fn argument<V: Vendor, T>(area: &Area<V>) -> Result<Argument<T>, Code> {
     unsafe { Argument::at(area.cpu.gate.argument) }
 }
 
+/// Takes the boot information over. Not inlined, like the next two: an attach needs no such stack.
+#[inline(never)]
 fn init<V: Vendor>(boot: &BootInfo, boot_virt: u64, hardware: &mut impl Hardware) -> Result<(), Code> {
     if boot.abi_version != MERCURY_ABI_VERSION {
         return Err(Code::AbiMismatch);
@@ -97,6 +99,8 @@ fn init<V: Vendor>(boot: &BootInfo, boot_virt: u64, hardware: &mut impl Hardware
     nested::init::<V>(boot, boot_virt, hardware)
 }
 
+/// Builds part of the nested tables.
+#[inline(never)]
 fn build<V: Vendor>(area: &mut Area<V>) -> Result<(), Code> {
     nested::build::<V>().inspect_err(|_| area.cpu.gate.detail = [nested::wanted_pages(), 0])?;
     BUILT.store(1, Ordering::Release);
@@ -104,6 +108,7 @@ fn build<V: Vendor>(area: &mut Area<V>) -> Result<(), Code> {
 }
 
 /// Runs attach's own checks. `mercury doctor` runs the same code on the same facts.
+#[inline(never)]
 fn preflight<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Result<(), Code> {
     let facts: Argument<CpuFacts> = argument(area)?;
     // A processor that handles an INIT by itself leaves no record (HARDWARE A-30).

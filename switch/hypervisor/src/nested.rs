@@ -166,6 +166,7 @@ pub fn init<V: Vendor>(boot: &BootInfo, boot_virt: u64, hardware: &mut impl Hard
     if boot.iomem_end_phys > 1 << physical_bits.min(depth.address_bits()) {
         return Err(Code::MemoryBeyondMap);
     }
+    let pool = Pool { pages: Pool::pages(boot)?, used: 0 };
     let layout = Layout {
         physical_bits,
         depth,
@@ -176,7 +177,6 @@ pub fn init<V: Vendor>(boot: &BootInfo, boot_virt: u64, hardware: &mut impl Hard
     };
     let top_of_memory_2 = V::top_of_memory_2(hardware);
     let map = IdentityMap::new(layout, read_mtrrs(hardware, physical_bits, top_of_memory_2));
-    let pool = Pool { pages: Pool::pages(boot)?, used: 0 };
     *V::tables().0.lock() = Some(Nested { map, pool, boot_virt, live: Live::new() });
     Ok(())
 }
