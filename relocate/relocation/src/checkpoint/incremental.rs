@@ -5,8 +5,8 @@
 //! by a device that bypasses the nested tables. The price is that all memory is read and hashed
 //! again. The hashes find zeros and duplicates anyway.
 
-use super::random;
 use crate::images::{named, unreadable};
+use crate::random::random;
 use crate::values::Name;
 use mercury_control::{
     error::{Error, Result},

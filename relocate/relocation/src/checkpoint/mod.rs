@@ -2,7 +2,7 @@
 //!
 //! 1. The hypervisor is slipped beneath the machine, if it is not there.
 //! 2. If there are local disks, applications are held still and file systems frozen
-//!    ([`applications`], [`disks`]).
+//!    ([`mercury_quiesce::applications`], [`disks`]).
 //! 3. The driver lets the kernel stop its devices. All CPUs meet in the hypervisor, and the
 //!    contents of memory at this instant are kept.
 //! 4. Everything runs on, unless the machine is to be powered off. Memory is streamed into the
@@ -13,12 +13,19 @@
 //! Pages that have not changed since a parent's instant may be left out: [`incremental`]. Several
 //! images one after the other: [`series`].
 //!
+//! The parts of the story have files of their own: [`still`] holds everything for the instant, [`fenced`] keeps the network
+//! silent, [`refuse`] has the refusals that depend on options, [`report`] the report.
+//!
 //! If the process is killed, [`mercury_quiesce::undo`] undoes its changes to the machine.
 //!
 //! A machine that is restored from the image goes on after step 3, too: see [`Instant`].
 
+mod fenced;
 pub mod incremental;
+mod refuse;
+pub mod report;
 pub mod series;
+mod still;
 pub mod stream;
 pub mod target;
 mod writeback;
@@ -26,13 +33,12 @@ mod writeback;
 use crate::{
     images::image_error,
     options::CheckpointOptions,
+    random::random,
     refusals::{self, Lifted, Operation},
-    restore::{
-        MEMORY_LEAST_MIB,
-        fit::{self, Room},
-    },
+    restore::{MEMORY_LEAST_MIB, fit::Room},
     values::Name,
 };
+use fenced::{Fenced, raise_fence};
 use incremental::Before;
 use mercury_abi::{
     code::Code,
@@ -40,35 +46,31 @@ use mercury_abi::{
 };
 use mercury_control::{
     access,
-    device::{Device, Silent},
+    device::Device,
     error::{Error, Result},
     exit::Exit,
     history::{Action, Attempt, Figures, Outcome},
     interrupt::Deferred,
     lockdown,
-    output::{Render, Text, bytes, duration, thousands},
+    output::{Render, Text, thousands},
     progress,
     say::Say,
     sysroot::Sysroot,
 };
 use mercury_image::{Identity, Machine, Writer};
 use mercury_quiesce::{
-    applications::Frozen,
-    arrays::Arrays,
     attached::Attached,
-    culprit, describe,
-    disks::{self, Still},
-    fence, hook, patient,
+    culprit, describe, disks, hook, patient,
     phases::Phases,
-    pool, reachable,
-    stale::{Stale, Whose},
-    swap, this_process,
+    pool, swap, this_process,
     undo::{Guard, Undo},
     waits, watchdogs,
 };
-use serde::Serialize;
+use refuse::{below, no_parent, refuse_blind, refuse_crowded, refuse_unreachable, refuse_unrestorable};
+use report::{Report, how_far};
 use series::Series;
-use std::{fs::File, io::BufWriter, os::unix::fs::FileTypeExt, path::Path, time};
+use std::{fs::File, io::BufWriter, path::Path, time};
+use still::{Held, Stillness};
 use stream::{Source, Watch, stream};
 use target::Target;
 
@@ -76,91 +78,6 @@ const PAGE: u64 = 4096;
 
 /// Interval at which the line of progress changes.
 const INTERVAL: time::Duration = time::Duration::from_millis(500);
-
-/// The result of a checkpoint.
-#[derive(Clone, Debug, Serialize)]
-pub struct Report {
-    /// Identity of the image.
-    pub identity: String,
-    /// Identity of its parent, without which the image is useless.
-    pub parent: Option<String>,
-    /// True on the machine that was restored from the image.
-    pub restored: bool,
-    /// Bytes of memory in the image.
-    pub memory: u64,
-    /// Bytes of the image.
-    pub image: u64,
-    /// Pages that are all zeros.
-    pub zero_pages: u64,
-    /// Pages that equal another one.
-    pub duplicate_pages: u64,
-    /// Pages that equal the parent's.
-    pub unchanged_pages: u64,
-    /// Pages that were copied because they were written to.
-    pub copied_pages: u64,
-    /// Pages that were added to the pool because it ran low.
-    pub added_pages: u64,
-    /// Pages of the pool that the system got back because it had no memory left.
-    pub returned_pages: u64,
-    /// Number of times that streaming was told to hurry because the pool ran low.
-    pub hurries: u64,
-    /// Number of times that a writer had to wait because the pool was nearly empty.
-    pub waits: u64,
-    /// Microseconds for which applications stood still.
-    pub pause_us: f64,
-    /// Parts of that time.
-    pub phases: Phases,
-    /// Seconds of streaming, after that.
-    pub stream_seconds: f64,
-    /// Seconds of the whole checkpoint.
-    pub seconds: f64,
-    /// Warning about a restore, for the operator.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub warning: Option<String>,
-}
-
-impl Render for Report {
-    fn render(&self, to: &mut Text) {
-        if self.restored {
-            to.line(format!("this machine was restored from image {}", self.identity));
-            return;
-        }
-        let parent = self.parent.as_ref().map(|parent| format!(", made on image {parent}"));
-        to.line(format!("image {} is complete{}", self.identity, parent.unwrap_or_default()));
-        let unchanged = match self.parent {
-            Some(_) => format!("{} pages as in the parent, ", thousands(self.unchanged_pages)),
-            None => String::new(),
-        };
-        to.line(format!(
-            "{} of memory in {}: {unchanged}{} pages of zeros, {} duplicates, {} copied because they were written to",
-            bytes(self.memory),
-            bytes(self.image),
-            thousands(self.zero_pages),
-            thousands(self.duplicate_pages),
-            thousands(self.copied_pages)
-        ));
-        if self.added_pages > 0 {
-            to.line(format!("the pool ran low, and got {} pages more", thousands(self.added_pages)));
-        }
-        if self.returned_pages > 0 {
-            let pages = thousands(self.returned_pages);
-            to.line(format!("the system got {pages} pages of the pool back, because it had no memory left"));
-        }
-        if self.waits > 0 {
-            to.line(format!("writers waited {} times for free pool pages", thousands(self.waits)));
-        }
-        let rate = bytes((self.memory as f64 / self.seconds.max(0.001)) as u64);
-        to.line(format!(
-            "applications stood still for {}; {:.1} s in all, {rate}/s of memory",
-            duration(self.pause_us),
-            self.seconds
-        ));
-        self.phases.render(to);
-        if let Some(warning) = &self.warning {
-            to.wrapped("note: ", warning);
-        }
-    }
-}
 
 /// Makes one checkpoint, or a series.
 ///
@@ -189,11 +106,6 @@ pub fn run(args: &CheckpointOptions, say: Say<'_>) -> Result<Exit> {
         (Some(_), _) => Err(Error::new(Exit::Usage, "--every makes files, one after the other")
             .hint("name a file on a file system that may change, such as a network file system")),
     }
-}
-
-fn no_parent() -> Error {
-    Error::new(Exit::Usage, "--incremental needs the name of the image that was made before")
-        .hint("name it: --incremental=IMAGE; with --every it is known")
 }
 
 /// Makes one image after the other until Ctrl-C. A failed image does not end the series.
@@ -233,41 +145,6 @@ fn series(
         }
     }
     Ok(Exit::Done)
-}
-
-/// Everything that is held still for an instant, in the order in which it goes on.
-struct Stillness {
-    _file_systems: Still,
-    _arrays: Arrays,
-    _applications: Frozen,
-}
-
-impl Stillness {
-    /// Holds applications, file systems, and the threads of RAID arrays if disks must stay
-    /// unchanged.
-    fn hold(
-        args: &CheckpointOptions,
-        mounts: &[disks::Mounted],
-        target: &Target,
-        sysroot: &Sysroot,
-        guard: &mut Guard,
-    ) -> Result<Self> {
-        let applications = Frozen::hold(guard, &target.processes())?;
-        let stays = args.poweroff || args.hook.is_some();
-        let arrays = if stays { Arrays::hold(guard, sysroot)? } else { Arrays::default() };
-        let file_systems = Still::hold(mounts, guard)?;
-        arrays.wait(sysroot)?;
-        Ok(Self { _file_systems: file_systems, _arrays: arrays, _applications: applications })
-    }
-}
-
-/// Everything that stands still until the machine is off, with the undo process.
-struct Held {
-    // The fence ends with the device.
-    _device: Device,
-    _still: Option<Stillness>,
-    _swap: Option<swap::Off>,
-    _guard: Guard,
 }
 
 /// Reports the result, and powers the machine off if that is wanted.
@@ -475,16 +352,6 @@ const WARNING: &str = "this machine has local disks, which go on changing; the i
     with the disks as they were at the instant. --poweroff leaves them so, --hook makes a snapshot of \
     them at the same moment.";
 
-pub fn random<const COUNT: usize>() -> Result<[u8; COUNT]> {
-    use std::io::Read;
-    let mut bytes = [0; COUNT];
-    let read = std::fs::File::open("/dev/urandom").and_then(|mut from| from.read_exact(&mut bytes));
-    read.map(|()| bytes).map_err(|error| {
-        Error::new(Exit::Failed, format!("/dev/urandom cannot be read: {error}"))
-            .hint("mount devtmpfs on /dev")
-    })
-}
-
 /// Holds everything still, and takes the instant.
 fn reach(
     args: &CheckpointOptions,
@@ -550,125 +417,6 @@ fn reach(
     Ok(Instant { machine, restored, pause, phases, still, swap: Some(swap), fenced })
 }
 
-/// The state of the network.
-#[derive(Debug, Default)]
-struct Fenced {
-    /// Reason why the network is not fenced off, if it should be.
-    unfenced: Option<String>,
-    /// Connections that are used after the instant, and have to end in the restored machine.
-    stale: Option<Stale>,
-    /// The machine that is silent after the instant.
-    silent: Silent,
-}
-
-impl Fenced {
-    /// Ends the connections that the first life has used, in the restored machine and before their
-    /// packets go out.
-    fn has_returned(&mut self, device: &Device, sysroot: &Sysroot) -> Result<()> {
-        self.stale.iter_mut().for_each(|stale| stale.end(sysroot));
-        if self.silent == Silent::First { Ok(()) } else { device.fence_down_afresh() }
-    }
-
-    /// Takes the fence away, in the machine that runs on.
-    fn runs_on(&self, device: &Device) -> Result<()> {
-        if self.silent == Silent::Second { device.fence_down() } else { Ok(()) }
-    }
-}
-
-/// Prepares the silence of a restored machine. The machine that runs on after the instant talks,
-/// and a restored one must not send the same packets again with the same keys.
-fn silence_second_life(device: &Device, unfenced: Option<String>, sysroot: &Sysroot) -> Result<Fenced> {
-    this_process::keep_in_memory()?;
-    let stale = Stale::prepare(Whose::Everybody).ok();
-    // A kernel without hooks for packets ends connections as early as it can. So does a machine
-    // whose files come from a server: even a look-up of /proc may ask the server of the root.
-    let fenced = !fence::has_servers(sysroot) && device.fence(&[], Silent::Second).is_ok();
-    let silent = if fenced { Silent::Second } else { Silent::Both };
-    Ok(Fenced { unfenced, stale, silent })
-}
-
-/// Fences off a machine that stands still until it is off, so that it neither sends nor receives.
-/// If that is impossible the result has the reason.
-fn raise_fence(
-    args: &CheckpointOptions,
-    device: &Device,
-    target: &Target,
-    sysroot: &Sysroot,
-) -> Result<Fenced> {
-    if !args.poweroff || args.no_fence {
-        return silence_second_life(device, None, sysroot);
-    }
-    let parent = args.incremental.iter().flatten().map(std::path::PathBuf::as_path);
-    let files: Vec<_> = target.part().into_iter().chain(parent).collect();
-    let unfenced = |why| {
-        format!(
-            "the network was not fenced off, because {why}: connections on which a peer sent something after the \
-             instant will not survive"
-        )
-    };
-    let peers = match fence::peers(&files, &target.processes(), sysroot) {
-        Ok(peers) => peers,
-        Err(why) => return silence_second_life(device, Some(unfenced(why)), sysroot),
-    };
-    this_process::keep_in_memory()?;
-    let silent = if peers.is_empty() { Silent::First } else { Silent::Both };
-    device.fence(&peers.iter().copied().map(Into::into).collect::<Vec<_>>(), silent)?;
-    // Without this the connections end after minutes.
-    let stale = if peers.is_empty() { None } else { Stale::prepare(Whose::Peers(peers)).ok() };
-    Ok(Fenced { unfenced: None, stale, silent })
-}
-
-/// Returns the file system that a file target is on, if it is one that is held still.
-fn below<'a>(mounts: &'a [disks::Mounted], target: &Target, sysroot: &Sysroot) -> Option<&'a disks::Mounted> {
-    let part = target.part()?.canonicalize().ok()?;
-    disks::holder(mounts, &part, sysroot)
-}
-
-/// Refuses to power off a machine that could not be brought back.
-fn refuse_blind(args: &CheckpointOptions, mounts: &[disks::Mounted], sysroot: &Sysroot) -> Result<()> {
-    if !args.poweroff {
-        return Ok(());
-    }
-    if args.image == Name::Stdout {
-        return Err(Error::new(Exit::Usage, "a reader of standard output would stand still like all others")
-            .hint("write to a block device, or to ssh://host/path"));
-    }
-    if !args.force_devices {
-        disks::refuse_unreadable(mounts, sysroot)?;
-    }
-    Ok(())
-}
-
-/// Refuses a machine whose image a restore environment on the same hardware would refuse.
-fn refuse_unrestorable(machine: &Machine, sysroot: &Sysroot) -> Result<()> {
-    let reasons = fit::differences(machine, &fit::in_environment(machine, sysroot));
-    if reasons.is_empty() {
-        return Ok(());
-    }
-    let text =
-        format!("a restore environment on this machine would refuse the image: {}", reasons.join("; "));
-    Err(Error::new(Exit::Impossible, text).hint(
-        "take the named devices out of use (virtual functions of a card: echo 0 > \
-         /sys/bus/pci/devices/…/sriov_numvfs); or go on with --force-devices, for an image that is only \
-         to be inspected",
-    ))
-}
-
-/// Refuses to power off a machine whose image lies where the restore environment cannot reach it.
-fn refuse_unreachable(args: &CheckpointOptions, image: &Name, sysroot: &Sysroot) -> Result<()> {
-    let Name::Path(path) = image else { return Ok(()) };
-    let is_device = std::fs::metadata(path).is_ok_and(|found| found.file_type().is_block_device());
-    if !args.poweroff || args.force_devices || !is_device {
-        return Ok(());
-    }
-    let Some(why) = reachable::obstacle(path, sysroot) else { return Ok(()) };
-    let text = format!("the restore environment cannot reach {}, which {why}", path.display());
-    Err(Error::new(Exit::Impossible, text).hint(
-        "write the image to a disk or a partition of its own; or go on with --force-devices, and copy it \
-         to one before it is restored",
-    ))
-}
-
 fn write(
     args: &CheckpointOptions,
     device: &Device,
@@ -709,32 +457,4 @@ fn write(
     // The image may have zeros where the parent has a page.
     let is_whole = instant.machine.parents.is_empty();
     if args.poweroff && is_whole && !args.force_devices { refuse_crowded(room) } else { Ok(()) }
-}
-
-/// Refuses an image that not even the smallest restore environment could load, if the machine is to
-/// be off.
-fn refuse_crowded(room: Room) -> Result<()> {
-    let missing = room.missing();
-    if missing == 0 {
-        return Ok(());
-    }
-    let text = format!(
-        "{} of memory would find no room in any restore environment: there is no image, and the machine \
-         runs on",
-        bytes(missing)
-    );
-    Err(Error::new(Exit::Failed, text).hint("use a larger --pool, which leaves more room"))
-}
-
-fn how_far(frames: u64, total: u64, image: u64, elapsed: time::Duration) -> String {
-    let rate = (frames * PAGE) as f64 / elapsed.as_secs_f64();
-    let left = (total.saturating_sub(frames) * PAGE) as f64 / rate.max(1.0);
-    format!(
-        "{} of {} ({} %), {}/s, image {}, {left:.0} s left",
-        bytes(frames * PAGE),
-        bytes(total * PAGE),
-        frames * 100 / total.max(1),
-        bytes(rate as u64),
-        bytes(image)
-    )
 }

@@ -93,7 +93,7 @@ impl Target {
     pub fn open(name: &Name, overwrite: bool) -> Result<Self> {
         let result = match name {
             Name::Stdout => Ok(Place::Stdout(io::stdout())),
-            Name::Remote { host, path } => Self::open_remote(host, path, super::random()?),
+            Name::Remote { host, path } => Self::open_remote(host, path, crate::random::random()?),
             Name::Path(path) => Self::open_path(path, overwrite),
         };
         result.map(|place| Self { place, writeback: Writeback::default() }).map_err(|error| {

@@ -13,8 +13,7 @@ use super::{
     report::Told,
     system::{After, System},
 };
-use crate::{checkpoint, options::MigrateOptions};
-use crate::{operator::Operator, tombstone::Marks};
+use crate::{operator::Operator, options::MigrateOptions, random::random, tombstone::Marks};
 use mercury_abi::ioctl::{MERCURY_SNAPSHOT_HASH, MERCURY_SNAPSHOT_TRACK};
 use mercury_control::{
     device::{Device, Silent},
@@ -114,8 +113,8 @@ impl<'a> Here<'a> {
         // The process that calls the move off must get the announcements through, and the machine
         // must go on, even if the server of its files has gone silent.
         this_process::keep_in_memory()?;
-        let attempt = Attempt(checkpoint::random()?);
-        let secret = checkpoint::random()?;
+        let attempt = Attempt(random()?);
+        let secret = random()?;
         let announcements = Announcements::open(&token, attempt, &secret, ethernet::cards(sysroot))
             .map_err(|error| failed("announcements on the network", &error))?;
         let doubt = Doubt::of(&token, attempt, secret, announcements.cards());

@@ -1,0 +1,86 @@
+//! The network around the instant: which life of the machine may talk.
+
+use super::target::Target;
+use crate::options::CheckpointOptions;
+use mercury_control::{
+    device::{Device, Silent},
+    error::Result,
+    sysroot::Sysroot,
+};
+use mercury_quiesce::{
+    fence,
+    stale::{Stale, Whose},
+    this_process::keep_in_memory,
+};
+
+/// The state of the network.
+#[derive(Debug, Default)]
+pub(super) struct Fenced {
+    /// Reason why the network is not fenced off, if it should be.
+    pub(super) unfenced: Option<String>,
+    /// Connections that are used after the instant, and have to end in the restored machine.
+    pub(super) stale: Option<Stale>,
+    /// The machine that is silent after the instant.
+    pub(super) silent: Silent,
+}
+
+impl Fenced {
+    /// Ends the connections that the first life has used, in the restored machine and before their
+    /// packets go out.
+    pub(super) fn has_returned(&mut self, device: &Device, sysroot: &Sysroot) -> Result<()> {
+        self.stale.iter_mut().for_each(|stale| stale.end(sysroot));
+        if self.silent == Silent::First { Ok(()) } else { device.fence_down_afresh() }
+    }
+
+    /// Takes the fence away, in the machine that runs on.
+    pub(super) fn runs_on(&self, device: &Device) -> Result<()> {
+        if self.silent == Silent::Second { device.fence_down() } else { Ok(()) }
+    }
+}
+
+/// Prepares the silence of a restored machine. The machine that runs on after the instant talks,
+/// and a restored one must not send the same packets again with the same keys.
+pub(super) fn silence_second_life(
+    device: &Device,
+    unfenced: Option<String>,
+    sysroot: &Sysroot,
+) -> Result<Fenced> {
+    keep_in_memory()?;
+    let stale = Stale::prepare(Whose::Everybody).ok();
+    // A kernel without hooks for packets ends connections as early as it can. So does a machine
+    // whose files come from a server: even a look-up of /proc may ask the server of the root.
+    let fenced = !fence::has_servers(sysroot) && device.fence(&[], Silent::Second).is_ok();
+    let silent = if fenced { Silent::Second } else { Silent::Both };
+    Ok(Fenced { unfenced, stale, silent })
+}
+
+/// Fences off a machine that stands still until it is off, so that it neither sends nor receives.
+/// If that is impossible the result has the reason.
+pub(super) fn raise_fence(
+    args: &CheckpointOptions,
+    device: &Device,
+    target: &Target,
+    sysroot: &Sysroot,
+) -> Result<Fenced> {
+    if !args.poweroff || args.no_fence {
+        return silence_second_life(device, None, sysroot);
+    }
+    let parent = args.incremental.iter().flatten().map(std::path::PathBuf::as_path);
+    let files: Vec<_> = target.part().into_iter().chain(parent).collect();
+    let unfenced = |why| {
+        format!(
+            "the network was not fenced off, because {why}: connections on which a peer sent something after the \
+             instant will not survive"
+        )
+    };
+    let peers = match fence::peers(&files, &target.processes(), sysroot) {
+        Ok(peers) => peers,
+        Err(why) => return silence_second_life(device, Some(unfenced(why)), sysroot),
+    };
+    keep_in_memory()?;
+    let silent = if peers.is_empty() { Silent::First } else { Silent::Both };
+    device.fence(&peers.iter().copied().map(Into::into).collect::<Vec<_>>(), silent)?;
+    // Without this the connections end after minutes.
+    let stale = if peers.is_empty() { None } else { Stale::prepare(Whose::Peers(peers)).ok() };
+    Ok(Fenced { unfenced: None, stale, silent })
+}

@@ -1,0 +1,96 @@
+//! Refusals of a checkpoint that depend on its options: where the image lies, and what a restore would say.
+
+use super::target::Target;
+use crate::{
+    options::CheckpointOptions,
+    restore::fit::{self, Room},
+    values::Name,
+};
+use mercury_control::{
+    error::{Error, Result},
+    exit::Exit,
+    output::bytes,
+    sysroot::Sysroot,
+};
+use mercury_image::Machine;
+use mercury_quiesce::{disks, reachable};
+use std::os::unix::fs::FileTypeExt;
+
+pub(super) fn no_parent() -> Error {
+    Error::new(Exit::Usage, "--incremental needs the name of the image that was made before")
+        .hint("name it: --incremental=IMAGE; with --every it is known")
+}
+
+/// Returns the file system that a file target is on, if it is one that is held still.
+pub(super) fn below<'a>(
+    mounts: &'a [disks::Mounted],
+    target: &Target,
+    sysroot: &Sysroot,
+) -> Option<&'a disks::Mounted> {
+    let part = target.part()?.canonicalize().ok()?;
+    disks::holder(mounts, &part, sysroot)
+}
+
+/// Refuses to power off a machine that could not be brought back.
+pub(super) fn refuse_blind(
+    args: &CheckpointOptions,
+    mounts: &[disks::Mounted],
+    sysroot: &Sysroot,
+) -> Result<()> {
+    if !args.poweroff {
+        return Ok(());
+    }
+    if args.image == Name::Stdout {
+        return Err(Error::new(Exit::Usage, "a reader of standard output would stand still like all others")
+            .hint("write to a block device, or to ssh://host/path"));
+    }
+    if !args.force_devices {
+        disks::refuse_unreadable(mounts, sysroot)?;
+    }
+    Ok(())
+}
+
+/// Refuses a machine whose image a restore environment on the same hardware would refuse.
+pub(super) fn refuse_unrestorable(machine: &Machine, sysroot: &Sysroot) -> Result<()> {
+    let reasons = fit::differences(machine, &fit::in_environment(machine, sysroot));
+    if reasons.is_empty() {
+        return Ok(());
+    }
+    let text =
+        format!("a restore environment on this machine would refuse the image: {}", reasons.join("; "));
+    Err(Error::new(Exit::Impossible, text).hint(
+        "take the named devices out of use (virtual functions of a card: echo 0 > \
+         /sys/bus/pci/devices/…/sriov_numvfs); or go on with --force-devices, for an image that is only \
+         to be inspected",
+    ))
+}
+
+/// Refuses to power off a machine whose image lies where the restore environment cannot reach it.
+pub(super) fn refuse_unreachable(args: &CheckpointOptions, image: &Name, sysroot: &Sysroot) -> Result<()> {
+    let Name::Path(path) = image else { return Ok(()) };
+    let is_device = std::fs::metadata(path).is_ok_and(|found| found.file_type().is_block_device());
+    if !args.poweroff || args.force_devices || !is_device {
+        return Ok(());
+    }
+    let Some(why) = reachable::obstacle(path, sysroot) else { return Ok(()) };
+    let text = format!("the restore environment cannot reach {}, which {why}", path.display());
+    Err(Error::new(Exit::Impossible, text).hint(
+        "write the image to a disk or a partition of its own; or go on with --force-devices, and copy it \
+         to one before it is restored",
+    ))
+}
+
+/// Refuses an image that not even the smallest restore environment could load, if the machine is to
+/// be off.
+pub(super) fn refuse_crowded(room: Room) -> Result<()> {
+    let missing = room.missing();
+    if missing == 0 {
+        return Ok(());
+    }
+    let text = format!(
+        "{} of memory would find no room in any restore environment: there is no image, and the machine \
+         runs on",
+        bytes(missing)
+    );
+    Err(Error::new(Exit::Failed, text).hint("use a larger --pool, which leaves more room"))
+}
