@@ -17,6 +17,7 @@ use std::{
 use crate::{
     error::{Error, Result},
     layout::{self, DIRECT_MAP, PAGE},
+    process,
 };
 
 /// The rights to mapped memory. Reading is always allowed.
@@ -96,18 +97,8 @@ impl Memory {
 
     #[cfg_attr(miri, expect(unused))]
     fn map_new(&self, address: u64, length: u64, physical: u64, rights: Rights) -> Result<()> {
-        // SAFETY: What is mapped already is not replaced: the flag forbids it.
-        let mapped = unsafe {
-            libc::mmap(
-                ptr::with_exposed_provenance_mut(address as usize),
-                length as usize,
-                rights.flags(),
-                libc::MAP_SHARED | libc::MAP_FIXED_NOREPLACE,
-                self.file.as_raw_fd(),
-                physical.cast_signed(),
-            )
-        };
-        if mapped.addr() as u64 == address {
+        let file = (self.file.as_raw_fd(), physical);
+        if process::map_free(address, length, rights.flags(), libc::MAP_SHARED, file) {
             return Ok(());
         }
         let what = format!("map the guest's memory at {address:#x}");

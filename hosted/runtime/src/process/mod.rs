@@ -231,20 +231,25 @@ pub fn map_private(address: u64, length: u64, protection: i32) -> Result<()> {
 /// # Errors
 /// If the address is not free.
 pub(crate) fn map_new(address: u64, length: u64, protection: i32, how: i32) -> Result<()> {
+    match map_free(address, length, protection, how | libc::MAP_ANONYMOUS, (-1, 0)) {
+        true => Ok(()),
+        false => Err(Error::system(&format!("map memory at {address:#x}"))
+            .hint("another mapping of this process is at that address")),
+    }
+}
+
+/// Maps memory or a file from an offset on, at a free address. Returns true if the host has done so.
+pub(crate) fn map_free(address: u64, length: u64, protection: i32, how: i32, file: (i32, u64)) -> bool {
     // SAFETY: What is mapped already is not replaced: the flag forbids it.
     let mapped = unsafe {
         libc::mmap(
             ptr::with_exposed_provenance_mut(address as usize),
             length as usize,
             protection,
-            how | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE,
-            -1,
-            0,
+            how | libc::MAP_FIXED_NOREPLACE,
+            file.0,
+            file.1.cast_signed(),
         )
     };
-    if mapped.addr() as u64 == address {
-        return Ok(());
-    }
-    Err(Error::system(&format!("map memory at {address:#x}"))
-        .hint("another mapping of this process is at that address"))
+    mapped.addr() as u64 == address
 }
