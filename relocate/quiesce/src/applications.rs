@@ -12,7 +12,7 @@
 //! a part of each period of time.
 
 use super::waits;
-use crate::undo::{Guard, Undo};
+use crate::undo::{Undo, UndoProcess};
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
@@ -93,7 +93,7 @@ pub fn give_back(from: &Path, to: &Path) {
 }
 
 impl Gathered {
-    fn new(guard: &mut Guard, needed: &[u32]) -> Result<Self> {
+    fn new(guard: &mut UndoProcess, needed: &[u32]) -> Result<Self> {
         let (root, mounted) = hierarchy()?;
         let home = own_group(&root)?;
         let mut gathered = Self { root, groups: Vec::new(), first: Vec::new(), home, mounted };
@@ -102,7 +102,7 @@ impl Gathered {
     }
 
     /// Gathers all processes. A repeated call also gathers those that were born since.
-    fn gather(&mut self, guard: &mut Guard, needed: &[u32]) -> io::Result<()> {
+    fn gather(&mut self, guard: &mut UndoProcess, needed: &[u32]) -> io::Result<()> {
         let [own, rest, last] = [SELF, REST, SERVERS].map(|name| self.root.join(name));
         guard.will(&Undo::Return { from: own.clone(), to: self.home.clone() })?;
         make(&own)?;
@@ -208,7 +208,7 @@ impl Frozen {
     ///
     /// Returns an error if there are no control groups, or not all tasks come to rest in time;
     /// applications then run on.
-    pub fn hold(guard: &mut Guard, needed: &[u32]) -> Result<Self> {
+    pub fn hold(guard: &mut UndoProcess, needed: &[u32]) -> Result<Self> {
         Gathered::new(guard, needed)?.freeze()
     }
 
@@ -221,7 +221,7 @@ impl Frozen {
 
     /// Lets applications run again without a look-up of any path. The processes stay in Mercury's
     /// groups until this is dropped.
-    pub fn thaw(&self, guard: &mut Guard) {
+    pub fn thaw(&self, guard: &mut UndoProcess) {
         for switch in &self.switches {
             // A group that is gone needs no thaw.
             let _ = switch.write_all_at(b"0", 0);
@@ -237,7 +237,7 @@ impl Throttle {
     /// # Errors
     ///
     /// Returns an error if there are no control groups, or a process cannot be moved.
-    pub fn new(guard: &mut Guard) -> Result<Self> {
+    pub fn new(guard: &mut UndoProcess) -> Result<Self> {
         let gathered = Gathered::new(guard, &[])?;
         let pulse = Pulse::new(gathered.groups.clone());
         Ok(Self { pulse, gathered })
@@ -253,7 +253,7 @@ impl Throttle {
     /// # Errors
     ///
     /// Fails as [`Frozen::hold`] does.
-    pub fn hold(self, guard: &mut Guard) -> Result<Frozen> {
+    pub fn hold(self, guard: &mut UndoProcess) -> Result<Frozen> {
         let Self { pulse, mut gathered } = self;
         drop(pulse);
         gathered.gather(guard, &[]).map_err(still_failed)?;

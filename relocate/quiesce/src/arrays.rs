@@ -9,7 +9,7 @@
 //! writes.
 
 use super::patient;
-use crate::undo::{Guard, Undo};
+use crate::undo::{Undo, UndoProcess};
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
@@ -124,7 +124,7 @@ impl Arrays {
     /// # Errors
     ///
     /// Returns an error if one cannot be held; the others are released then.
-    pub fn hold(guard: &mut Guard, sysroot: &Sysroot) -> Result<Self> {
+    pub fn hold(guard: &mut UndoProcess, sysroot: &Sysroot) -> Result<Self> {
         let mut arrays = Self::default();
         for array in all(sysroot) {
             let failed = |error: io::Error| restless(&array, &error.to_string());

@@ -1,6 +1,6 @@
 //! The hypervisor, attached for the length of one command.
 
-use crate::undo::{Guard, Undo};
+use crate::undo::{Undo, UndoProcess};
 use mercury_abi::ioctl::MERCURY_STATE_ATTACHED;
 use mercury_control::{
     device::Device,
@@ -17,7 +17,7 @@ pub struct Attached<'a> {
 }
 
 impl<'a> Attached<'a> {
-    pub fn make(device: &'a Device, guard: &mut Guard) -> Result<Self> {
+    pub fn make(device: &'a Device, guard: &mut UndoProcess) -> Result<Self> {
         let undo = device.system()?.state != MERCURY_STATE_ATTACHED;
         if undo {
             guard.will(&Undo::Detach).map_err(|error| {

@@ -12,7 +12,7 @@ use super::{
     patient::{self, Disk},
     reachable,
 };
-use crate::undo::{Guard, Undo};
+use crate::undo::{Undo, UndoProcess};
 use mercury_abi::code::Code;
 use mercury_control::{
     error::{Error, Result},
@@ -292,7 +292,7 @@ impl Still {
     /// # Errors
     ///
     /// Returns an error if one cannot be frozen; those that were are thawed again.
-    pub fn hold(mounts: &[Mounted], guard: &mut Guard) -> Result<Self> {
+    pub fn hold(mounts: &[Mounted], guard: &mut UndoProcess) -> Result<Self> {
         let mut still = Self::default();
         for mount in mounts.iter().filter(|mount| mount.writable).rev() {
             let named = |error: io::Error| {
@@ -409,7 +409,7 @@ pub fn settle(path: &Path, sysroot: &Sysroot) -> Result<()> {
     let needs_freeze = |mount: &&Mounted| Kind::of(&mount.kind).is_some_and(Kind::empties_log_in_freeze);
     let held = holder(&mounts, path, sysroot).filter(needs_freeze);
     if let Some(mount) = held {
-        let mut guard = Guard::start()?;
+        let mut guard = UndoProcess::start()?;
         drop(Still::hold(std::slice::from_ref(mount), &mut guard)?);
     }
     Ok(())

@@ -7,7 +7,7 @@
 //! between is noticed here ([`Off::refuse_changes`]).
 
 use super::disks::unescaped;
-use crate::undo::{Guard, Undo};
+use crate::undo::{Undo, UndoProcess};
 use mercury_abi::code::Code;
 use mercury_abi::ioctl::MERCURY_SWAP_IN_MEMORY;
 use mercury_control::{
@@ -149,7 +149,7 @@ impl Off {
     ///
     /// Returns an error if there is no room for their pages, or one cannot be switched off; the
     /// others are on again then.
-    pub fn switch(guard: &mut Guard, sysroot: &Sysroot) -> Result<Self> {
+    pub fn switch(guard: &mut UndoProcess, sysroot: &Sysroot) -> Result<Self> {
         refuse(sysroot)?;
         let found = on_disks(&sysroot.text(TABLE).unwrap_or_default(), sysroot);
         let used: u64 = found.iter().map(|area| area.used).sum();

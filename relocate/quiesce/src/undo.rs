@@ -148,13 +148,13 @@ impl Undo {
 
 /// The undo process, as its parent sees it.
 #[derive(Debug)]
-pub struct Guard {
+pub struct UndoProcess {
     child: Child,
     line: Option<ChildStdin>,
     told: Instant,
 }
 
-impl Guard {
+impl UndoProcess {
     /// Starts the process; it ends quietly when this is dropped.
     ///
     /// # Errors
@@ -244,7 +244,7 @@ const RELEASED: &str = "released";
 const THAWED: &str = "thawed";
 const ALIVE: &str = "alive";
 
-impl Drop for Guard {
+impl Drop for UndoProcess {
     fn drop(&mut self) {
         self.is_undone();
         drop(self.line.take());

@@ -31,7 +31,7 @@ use mercury_quiesce::{
     pool,
     stale::{Stale, Whose},
     swap, this_process,
-    undo::Guard,
+    undo::UndoProcess,
     waits,
 };
 use serde::Serialize;
@@ -107,7 +107,7 @@ pub fn run(args: &SnapshotOptions, say: Say<'_>) -> Result<Exit> {
     refusals::refuse(Operation::Snapshot, &lifted, &sysroot)?;
     let mounts = disks::all(&sysroot)?;
     let (device, _) = access::loaded(args.module.as_deref(), "snapshot")?;
-    let mut guard = Guard::start()?;
+    let mut guard = UndoProcess::start()?;
     let attached = Attached::make(&device, &mut guard)?;
     let report = keep(args, &device, &mounts, &sysroot, &mut guard)?;
     // The hypervisor stays beneath the machine, because it holds the snapshot.
@@ -133,7 +133,7 @@ fn keep(
     device: &Device,
     mounts: &[Mounted],
     sysroot: &Sysroot,
-    guard: &mut Guard,
+    guard: &mut UndoProcess,
 ) -> Result<Report> {
     let pool = pool::pages(args.pool, pool::KEPT_MOST_MIB, sysroot)?;
     let flags = MERCURY_SNAPSHOT_KEEP | if args.compare { MERCURY_SNAPSHOT_HASH } else { 0 };
@@ -228,7 +228,7 @@ fn put_disks_back(
     args: &SnapshotOptions,
     mounts: &[Mounted],
     were: &[Option<String>],
-    guard: &mut Guard,
+    guard: &mut UndoProcess,
 ) -> std::result::Result<(), String> {
     if let Some(command) = &args.put_back {
         let run = || hook::run_still(command);

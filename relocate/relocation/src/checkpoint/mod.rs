@@ -63,7 +63,7 @@ use mercury_quiesce::{
     culprit, describe, disks, hook, patient,
     phases::Phases,
     pool, swap, this_process,
-    undo::{Guard, Undo},
+    undo::{Undo, UndoProcess},
     waits, watchdogs,
 };
 use refuse::{below, no_parent, refuse_blind, refuse_crowded, refuse_unreachable, refuse_unrestorable};
@@ -209,7 +209,7 @@ fn one(
     let (device, _) = access::loaded(args.module.as_deref(), "checkpoint")?;
     // The undo process starts before the file is made, so that a killed command hardly ever leaves
     // the file behind.
-    let mut guard = Guard::start()?;
+    let mut guard = UndoProcess::start()?;
     let target = Target::open(image, args.overwrite)?;
     let told = target.part().map_or(Ok(()), |part| guard.will(&Undo::Remove(part.to_owned())));
     told.map_err(|error| image_error(error.into()))?;
@@ -265,7 +265,7 @@ fn checkpoint(
     before: Before,
     sysroot: &Sysroot,
     deferred: &Deferred,
-    guard: &mut Guard,
+    guard: &mut UndoProcess,
 ) -> Result<(Report, Rest)> {
     let new = New { identity: Identity(random()?), before };
     let pool = pool::pages(args.pool, pool::GROWING_MOST_MIB, sysroot)?;
@@ -359,7 +359,7 @@ fn reach(
     target: &Target,
     sysroot: &Sysroot,
     pool: u64,
-    guard: &mut Guard,
+    guard: &mut UndoProcess,
 ) -> Result<Instant> {
     let mounts = disks::all(sysroot)?;
     refuse_blind(args, &mounts, sysroot)?;
@@ -424,7 +424,7 @@ fn write(
     before: Before,
     instant: &Instant,
     deferred: &Deferred,
-    guard: &mut Guard,
+    guard: &mut UndoProcess,
 ) -> Result<()> {
     let total = instant.machine.kept_pages();
     // A program that shows the terminal's lines may stand still, and then writing them would block.

@@ -8,7 +8,7 @@ use mercury_quiesce::{
     arrays::Arrays,
     disks::{self, Still},
     swap,
-    undo::Guard,
+    undo::UndoProcess,
 };
 
 /// Everything that is held still for an instant, in the order in which it goes on.
@@ -26,7 +26,7 @@ impl Stillness {
         mounts: &[disks::Mounted],
         target: &Target,
         sysroot: &Sysroot,
-        guard: &mut Guard,
+        guard: &mut UndoProcess,
     ) -> Result<Self> {
         let applications = Frozen::hold(guard, &target.processes())?;
         let stays = args.poweroff || args.hook.is_some();
@@ -43,5 +43,5 @@ pub(super) struct Held {
     pub(super) _device: Device,
     pub(super) _still: Option<Stillness>,
     pub(super) _swap: Option<swap::Off>,
-    pub(super) _guard: Guard,
+    pub(super) _guard: UndoProcess,
 }

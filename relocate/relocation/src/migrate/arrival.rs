@@ -11,7 +11,7 @@ use mercury_migration::{
 };
 use mercury_quiesce::{
     ethernet::{self, Card, Mac, packets},
-    undo::Guard,
+    undo::UndoProcess,
 };
 use rustix::event::{PollFd, PollFlags};
 use serde::{Deserialize, Serialize};
@@ -73,7 +73,7 @@ impl Arrival {
     /// A card that fails is no reason to stop. If this process does not get so far, its undo
     /// process lets the machine go on. Messages come last, because their readers stand still until
     /// then. Tests observe each step by `step`.
-    pub fn settle(&mut self, held: Held, guard: &mut Guard, step: &mut dyn FnMut(&str)) {
+    pub fn settle(&mut self, held: Held, guard: &mut UndoProcess, step: &mut dyn FnMut(&str)) {
         guard.hear();
         step("Arrived");
         let followers = self.followers();

@@ -26,7 +26,7 @@ use mercury_migration::{
     rounds::Next,
     wire::{Content, Ledger, PAGE, Page, Pages},
 };
-use mercury_quiesce::{attached::Attached, describe, patient, pool, undo::Guard};
+use mercury_quiesce::{attached::Attached, describe, patient, pool, undo::UndoProcess};
 use serde::Serialize;
 use std::{
     thread,
@@ -176,7 +176,7 @@ pub fn run(args: &MigrateOptions, say: Say<'_>, sysroot: &Sysroot, deferred: &De
     super::course::refuse_hopeless(args)?;
     super::refuse_unmovable(args, sysroot)?;
     let (device, _) = access::loaded(args.module.as_deref(), "migrate")?;
-    let mut guard = Guard::start()?;
+    let mut guard = UndoProcess::start()?;
     let attached = Attached::make(&device, &mut guard)?;
     let predicted = predict(args, &device, sysroot, deferred);
     let detached = attached.undo();

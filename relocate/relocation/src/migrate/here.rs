@@ -37,7 +37,7 @@ use mercury_quiesce::{
     disks::{self, Mounted, Still},
     ethernet::{self, made},
     fence, patient, pool, swap, this_process,
-    undo::{Guard, Step, Undo},
+    undo::{Step, Undo, UndoProcess},
 };
 use std::{
     fs::File,
@@ -72,7 +72,7 @@ pub struct With<'a> {
     pub deferred: &'a Deferred,
     pub device: &'a Device,
     /// Undo process, which lets the machine go on if this process dies.
-    pub guard: &'a mut Guard,
+    pub guard: &'a mut UndoProcess,
 }
 
 /// The real machine that moves.

@@ -60,7 +60,7 @@ use mercury_control::{
     sysroot::Sysroot,
 };
 use mercury_migration::{protocol::Patience, session::PairingToken};
-use mercury_quiesce::{attached::Attached, this_process, undo::Guard, watchdogs};
+use mercury_quiesce::{attached::Attached, this_process, undo::UndoProcess, watchdogs};
 use mover::{Mover, Outcome, Rest};
 use std::{
     io::{Read, Write},
@@ -118,7 +118,7 @@ fn leave(args: &MigrateOptions, say: Say<'_>, deferred: &Deferred) -> Result<rep
     // The open device keeps other processes from moving this machine now, and the undo process
     // finds what is opened here.
     let marks = if args.without_mark { None } else { Some(Marks::choose(&args.host, &sysroot)?) };
-    let mut guard = Guard::start()?;
+    let mut guard = UndoProcess::start()?;
     let attached = Attached::make(&device, &mut guard)?;
     let with = With { args, say, sysroot: &sysroot, deferred, device: &device, guard: &mut guard };
     let (mut here, departure) = Here::make_ready(with, marks, (to, token, link))?;
