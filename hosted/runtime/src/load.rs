@@ -89,7 +89,7 @@ pub fn load(kernel: &Kernel, memory: &Memory, isolation: Isolation) -> Result<Lo
     let fixed = (isolation == Isolation::Process).then(|| Fixed::find(kernel, memory)).transpose()?;
     let mut loaded = fill_slots(kernel, memory)?;
     let hooked = hook_uses(kernel, memory, &mut loaded, isolation)?;
-    look_beside_the_hole(kernel, memory, &mut loaded)?;
+    avoid_the_hole(kernel, memory, &mut loaded)?;
     if let Some(fixed) = fixed {
         guard_accesses(kernel, memory, &mut loaded, &hooked, &fixed)?;
     }
@@ -286,14 +286,14 @@ fn gives_addresses_otherwise(name: &str) -> Error {
 
 /// Makes the kernel's search for free addresses leave out those that programs cannot have: the
 /// monitor's code, and the kernel's memory.
-fn look_beside_the_hole(kernel: &Kernel, memory: &Memory, loaded: &mut Loaded) -> Result<()> {
+fn avoid_the_hole(kernel: &Kernel, memory: &Memory, loaded: &mut Loaded) -> Result<()> {
     const NAME: &str = "vm_unmapped_area";
     const LONGEST: usize = 32;
     let (physical, address) = (physical_of(kernel, NAME)?, address_of(kernel, NAME)?);
     let mut code = [0; LONGEST];
     memory.read(physical, &mut code).ok_or_else(outside)?;
     let at = THUNKS + loaded.thunks.len() as u64;
-    let (thunk, length) = thunks::look_beside(&layout::hole(memory), &code, address, at)?
+    let (thunk, length) = thunks::search_beside(&layout::hole(memory), &code, address, at)?
         .ok_or_else(|| gives_addresses_otherwise(NAME))?;
     put_thunk(loaded, memory, thunk, physical, address, length)
 }

@@ -412,7 +412,7 @@ const ERRORS: i32 = -4095;
 ///
 /// # Errors
 /// If the assembler does not like it.
-pub fn look_beside(
+pub fn search_beside(
     hole: &Range<u64>,
     code: &[u8],
     address: u64,
@@ -756,7 +756,7 @@ mod tests {
         assert_ne!(place, libc::MAP_FAILED);
         let at = place as u64;
         let code = function.assemble(at).unwrap();
-        let (thunk, displaced) = look_beside(hole, &code, at, at + 2048).unwrap().unwrap();
+        let (thunk, displaced) = search_beside(hole, &code, at, at + 2048).unwrap().unwrap();
         assert!((HOOK_LENGTH..code.len()).contains(&displaced) && thunk.code.len() < 2048);
         let info = [u64::from(!upwards), length, limits.start, limits.end];
         // SAFETY: The code was made for these addresses, fits, and follows the conventions of functions in C.

@@ -165,7 +165,7 @@ impl Policy {
         if downtime <= self.limits.max_downtime {
             return Next::Stop { downtime };
         }
-        self.look_whether_it_helped(round.dirty_pages);
+        self.judge_throttle(round.dirty_pages);
         let may_hold_back = self.throttle_percent < self.limits.max_throttle_percent.min(99);
         let patience = if self.throttle_percent > 0 && may_hold_back { 0 } else { PATIENCE };
         let is_fruitless = self.fruitless > patience;
@@ -180,7 +180,7 @@ impl Policy {
         Next::Copy { throttle_percent: self.throttle_percent }
     }
 
-    fn look_whether_it_helped(&mut self, dirty_pages: u64) {
+    fn judge_throttle(&mut self, dirty_pages: u64) {
         let helped = |best: u64| u128::from(dirty_pages) * 100 <= u128::from(best) * HELPED_PERCENT;
         if self.best_pages.is_none_or(helped) {
             self.fruitless = 0;

@@ -26,19 +26,19 @@ use std::{
 
 /// The connections that have to end.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Whose {
+pub enum Connections {
     /// Connections with some peers, in this network namespace.
-    Peers(Vec<Peer>),
+    WithPeers(Vec<Peer>),
     /// All connections, in all network namespaces, except those of the machine with itself: both of
     /// their ends come back.
-    Everybody,
+    All,
 }
 
 /// Ends connections.
 #[derive(Debug)]
 pub struct Stale {
     netlink: File,
-    whose: Whose,
+    connections: Connections,
 }
 
 impl Stale {
@@ -49,7 +49,7 @@ impl Stale {
     ///
     /// Returns an error if the kernel cannot end connections. A kernel that lacks only the module
     /// for TCP gives the same answer as for an unknown connection, and ends nothing later.
-    pub fn prepare(whose: Whose) -> io::Result<Self> {
+    pub fn prepare(connections: Connections) -> io::Result<Self> {
         // SAFETY: makes a descriptor, which has no other owner.
         let fd = unsafe {
             libc::socket(libc::AF_NETLINK, libc::SOCK_RAW | libc::SOCK_CLOEXEC, libc::NETLINK_SOCK_DIAG)
@@ -58,7 +58,7 @@ impl Stale {
             return Err(io::Error::last_os_error());
         }
         // SAFETY: the descriptor was just made, and has no other owner.
-        let mut stale = Self { netlink: unsafe { File::from_raw_fd(fd) }, whose };
+        let mut stale = Self { netlink: unsafe { File::from_raw_fd(fd) }, connections };
         // An address without a connection.
         let nobody = SocketAddr::V4(SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0));
         match stale.end_one(nobody, nobody) {
@@ -69,13 +69,13 @@ impl Stale {
     }
 
     pub fn end(&mut self, sysroot: &Sysroot) {
-        match self.whose.clone() {
-            Whose::Peers(peers) => {
+        match self.connections.clone() {
+            Connections::WithPeers(peers) => {
                 let all = connections(sysroot, fence::established);
                 let theirs = all.into_iter().filter(|(_, other)| peers.iter().any(|peer| peer.is(*other)));
                 self.end_all(theirs.collect());
             }
-            Whose::Everybody => namespaces(sysroot).iter().for_each(|namespace| end_in(namespace, sysroot)),
+            Connections::All => namespaces(sysroot).iter().for_each(|namespace| end_in(namespace, sysroot)),
         }
     }
 
@@ -130,7 +130,7 @@ fn end_in(namespace: &File, sysroot: &Sysroot) {
             if move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network)).is_err() {
                 return;
             }
-            if let Ok(mut here) = Stale::prepare(Whose::Everybody) {
+            if let Ok(mut here) = Stale::prepare(Connections::All) {
                 here.end_all(with_others(connections(sysroot, fence::talking)));
             }
         });
@@ -204,7 +204,7 @@ mod tests {
 
     /// Prepares to end connections with these peers; `None` if this test may not.
     fn stale(peers: Vec<Peer>) -> Option<Stale> {
-        match Stale::prepare(Whose::Peers(peers)) {
+        match Stale::prepare(Connections::WithPeers(peers)) {
             Ok(stale) => Some(stale),
             // Only root may end them, and not every kernel can.
             Err(error) if matches!(error.raw_os_error(), Some(libc::EPERM | libc::EOPNOTSUPP)) => {

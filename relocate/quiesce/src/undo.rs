@@ -112,7 +112,7 @@ impl Undo {
     }
 
     /// Returns true if this step belongs to holding applications still.
-    fn is_of_stillness(&self) -> bool {
+    fn belongs_to_hold(&self) -> bool {
         self.holds()
             || matches!(
                 self,
@@ -333,7 +333,7 @@ fn to_undo(
                     Err(_) if text == UNDONE => steps.clear(),
                     Err(_) if text == DECIDED => steps.retain(|undo| !matches!(undo, Undo::Decide(_))),
                     Err(_) if text == THAWED => steps.retain(|undo| !matches!(undo, Undo::Unfreeze(_))),
-                    Err(_) if text == RELEASED => steps.retain(|undo: &Undo| !undo.is_of_stillness()),
+                    Err(_) if text == RELEASED => steps.retain(|undo: &Undo| !undo.belongs_to_hold()),
                     Err(_) => {}
                 }
                 let frozen = steps.iter().any(|undo| matches!(undo, Undo::Unfreeze(_)));

@@ -29,7 +29,7 @@ use mercury_quiesce::{
     fence, hook,
     phases::Phases,
     pool,
-    stale::{Stale, Whose},
+    stale::{Connections, Stale},
     swap, this_process,
     undo::UndoProcess,
     waits,
@@ -215,7 +215,7 @@ fn connections(sysroot: &Sysroot) -> Result<Option<Stale>> {
         // Until then no part of this program may have to be read over the network.
         this_process::keep_in_memory()?;
     }
-    Ok(Stale::prepare(Whose::Everybody).ok())
+    Ok(Stale::prepare(Connections::All).ok())
 }
 
 /// Returns the fingerprints of frozen file systems; `None` if there is none.

@@ -123,7 +123,7 @@ struct Daemon<'a> {
 impl Daemon<'_> {
     fn serve(&mut self, listener: &UnixListener, wants_to_end: &dyn Fn() -> bool) -> Result<()> {
         loop {
-            self.look_after_the_move();
+            self.settle_the_move();
             // A move ends by itself, or by the signal, which it got as well.
             if wants_to_end() && self.moving.is_none() {
                 return Ok(());
@@ -202,7 +202,7 @@ impl Daemon<'_> {
         self.moving = Some(moving);
     }
 
-    fn look_after_the_move(&mut self) {
+    fn settle_the_move(&mut self) {
         let Some(moving) = self.moving.as_ref() else { return };
         let ended = match moving.try_recv() {
             Ok(ended) => ended,

@@ -9,7 +9,7 @@ use mercury_control::{
 };
 use mercury_quiesce::{
     fence,
-    stale::{Stale, Whose},
+    stale::{Connections, Stale},
     this_process::keep_in_memory,
 };
 
@@ -46,7 +46,7 @@ pub(super) fn silence_second_life(
     sysroot: &Sysroot,
 ) -> Result<Fenced> {
     keep_in_memory()?;
-    let stale = Stale::prepare(Whose::Everybody).ok();
+    let stale = Stale::prepare(Connections::All).ok();
     // A kernel without hooks for packets ends connections as early as it can. So does a machine
     // whose files come from a server: even a look-up of /proc may ask the server of the root.
     let fenced = !fence::has_servers(sysroot) && device.fence(&[], Silent::Second).is_ok();
@@ -81,6 +81,6 @@ pub(super) fn raise_fence(
     let silent = if peers.is_empty() { Silent::First } else { Silent::Both };
     device.fence(&peers.iter().copied().map(Into::into).collect::<Vec<_>>(), silent)?;
     // Without this the connections end after minutes.
-    let stale = if peers.is_empty() { None } else { Stale::prepare(Whose::Peers(peers)).ok() };
+    let stale = if peers.is_empty() { None } else { Stale::prepare(Connections::WithPeers(peers)).ok() };
     Ok(Fenced { unfenced: None, stale, silent })
 }

@@ -57,7 +57,7 @@ pub enum From {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Pass {
     /// Frames that were read.
-    pub looked: u64,
+    pub scanned: u64,
     /// Pages that were sent because their contents had changed.
     pub sent: u64,
     /// Pages whose contents had changed since they were sent. An unchanged page that is sent as a
@@ -144,7 +144,7 @@ struct Record {
     packed: Vec<u8>,
     /// Bytes that were sent by other streams.
     elsewhere: u64,
-    looked: u64,
+    scanned: u64,
     sent: u64,
     changed: u64,
     zeros: u64,
@@ -259,7 +259,7 @@ fn digest(
     // The cast loses nothing, because there are at most 16 streams.
     let streams = 1 + page_streams.len() as u32;
     let mut pages = vec![Pages::default(); 1 + page_streams.len()];
-    let mut record = Record { looked: all.len() as u64, ..Record::default() };
+    let mut record = Record { scanned: all.len() as u64, ..Record::default() };
     {
         let mut ledger = ledger.lock().unwrap_or_else(PoisonError::into_inner);
         for (((phys, page), zero), hash) in frames.phys.iter().zip(all).zip(&is_zero).zip(&hashes) {
@@ -307,7 +307,7 @@ fn send(
             Err(RecvTimeoutError::Timeout) => continue,
             Err(RecvTimeoutError::Disconnected) => break,
         };
-        total.looked += record.looked;
+        total.scanned += record.scanned;
         if record.sent == 0 {
             if sent_at.elapsed() > SIGN_OF_LIFE {
                 hurry.store(true, Ordering::Relaxed);

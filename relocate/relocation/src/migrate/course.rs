@@ -167,7 +167,7 @@ mod tests {
     /// Makes a round that sent so many pages, each in 40 microseconds.
     fn round(sent: u64) -> Pass {
         Pass {
-            looked: sent,
+            scanned: sent,
             sent,
             changed: sent,
             bytes: sent * 4096,

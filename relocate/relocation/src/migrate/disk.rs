@@ -154,7 +154,7 @@ pub fn memory(sizes: &[u64]) -> u64 {
 }
 
 /// Makes the kernel read the partition table of a disk again.
-pub fn look_at_parts(file: &File) {
+pub fn reread_partitions(file: &File) {
     const BLKRRPART: libc::c_ulong = 0x125F;
     // A disk that another process is about to probe is busy.
     for _ in 0..20 {

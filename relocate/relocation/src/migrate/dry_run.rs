@@ -109,9 +109,9 @@ impl Render for Prediction {
 /// The measurements on this machine.
 #[derive(Clone, Copy, Debug)]
 struct Measured {
-    first: Look,
+    first: Scan,
     /// Pages that were written to since the first scan.
-    second: Look,
+    second: Scan,
     /// Time between the two scans.
     between: Duration,
     has_log: bool,
@@ -128,10 +128,10 @@ impl Measured {
     }
 
     /// Makes a round that sends so many bytes, after a scan of memory.
-    fn round(&self, look: &Look, sent: u64, packed: u64) -> Pass {
+    fn round(&self, look: &Scan, sent: u64, packed: u64) -> Pass {
         let on_the_wire = Duration::from_secs_f64(packed as f64 / self.wire as f64);
         let took = look.took.max(on_the_wire);
-        Pass { looked: look.looked, sent, changed: sent, bytes: packed, took, ..Pass::default() }
+        Pass { scanned: look.scanned, sent, changed: sent, bytes: packed, took, ..Pass::default() }
     }
 
     /// Computes the rounds as the policy of a move decides: each sends the pages that were written
@@ -148,11 +148,11 @@ impl Measured {
             let written = self.per_second() * share * pass.took.as_secs_f64();
             share = 1.0 - f64::from(throttle_percent) / 100.0;
             // The load cannot write to more pages than there are.
-            let sent = (written as u64).min(self.first.looked);
+            let sent = (written as u64).min(self.first.scanned);
             // The duration of a scan is proportional to the pages that it reads.
             let part = sent as f64 / self.second.changed.max(1) as f64;
             let took = if self.has_log { self.second.took.mul_f64(part.min(1e3)) } else { self.second.took };
-            let look = Look { took, ..self.second };
+            let look = Scan { took, ..self.second };
             pass = self.round(&look, sent, (sent as f64 * self.per_page()) as u64);
             total += pass.took;
             outlook = course.after(&pass, self.has_log, Duration::ZERO);
@@ -165,8 +165,8 @@ impl Measured {
 
 /// The result of a scan of memory.
 #[derive(Clone, Copy, Debug, Default)]
-struct Look {
-    looked: u64,
+struct Scan {
+    scanned: u64,
     changed: u64,
     packed: u64,
     took: Duration,
@@ -214,15 +214,15 @@ fn predict(
     disks.watch()?;
     let begun = Instant::now();
     log.begin(device);
-    let first = look(device, &mut ledger, args, 0, deferred, "all memory")?;
+    let first = scan(device, &mut ledger, args, 0, deferred, "all memory")?;
     // The first scan of all memory takes long, so pages written during it would give a wrong rate.
     // The measurement begins here.
     let from = Instant::now();
-    look(device, &mut ledger, args, log.collect(device), deferred, "pages written during the scan")?;
+    scan(device, &mut ledger, args, log.collect(device), deferred, "pages written during the scan")?;
     wait(INTERVAL, deferred)?;
     let only = log.collect(device);
     let between = from.elapsed();
-    let second = look(device, &mut ledger, args, only, deferred, "pages written in a second")?;
+    let second = scan(device, &mut ledger, args, only, deferred, "pages written in a second")?;
     // File data in memory will be written to the disk too, so it is counted.
     patient::sync_everything(SYNC_PATIENCE).map_err(|error| {
         Error::new(Exit::Failed, format!("file data cannot be written back to disk: {error}")).hint(
@@ -291,21 +291,21 @@ fn refuse_interrupted(deferred: &Deferred) -> Result<()> {
 }
 
 /// Scans the frames that `MERCURY_TAKE_*` name.
-fn look(
+fn scan(
     device: &Device,
     ledger: &mut Ledger,
     args: &MigrateOptions,
     only: u64,
     deferred: &Deferred,
     what: &str,
-) -> Result<Look> {
+) -> Result<Scan> {
     let (begun, mut shown) = (Instant::now(), Instant::now());
-    let mut look = Look::default();
+    let mut look = Scan::default();
     let mut cursor = Cursor { next_phys: 0, end_phys: u64::MAX };
     while !cursor.is_done() {
         refuse_interrupted(deferred)?;
         let frames = device.snapshot_look_some(&mut cursor, BATCH, only)?;
-        look.looked += frames.phys.len() as u64;
+        look.scanned += frames.phys.len() as u64;
         let mut pages = Pages::default();
         let (all, _) = frames.data.as_chunks::<PAGE>();
         for (phys, page) in frames.phys.iter().zip(all) {
@@ -340,9 +340,9 @@ mod tests {
         let args = MigrateOptions::of(options);
         let all = 500_000;
         let measured = Measured {
-            first: Look { looked: all, changed: all, packed: all * 2048, took: Duration::from_secs(2) },
-            second: Look {
-                looked: per_second + 4000,
+            first: Scan { scanned: all, changed: all, packed: all * 2048, took: Duration::from_secs(2) },
+            second: Scan {
+                scanned: per_second + 4000,
                 changed: per_second,
                 packed: per_second * 2048,
                 took: Duration::from_millis(50),

@@ -10,7 +10,7 @@ use super::{
     mover::Departure,
     no_way_back,
     offer::Offer,
-    report::Told,
+    report::MoveEvent,
     system::{After, System},
 };
 use crate::{operator::Operator, options::MigrateOptions, random::random, tombstone::Marks};
@@ -170,7 +170,7 @@ impl<'a> Here<'a> {
 
     /// Returns what is still held, and true if standard output can be written to then.
     #[must_use]
-    pub fn into_rest(self) -> (Held, bool) {
+    pub fn into_remains(self) -> (Held, bool) {
         (self.held, self.may_write)
     }
 }
@@ -191,13 +191,13 @@ impl System for Here<'_> {
         self.with.guard.hear();
     }
 
-    fn tell(&mut self, told: &Told) {
-        if !matches!(told, Told::Doubt { .. }) {
+    fn tell(&mut self, told: &MoveEvent) {
+        if !matches!(told, MoveEvent::Doubt { .. }) {
             self.with.say.one_of_many(told);
         } else if self.may_write && self.with.say.format == Format::Json {
             // People read of a doubt at the console. A reader that stands still, or is behind the
             // fence, must not block this process.
-            super::say_if_anybody_reads(serde_json::to_string(told).unwrap_or_default() + "\n");
+            super::print_if_possible(serde_json::to_string(told).unwrap_or_default() + "\n");
         }
     }
 

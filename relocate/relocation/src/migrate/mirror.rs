@@ -197,11 +197,11 @@ impl<'a> Mirror<'a> {
         let mut all = Pass::default();
         for _ in 0..LAST_LOOKS {
             let done = self.pass(how, link, watch)?;
-            all.looked += done.looked;
+            all.scanned += done.scanned;
             all.sent += done.sent;
             all.bytes += done.bytes;
             all.took += done.took;
-            if done.looked == 0 {
+            if done.scanned == 0 {
                 return Ok(all);
             }
         }
@@ -260,7 +260,7 @@ fn not_still() -> Error {
 /// The output of a worker.
 struct Record {
     packed: Vec<u8>,
-    looked: u64,
+    scanned: u64,
     sent: u64,
     zeros: u64,
 }
@@ -364,7 +364,7 @@ impl<'a> Work<'a> {
             }
         }
         let hashes: Vec<_> = slices.iter().map(|(_, range)| hash_of_chunk(&bytes[range.clone()])).collect();
-        let mut record = Record { packed: Vec::new(), looked: at.div_ceil(PAGE) as u64, sent: 0, zeros: 0 };
+        let mut record = Record { packed: Vec::new(), scanned: at.div_ceil(PAGE) as u64, sent: 0, zeros: 0 };
         let mut chunks = Chunks::of(self.number);
         for ((offset, range), hash) in slices.into_iter().zip(hashes) {
             let noted = self.lock().note(offset, range.len(), hash);
@@ -412,7 +412,7 @@ fn forward(
             Err(RecvTimeoutError::Timeout) => continue,
             Err(RecvTimeoutError::Disconnected) => break,
         };
-        total.looked += record.looked;
+        total.scanned += record.scanned;
         if record.packed.is_empty() {
             if sent_at.elapsed() > SIGN_OF_LIFE {
                 hurry.store(true, Ordering::Relaxed);

@@ -61,7 +61,7 @@ use mercury_control::{
 };
 use mercury_migration::{protocol::Patience, session::PairingToken};
 use mercury_quiesce::{attached::Attached, this_process, undo::UndoProcess, watchdogs};
-use mover::{Mover, Outcome, Rest};
+use mover::{Mover, Outcome, Remains};
 use std::{
     io::{Read, Write},
     time::Duration,
@@ -126,8 +126,8 @@ fn leave(args: &MigrateOptions, say: Say<'_>, deferred: &Deferred) -> Result<rep
     let mut mover = Mover::new(args, &mut here, patience, departure)?;
     let outcome = mover.run();
     let report = mover.report();
-    let Rest { failure, mut operator, mut pause } = mover.into_rest();
-    let (held, may_write) = here.into_rest();
+    let Remains { failure, mut operator, mut pause } = mover.into_remains();
+    let (held, may_write) = here.into_remains();
     match outcome {
         Outcome::Arrived(mut arrived) => {
             // The destination has no hypervisor beneath this machine.
@@ -155,7 +155,7 @@ fn leave(args: &MigrateOptions, say: Say<'_>, deferred: &Deferred) -> Result<rep
                 failure.unwrap_or_else(|| Error::fault("the machine has not moved, and gives no reason"));
             // In text format the error tells it.
             if say.format == Format::Json {
-                say.one_of_many(&report::Told::Resumed { why: failure.message.clone() });
+                say.one_of_many(&report::MoveEvent::Resumed { why: failure.message.clone() });
             }
             Err(failure)
         }
@@ -165,7 +165,7 @@ fn leave(args: &MigrateOptions, say: Say<'_>, deferred: &Deferred) -> Result<rep
 /// Reports a machine that runs at the destination, and powers this one off.
 fn power_off(say: Say<'_>, report: &report::Report, mut operator: Operator, may_write: bool) -> ! {
     if may_write {
-        say_if_anybody_reads(mercury_control::output::text(say.format, say.name, report));
+        print_if_possible(mercury_control::output::text(say.format, say.name, report));
     }
     let after = report.after.clone().unwrap_or_default();
     operator.tell(&format!(
@@ -175,7 +175,7 @@ fn power_off(say: Say<'_>, report: &report::Report, mut operator: Operator, may_
          machine is powered off",
         report.rounds,
         after.found_by,
-        after.looked,
+        after.scanned,
         after.downtime_us / 1e3,
         after.quiesce_us / 1e3,
         after.last_us / 1e3,
@@ -200,7 +200,7 @@ fn switch_off(operator: &mut Operator) -> ! {
 
 /// Prints in a thread with a time limit: the reader may stand still, and a file may be on the other
 /// side of the fence.
-fn say_if_anybody_reads(text: String) {
+fn print_if_possible(text: String) {
     let writer = std::thread::Builder::new().spawn(move || {
         let mut stdout = std::io::stdout().lock();
         stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush())

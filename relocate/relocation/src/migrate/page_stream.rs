@@ -33,7 +33,7 @@ pub struct PageStream {
 
 /// The common parts of an attempt's streams.
 #[derive(Clone, Copy, Debug)]
-pub struct Whose<'a> {
+pub struct AttemptStreams<'a> {
     /// Address of the destination.
     pub to: SocketAddr,
     /// Pairing token of the receiver.
@@ -49,15 +49,21 @@ impl PageStream {
     /// # Errors
     ///
     /// Returns an error if the other end does not accept it.
-    pub fn open(whose: &Whose<'_>, stream: u32, patience: Duration, control: Option<&str>) -> Result<Self> {
-        let (tls, socket) = link::connect(whose.to, whose.token, patience).map_err(|error| {
-            Error::new(error.exit, format!("stream {stream} of the move: {}", error.message))
-                .hint("this machine goes on as if nothing had been tried; try again")
-        })?;
+    pub fn open(
+        attempt_streams: &AttemptStreams<'_>,
+        stream: u32,
+        patience: Duration,
+        control: Option<&str>,
+    ) -> Result<Self> {
+        let (tls, socket) =
+            link::connect(attempt_streams.to, attempt_streams.token, patience).map_err(|error| {
+                Error::new(error.exit, format!("stream {stream} of the move: {}", error.message))
+                    .hint("this machine goes on as if nothing had been tried; try again")
+            })?;
         if let Some(name) = control {
             link::control_congestion(&socket, name)?;
         }
-        let writer = join(tls, whose, stream).map_err(|error| {
+        let writer = join(tls, attempt_streams, stream).map_err(|error| {
             Error::new(Exit::Failed, format!("the destination does not accept stream {stream}: {error}"))
                 .hint("its console says why; --streams 1 uses a single connection")
         })?;
@@ -116,13 +122,15 @@ impl Drop for PageStream {
 }
 
 /// Proves that this stream belongs to the attempt, and waits for the acceptance.
-fn join(tls: Tls, whose: &Whose<'_>, stream: u32) -> io::Result<Writer<Tls>> {
+fn join(tls: Tls, attempt_streams: &AttemptStreams<'_>, stream: u32) -> io::Result<Writer<Tls>> {
     let binding = session::binding(&tls.conn)?;
-    let mut writer = Writer::begin(tls, whose.attempt, stream).map_err(io_error)?;
-    writer.prove(&proof(whose.secret, whose.attempt, stream, &binding)).map_err(io_error)?;
+    let mut writer = Writer::begin(tls, attempt_streams.attempt, stream).map_err(io_error)?;
+    writer
+        .prove(&proof(attempt_streams.secret, attempt_streams.attempt, stream, &binding))
+        .map_err(io_error)?;
     writer.flush().map_err(io_error)?;
     Reader::open(writer.get_mut())
-        .and_then(|reader| reader.expect(whose.attempt, stream).map(drop))
+        .and_then(|reader| reader.expect(attempt_streams.attempt, stream).map(drop))
         .map_err(io_error)?;
     Ok(writer)
 }

@@ -46,7 +46,8 @@ pub struct After {
     /// Source of the changed pages: a dirty log, or hashes of all memory and the reason.
     pub found_by: String,
     /// Pages that were read after the instant.
-    pub looked: u64,
+    #[serde(rename = "looked")]
+    pub scanned: u64,
     /// Microseconds until everything stood still, with the instant.
     pub quiesce_us: f64,
     /// Microseconds from the instant until the last page was sent.
@@ -129,7 +130,7 @@ impl Render for Report {
 /// An event of the move, told while applications run.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
-pub enum Told {
+pub enum MoveEvent {
     /// The destination accepts this machine: it is equal, and has room.
     Accepted {
         /// Bytes of memory to send.
@@ -180,7 +181,7 @@ pub enum Told {
     Resumed { why: String },
 }
 
-impl Told {
+impl MoveEvent {
     /// Makes the event for a round with these numbers.
     #[must_use]
     pub fn round(round: u64, done: &Pass, outlook: &Outlook) -> Self {
@@ -199,7 +200,7 @@ impl Told {
     }
 }
 
-impl Render for Told {
+impl Render for MoveEvent {
     fn render(&self, to: &mut Text) {
         let Self::Round {
             round,
@@ -248,9 +249,9 @@ pub fn how_far(name: &str, pass: &Pass, total: u64, seconds: f64) -> String {
     const PAGE: u64 = 4096;
     format!(
         "{name}: {} of {} ({} %), {}/s on the wire",
-        bytes(pass.looked * PAGE),
+        bytes(pass.scanned * PAGE),
         bytes(total * PAGE),
-        pass.looked * 100 / total.max(1),
+        pass.scanned * 100 / total.max(1),
         bytes((pass.bytes as f64 / seconds.max(0.001)) as u64)
     )
 }
@@ -280,24 +281,24 @@ mod tests {
             "event": "mirrored", "round": 1, "read": 8, "changed": 4, "bytes": 2, "seconds": 0.5
         });
         let all = [
-            (Told::Accepted { memory: 4096 }, json!({"event": "accepted", "memory": 4096})),
-            (Told::round(1, &done, &outlook), round),
-            (Told::Mirrored { round: 1, read: 8, changed: 4, bytes: 2, seconds: 0.5 }, mirrored),
-            (Told::Stops, json!({"event": "stops"})),
-            (Told::Doubt { advice: "look".into() }, json!({"event": "doubt", "advice": "look"})),
-            (Told::Resumed { why: "no".into() }, json!({"event": "resumed", "why": "no"})),
+            (MoveEvent::Accepted { memory: 4096 }, json!({"event": "accepted", "memory": 4096})),
+            (MoveEvent::round(1, &done, &outlook), round),
+            (MoveEvent::Mirrored { round: 1, read: 8, changed: 4, bytes: 2, seconds: 0.5 }, mirrored),
+            (MoveEvent::Stops, json!({"event": "stops"})),
+            (MoveEvent::Doubt { advice: "look".into() }, json!({"event": "doubt", "advice": "look"})),
+            (MoveEvent::Resumed { why: "no".into() }, json!({"event": "resumed", "why": "no"})),
         ];
         let table = include_str!("../../../../docs/command.md");
         let row = table.lines().find(|line| line.starts_with("| `migrate` |")).expect("a row");
         for (told, expected) in all {
             // A new kind fails to compile here until it is added above.
             match &told {
-                Told::Accepted { .. }
-                | Told::Round { .. }
-                | Told::Mirrored { .. }
-                | Told::Stops
-                | Told::Doubt { .. }
-                | Told::Resumed { .. } => {}
+                MoveEvent::Accepted { .. }
+                | MoveEvent::Round { .. }
+                | MoveEvent::Mirrored { .. }
+                | MoveEvent::Stops
+                | MoveEvent::Doubt { .. }
+                | MoveEvent::Resumed { .. } => {}
             }
             let said = serde_json::to_value(&told).expect("JSON");
             assert_eq!(said, expected);

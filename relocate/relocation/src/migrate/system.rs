@@ -2,7 +2,7 @@
 //! not know if the machine is [`super::here::Here`], or a test's that reports anything that runs
 //! when it should stand still.
 
-use super::{doubt::Doubt, report::Told};
+use super::{doubt::Doubt, report::MoveEvent};
 use mercury_control::{
     device::{Cursor, Device, Frames},
     error::Result,
@@ -19,7 +19,7 @@ pub trait Memory: Sync {
     /// # Errors
     ///
     /// Returns an error if they cannot be read.
-    fn look(&self, cursor: &mut Cursor, count: usize, only: u64) -> Result<Frames>;
+    fn scan(&self, cursor: &mut Cursor, count: usize, only: u64) -> Result<Frames>;
 
     /// Reads frames as they were at the instant.
     ///
@@ -52,7 +52,7 @@ pub trait Memory: Sync {
 }
 
 impl Memory for Device {
-    fn look(&self, cursor: &mut Cursor, count: usize, only: u64) -> Result<Frames> {
+    fn scan(&self, cursor: &mut Cursor, count: usize, only: u64) -> Result<Frames> {
         self.snapshot_look_some(cursor, count, only)
     }
 
@@ -91,7 +91,7 @@ pub trait System {
     fn is_alive(&mut self);
 
     /// Reports an event on the command's output, if that can be written to now.
-    fn tell(&mut self, told: &Told);
+    fn tell(&mut self, told: &MoveEvent);
 
     /// Shows a line of progress, while everything runs.
     fn show(&self, line: &str);

@@ -9,7 +9,7 @@ use super::{
     mirror::Mirror,
     mover::{Departure, Mover, Outcome},
     offer::Offer,
-    report::Told,
+    report::MoveEvent,
     system::{After, Memory, System},
 };
 use crate::operator::Operator;
@@ -161,7 +161,7 @@ impl Stage {
 }
 
 impl Memory for Stage {
-    fn look(&self, cursor: &mut Cursor, count: usize, only: u64) -> Result<Frames> {
+    fn scan(&self, cursor: &mut Cursor, count: usize, only: u64) -> Result<Frames> {
         let mut seen = self.seen();
         let is_still = seen.is_still;
         seen.check(!is_still, "memory is read as it is now though it stands still");
@@ -208,7 +208,7 @@ impl System for Stage {
 
     fn is_alive(&mut self) {}
 
-    fn tell(&mut self, told: &Told) {
+    fn tell(&mut self, told: &MoveEvent) {
         self.seen().told.push(serde_json::to_string(told).expect("JSON"));
     }
 
@@ -369,7 +369,7 @@ pub fn moves(
     let (args, mut system) = (args(""), stage.clone());
     let mut mover = Mover::new(&args, &mut system, patience, departure).expect("begun");
     let outcome = mover.run();
-    let why = mover.into_rest().failure.map(|failure| failure.message).unwrap_or_default();
+    let why = mover.into_remains().failure.map(|failure| failure.message).unwrap_or_default();
     match outcome {
         Outcome::Arrived(_) => Ended::Arrived,
         Outcome::GivenUp => Ended::GivenUp,

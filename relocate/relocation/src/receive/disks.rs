@@ -6,7 +6,7 @@
 //! no system takes an incomplete disk for a good one.
 
 use crate::migrate::{
-    disk::{Buffer, Disk, look_at_parts},
+    disk::{Buffer, Disk, reread_partitions},
     offer::OfferedDisk,
 };
 use mercury_control::{
@@ -181,7 +181,7 @@ impl Targets {
             if target.ledger.digest(attempt).to_string() != *digest {
                 return Err(format!("the disk {name} differs from the data that was sent"));
             }
-            look_at_parts(&target.file);
+            reread_partitions(&target.file);
         }
         Ok(())
     }
@@ -200,7 +200,7 @@ impl Targets {
                     "mercury: {} holds a part of a machine that did not arrive completely; {how}",
                     target.disk.path.display()
                 );
-                look_at_parts(&target.file);
+                reread_partitions(&target.file);
             }
         }
     }

@@ -67,7 +67,7 @@ pub enum State {
 
 /// The attempt that streams must belong to.
 #[derive(Clone, Copy, Debug)]
-pub struct Whose {
+pub struct ExpectedStreams {
     pub attempt: Attempt,
     /// Secret of the attempt's offer.
     pub secret: Secret,
@@ -77,7 +77,7 @@ pub struct Whose {
 
 /// The data that all streams share.
 struct Shared {
-    whose: Whose,
+    expected: ExpectedStreams,
     memory: Arc<dyn Memory>,
     ledger: Mutex<Ledger>,
     pages: AtomicU64,
@@ -107,12 +107,17 @@ impl Intake {
     /// # Errors
     ///
     /// Returns an error if the kernel gives no event descriptor.
-    pub fn new(whose: Whose, memory: Arc<dyn Memory>, ledger: Ledger, patience: Duration) -> Result<Self> {
+    pub fn new(
+        expected: ExpectedStreams,
+        memory: Arc<dyn Memory>,
+        ledger: Ledger,
+        patience: Duration,
+    ) -> Result<Self> {
         let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|errno| Error::system("making an event descriptor", errno))?;
-        let others = vec![Stream::Awaited; whose.streams.saturating_sub(1) as usize];
+        let others = vec![Stream::Awaited; expected.streams.saturating_sub(1) as usize];
         let shared = Shared {
-            whose,
+            expected,
             memory,
             ledger: Mutex::new(ledger),
             pages: AtomicU64::new(0),
@@ -182,7 +187,7 @@ impl Intake {
     /// Starts a thread for a peer that connects, which may open another stream.
     pub fn let_in(&mut self, receiver: &Receiver, socket: TcpStream, from: SocketAddr) {
         self.threads.retain(|(_, thread)| !thread.is_finished());
-        let known = self.shared.whose.streams as usize;
+        let known = self.shared.expected.streams as usize;
         let (Ok(kept), Ok(own)) = (socket.try_clone(), socket.try_clone()) else { return };
         if self.threads.len() >= known + STRANGERS {
             return;
@@ -228,7 +233,7 @@ impl Shared {
     fn take(&self, receiver: &Receiver, socket: TcpStream, from: SocketAddr) {
         let linked = Link::accept(receiver, socket, HANDSHAKE).map_err(|error| error.to_string());
         let opened = linked.and_then(|mut link| {
-            link.admit(self.whose.attempt, self.patience, |stream, shown, binding| {
+            link.admit(self.expected.attempt, self.patience, |stream, shown, binding| {
                 self.open(stream, shown, binding)
             })
             .map(|stream| (link, stream))
@@ -240,7 +245,7 @@ impl Shared {
                 return;
             }
         };
-        eprintln!("mercury: {from} is connected: stream {stream} of {}", self.whose.streams);
+        eprintln!("mercury: {from} is connected: stream {stream} of {}", self.expected.streams);
         let ended = self.listen(&mut link, stream);
         let (streams, broken) = &mut *self.streams();
         match ended {
@@ -253,7 +258,7 @@ impl Shared {
 
     /// Opens a stream for a peer with this proof. Returns the reason if the peer may not.
     fn open(&self, stream: u32, shown: &Proof, binding: &[u8; 32]) -> Result<(), &'static str> {
-        let Whose { attempt, secret, .. } = &self.whose;
+        let ExpectedStreams { attempt, secret, .. } = &self.expected;
         if !is_proof(shown, &proof(secret, *attempt, stream, binding)) {
             return Err("the peer does not prove that it may open a stream");
         }
@@ -301,7 +306,7 @@ impl Shared {
                 if !ledger.contains(phys) {
                     return Err(breach("a page has arrived outside the memory that was offered"));
                 }
-                if stream_of(phys, self.whose.streams) != stream {
+                if stream_of(phys, self.expected.streams) != stream {
                     return Err(breach("a page has arrived by another stream than its own"));
                 }
                 let source = match content {

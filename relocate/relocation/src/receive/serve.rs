@@ -2,7 +2,7 @@
 //! actions, and the code here carries them out.
 
 use super::{
-    intake::{Broken, Intake, State, Whose},
+    intake::{Broken, ExpectedStreams, Intake, State},
     spare::Spare,
 };
 use crate::{
@@ -465,9 +465,9 @@ impl Host {
             ));
         }
         self.spare.prepare(&offer)?;
-        let whose = Whose { attempt, secret: offer.secret, streams: offer.streams };
+        let expected = ExpectedStreams { attempt, secret: offer.secret, streams: offer.streams };
         let ledger = Ledger::new(offer.memory());
-        let intake = Intake::new(whose, self.spare.memory(), ledger, self.patience.running);
+        let intake = Intake::new(expected, self.spare.memory(), ledger, self.patience.running);
         arrival.intake = Some(intake.map_err(|error| error.message)?);
         arrival.offer = offer;
         Ok(())

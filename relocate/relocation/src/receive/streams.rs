@@ -11,7 +11,7 @@ use crate::{
         copy::{self, Reading, Ways, pass},
         link::Link,
         offer::{Offer, OfferedDisk},
-        page_stream::{PageStream, Whose},
+        page_stream::{AttemptStreams, PageStream},
     },
     operator::Operator,
 };
@@ -146,12 +146,12 @@ impl Scene {
         Self { to, token, shelf, stop, host: Some(host) }
     }
 
-    fn whose(&self) -> Whose<'_> {
-        Whose { to: self.to, token: &self.token, attempt: ATTEMPT, secret: &SECRET }
+    fn attempt_streams(&self) -> AttemptStreams<'_> {
+        AttemptStreams { to: self.to, token: &self.token, attempt: ATTEMPT, secret: &SECRET }
     }
 
     fn page_stream(&self, stream: u32) -> PageStream {
-        PageStream::open(&self.whose(), stream, PATIENCE, None).unwrap()
+        PageStream::open(&self.attempt_streams(), stream, PATIENCE, None).unwrap()
     }
 
     /// Offers a machine of so many stripes by so many streams; it is accepted.
@@ -278,10 +278,10 @@ fn machines_come_by_several_streams() {
 fn streams_of_nobody_are_refused() {
     let scene = Scene::new(PATIENCE);
     let mut sender = scene.offer(8, 3);
-    let right = scene.whose();
+    let right = scene.attempt_streams();
     for (whose, stream) in [
-        (Whose { secret: &[4; 32], ..right }, 1),
-        (Whose { attempt: Attempt([8; 16]), ..right }, 1),
+        (AttemptStreams { secret: &[4; 32], ..right }, 1),
+        (AttemptStreams { attempt: Attempt([8; 16]), ..right }, 1),
         (right, 0),
         (right, 3),
         (right, u32::MAX),

@@ -4,7 +4,7 @@ use super::{
     super::{
         copy::{From, Proof},
         course,
-        report::{After, Told},
+        report::{After, MoveEvent},
         system,
     },
     Mover, Step,
@@ -46,7 +46,7 @@ impl Mover<'_> {
         self.report.missed = Some(rest.changed);
         self.operator.tell(&format!(
             "{} pages were not in the dirty log, of which {} should have been",
-            rest.looked, rest.changed
+            rest.scanned, rest.changed
         ));
         Ok(())
     }
@@ -106,7 +106,7 @@ impl Mover<'_> {
     /// Holds everything still, takes the instant, and sends the pages that have changed since they
     /// were sent.
     pub(super) fn stop_and_copy(&mut self) -> Result<Step> {
-        self.system.tell(&Told::Stops);
+        self.system.tell(&MoveEvent::Stops);
         if let Some(event) = self.write_back()? {
             return Ok(Step::Event(event));
         }
@@ -156,7 +156,7 @@ impl Mover<'_> {
         self.streamed = Some(Instant::now());
         let last_us = last_took.as_secs_f64() * 1e6;
         self.report.after =
-            Some(After { found_by, looked: done.looked, quiesce_us, last_us, ..After::default() });
+            Some(After { found_by, scanned: done.scanned, quiesce_us, last_us, ..After::default() });
         self.report.pages[1] = done.sent;
         self.report.bytes[1] = done.bytes;
         Ok(Step::Event(Event::Streamed(self.ledger.digest(self.attempt))))

@@ -15,7 +15,7 @@ use super::{
     offer::Offer,
     page_stream::PageStream,
     pause::{self, Pause},
-    report::{Report, Told},
+    report::{MoveEvent, Report},
     system::{Memory, System},
 };
 use crate::operator::Operator;
@@ -87,7 +87,7 @@ pub enum Outcome {
 
 /// The parts of a mover that are left in the end.
 #[derive(Debug)]
-pub struct Rest {
+pub struct Remains {
     /// Reason why the machine has not moved, if it has not.
     pub failure: Option<Error>,
     /// Operator at the console.
@@ -255,9 +255,9 @@ impl<'a> Mover<'a> {
 
     /// Returns the remaining parts, with the reason if the machine has not moved.
     #[must_use]
-    pub fn into_rest(self) -> Rest {
+    pub fn into_remains(self) -> Remains {
         let Self { failure, operator, pause, .. } = self;
-        Rest { failure, operator, pause }
+        Remains { failure, operator, pause }
     }
 
     fn is_in_doubt(&self) -> bool {
@@ -272,7 +272,7 @@ impl<'a> Mover<'a> {
             if self.is_wanted_to_stop() {
                 return Event::Cancel;
             }
-            if let Some(event) = self.look_around() {
+            if let Some(event) = self.poll_outside() {
                 return event;
             }
             if let Some(mut link) = self.link.take() {
@@ -307,7 +307,7 @@ impl<'a> Mover<'a> {
     }
 
     /// Reads events that need no connection: announcements, and the operator's decision.
-    fn look_around(&mut self) -> Option<Event> {
+    fn poll_outside(&mut self) -> Option<Event> {
         if !self.is_in_doubt() {
             return None;
         }
@@ -408,7 +408,7 @@ impl<'a> Mover<'a> {
             }
             Action::Tell(advice) => {
                 self.operator.tell(&advice.to_string());
-                self.system.tell(&Told::Doubt { advice: advice.to_string() });
+                self.system.tell(&MoveEvent::Doubt { advice: advice.to_string() });
                 Step::None
             }
         }

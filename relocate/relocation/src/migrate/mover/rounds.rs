@@ -8,8 +8,8 @@ use super::{
         link::Link,
         log::Log,
         mirror::How,
-        page_stream::{PageStream, Whose},
-        report::{Told, how_far},
+        page_stream::{AttemptStreams, PageStream},
+        report::{MoveEvent, how_far},
     },
     Mover,
 };
@@ -35,9 +35,9 @@ impl Mover<'_> {
     /// Opens the streams besides the first, when the destination is ready for pages.
     fn open_page_streams(&mut self) -> Result<()> {
         let Self { to, token, attempt, offer, args, patience: Patience { running: patience, .. }, .. } = self;
-        let whose = Whose { to: *to, token, attempt: *attempt, secret: &offer.secret };
+        let attempt_streams = AttemptStreams { to: *to, token, attempt: *attempt, secret: &offer.secret };
         let control = args.congestion_control.as_deref();
-        let open = |stream| PageStream::open(&whose, stream, *patience, control);
+        let open = |stream| PageStream::open(&attempt_streams, stream, *patience, control);
         self.page_streams = (1..offer.streams).map(open).collect::<Result<_>>()?;
         Ok(())
     }
@@ -49,7 +49,7 @@ impl Mover<'_> {
         }
         let limits = course::limits(self.args);
         let mut course = Course::new(limits);
-        self.system.tell(&Told::Accepted { memory: self.report.memory });
+        self.system.tell(&MoveEvent::Accepted { memory: self.report.memory });
         for number in 0..u64::from(limits.max_rounds) {
             let done = match self.round(number, &limits) {
                 Ok(done) => done,
@@ -61,7 +61,7 @@ impl Mover<'_> {
             self.report.pages[0] += done.sent;
             self.report.bytes[0] += done.bytes;
             let outlook = course.after(&done, matches!(self.log, Log::Live), self.mirrored);
-            self.system.tell(&Told::round(number, &done, &outlook));
+            self.system.tell(&MoveEvent::round(number, &done, &outlook));
             let throttle_percent = outlook.throttle_percent();
             match outlook.next {
                 Next::Copy { .. } => {
@@ -116,9 +116,9 @@ impl Mover<'_> {
         }
         let done = self.mirror_pass(From::Now, &format!("disks, round {number}"), limits)?;
         self.mirrored = if number == 0 { Duration::ZERO } else { done.took };
-        let told = Told::Mirrored {
+        let told = MoveEvent::Mirrored {
             round: number,
-            read: done.looked * PAGE as u64,
+            read: done.scanned * PAGE as u64,
             changed: done.sent * PAGE as u64,
             bytes: done.bytes,
             seconds: done.took.as_secs_f64(),
@@ -160,7 +160,7 @@ impl Mover<'_> {
         let (memory, kept_proof) = (self.memory, self.proof.take());
         let proof = kept_proof.as_ref();
         let read = |cursor: &mut Cursor, count| match from {
-            From::Now => memory.look(cursor, count, only),
+            From::Now => memory.scan(cursor, count, only),
             From::Instant => match proof {
                 None => memory.take(cursor, count, only),
                 Some(proof) => {
