@@ -714,7 +714,7 @@ mod tests {
             "mercury merge /dev/sdb1 /net/base /net/next",
             "mercury receive --listen 10.9.0.3",
             "mercury receive --listen 10.9.0.3:99 --delay 10s --prepare /run/x",
-            "mercury migrate 10.9.0.3 --key - --max-downtime 300ms --or-give-up",
+            "mercury migrate 10.9.0.3 --key - --max-downtime 800ms --or-give-up",
             "mercury migrate --dry-run",
             "mercury fault 4 --cpu 1 --offset 0x10",
         ] {

@@ -267,8 +267,8 @@ pub const PAGES: &[Page] = &[
                 "mercury migrate 10.9.0.3 --key -",
             ),
             example(
-                "Move only if applications stand still for 300 ms at most",
-                "mercury migrate 10.9.0.3 --key - --max-downtime 300ms --or-give-up",
+                "Move only if applications stand still for 800 ms at most, by the estimate",
+                "mercury migrate 10.9.0.3 --key - --max-downtime 800ms --or-give-up",
             ),
             example("Move a local disk too", "mercury migrate 10.9.0.3 --key - --with-disk /dev/sda"),
         ],
@@ -278,7 +278,7 @@ pub const PAGES: &[Page] = &[
         Group::Move,
         &[example(
             "Move away, and back later; the pairing token is in MERCURY_KEY",
-            "mercury maintenance 10.9.0.3 --max-downtime 500ms",
+            "mercury maintenance 10.9.0.3 --max-downtime 800ms",
         )],
     ),
     Page::of(
@@ -301,7 +301,7 @@ pub const PAGES: &[Page] = &[
         Group::Move,
         &[
             example("Start the service", "systemctl enable --now mercuryd"),
-            example("Run the daemon by hand", "mercury daemon --to 10.9.0.3 -- --max-downtime 300ms"),
+            example("Run the daemon by hand", "mercury daemon --to 10.9.0.3 -- --max-downtime 800ms"),
         ],
     )
     .files(&[DEFAULTS, KEY_FILE, CONTROL, file("/usr/lib/systemd/system/mercuryd.service", "The unit of the daemon.")])
