@@ -18,6 +18,8 @@ static struct {
 	void *buffer;
 	/* By the number of a kept page: hashes of the frames at the instant, in builds with fault points. */
 	u64 *hashes;
+	/* Where the block of free frames ends that the last frame read as it is now was in. */
+	phys_addr_t free_end;
 	/* Memory broke after it was found to be sound. */
 	bool broken;
 } read;
@@ -160,11 +162,11 @@ static u64 free_frames(phys_addr_t frame)
  * Reads a frame as it is now; a free one reads as zeros. A frame that only the hypervisor can read
  * (memfd_secret) counts as written, so that it is read at the instant.
  */
-static void read_frame(phys_addr_t frame, void *to, phys_addr_t *free_end)
+static void read_frame(phys_addr_t frame, void *to)
 {
-	if (frame >= *free_end)
-		*free_end = frame + free_frames(frame) * PAGE_SIZE;
-	if (frame >= *free_end) {
+	if (frame >= read.free_end)
+		read.free_end = frame + free_frames(frame) * PAGE_SIZE;
+	if (frame >= read.free_end) {
 		if (!copy_from_kernel_nofault(to, __va(frame), PAGE_SIZE))
 			return;
 		mercury_dma_log_written(PHYS_PFN(frame));
@@ -175,12 +177,11 @@ static void read_frame(phys_addr_t frame, void *to, phys_addr_t *free_end)
 /* Reads the listed frames as they are now. */
 static int read_present(struct mercury_snapshot_take_request *request)
 {
-	phys_addr_t free_end = 0;
 	int err;
 	u32 i;
 
 	for (i = 0; i < read.list->count; i++) {
-		read_frame(read.list->entries[i].frame_phys, read.buffer + i * PAGE_SIZE, &free_end);
+		read_frame(read.list->entries[i].frame_phys, read.buffer + i * PAGE_SIZE);
 		err = put_frame(request, i, 0);
 		if (err)
 			return err;
@@ -233,5 +234,7 @@ int mercury_read_past(struct mercury_snapshot_take_request *request)
 
 int mercury_read_present(struct mercury_snapshot_take_request *request)
 {
+	/* Only the first page of a free block says that it is free: the end outlasts a list of frames. */
+	read.free_end = 0;
 	return read_frames(request, read_present);
 }
