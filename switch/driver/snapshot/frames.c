@@ -71,7 +71,10 @@ static unsigned long next_written(const struct mercury_wanted *wanted, unsigned 
 
 static bool is_free(const struct mercury_wanted *wanted, unsigned long pfn)
 {
-	return wanted->free && test_bit(pfn % MERCURY_MAP_BITS, wanted->free[pfn / MERCURY_MAP_BITS]);
+	unsigned long at = pfn / MERCURY_MAP_BITS;
+
+	return wanted->free && at < wanted->count && wanted->free[at] &&
+	       test_bit(pfn % MERCURY_MAP_BITS, wanted->free[at]);
 }
 
 /* Returns the first wanted frame at or after this one, or `end` if none lies before it. */

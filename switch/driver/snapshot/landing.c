@@ -9,8 +9,8 @@
 #include "landing.h"
 
 /*
- * A large page, and the memory that one page of page tables maps in them; the memory of the top level's
- * entry.
+ * A large page, the memory that one page of page tables maps in large pages, and the memory that one page
+ * of the next level maps. FEW_PAGES has room for a fifth level.
  */
 #define LARGE_SIZE	BIT_ULL(21)
 #define TABLE_SHIFT	30

@@ -97,6 +97,9 @@ static u32 prepare(const struct mercury_snapshot_request *request)
 		code = mercury_instant_prepare(ram_pages);
 	if (code == MERCURY_CODE_OK)
 		code = mercury_kept_find();
+	/* Memory that was plugged in since has no place in the maps. */
+	if (code == MERCURY_CODE_OK && mercury_ram_pages() != ram_pages)
+		code = MERCURY_CODE_SNAPSHOT_HOTPLUG;
 	if (code == MERCURY_CODE_OK)
 		code = mercury_snapshot_call(MERCURY_SNAPSHOT_CALL_TABLES,
 					     (void *)mercury_tables_wide_cr3());
