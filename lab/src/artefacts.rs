@@ -111,14 +111,20 @@ fn build_programs() -> Result<(PathBuf, Files)> {
 }
 
 /// Writes the manual pages and the bash completion of the command, as its package does, and returns their places on
-/// the disk.
+/// the disk. The folder is named by the program: test programs for another release may read it at the same time.
 fn generate_help(mercury: &Path) -> Result<Files> {
-    let share = paths::lab_dir("share")?;
-    host::remove_tree(&share)?;
-    for (what, folder) in [("man", "man/man8"), ("completions", "completions")] {
-        let mut generate = Command::new(mercury);
-        generate.args(["generate", what]).arg(share.join(folder));
-        host::run("writing the manual pages", "generate", &mut generate)?;
+    let name = Ingredients::default().with_path(mercury)?.name();
+    let share = paths::lab_dir("share")?.join(&name);
+    let _lock = Lock::wait("share")?;
+    if !share.exists() {
+        let unfinished = share.with_extension("unfinished");
+        host::remove_tree(&unfinished)?;
+        for (what, folder) in [("man", "man/man8"), ("completions", "completions")] {
+            let mut generate = Command::new(mercury);
+            generate.args(["generate", what]).arg(unfinished.join(folder));
+            host::run("writing the manual pages", "generate", &mut generate)?;
+        }
+        fs::rename(&unfinished, &share).context(|| format!("name {}", share.display()))?;
     }
     let pages = share.join("man/man8");
     let entries = fs::read_dir(&pages).context(|| format!("list {}", pages.display()))?;
