@@ -222,11 +222,12 @@ impl Frozen {
     /// Lets applications run again without a look-up of any path. The processes stay in Mercury's
     /// groups until this is dropped.
     pub fn thaw(&self, guard: &mut UndoProcess) {
-        for switch in &self.switches {
-            // A group that is gone needs no thaw.
-            let _ = switch.write_all_at(b"0", 0);
+        let results: Vec<_> = self.switches.iter().map(|switch| switch.write_all_at(b"0", 0)).collect();
+        // A group that is gone needs no thaw. After another failure the undo process must try again.
+        let gone = |error: &io::Error| error.raw_os_error() == Some(libc::ENODEV);
+        if results.iter().all(|result| result.as_ref().err().is_none_or(gone)) {
+            guard.is_thawed();
         }
-        guard.is_thawed();
     }
 }
 

@@ -168,14 +168,15 @@ fn keep(
     let begin = device.snapshot_begin(pool, flags, swap_pages);
     // Without disks to put back, applications wait for nothing. A server of files that the machine
     // talked to after the instant may take minutes to answer, and this process waits for it below.
-    if left_behind.is_empty()
+    if has_servers
+        && left_behind.is_empty()
         && let Some((_, frozen)) = &still
     {
         frozen.thaw(guard);
     }
     if begin.as_ref().is_ok_and(|begin| begin.rolled_back != 0) {
         if let Some(stale) = &mut stale {
-            stale.end(sysroot);
+            guard.hear_during(|| stale.end(sysroot));
         }
         let opened = device.fence_down_afresh();
         if let Err(why) = put_disks_back(args, &left_behind, &were, guard) {
@@ -211,7 +212,7 @@ fn keep(
 /// Prepares to end connections with peers, which will have gone on; programs make new ones. Without
 /// this they end after minutes, but encryption would use its counters twice.
 fn connections(sysroot: &Sysroot) -> Result<Option<Stale>> {
-    if !fence::servers(sysroot).is_empty() {
+    if fence::has_servers(sysroot) {
         // Until then no part of this program may have to be read over the network.
         this_process::keep_in_memory()?;
     }

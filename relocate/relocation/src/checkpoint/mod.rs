@@ -60,7 +60,7 @@ use mercury_control::{
 use mercury_image::{Identity, Machine, Writer};
 use mercury_quiesce::{
     attached::Attached,
-    culprit, describe, disks, hook, patient,
+    culprit, describe, disks, fence, hook, patient,
     phases::Phases,
     pool, swap, this_process,
     undo::{Undo, UndoProcess},
@@ -385,9 +385,11 @@ fn reach(
     let begun = time::Instant::now();
     // Applications that go on after the instant would act on the world, and their actions would be
     // lost with the machine's first life. The kernel's own freezer knows no order, and would wait
-    // for 20 s.
-    let must_rest =
-        args.poweroff || mounts.iter().any(|mount| mount.writable) || !waits::servers().is_empty();
+    // for 20 s: for a FUSE server, or for the lock of an NFS directory whose holder it has frozen.
+    let must_rest = args.poweroff
+        || mounts.iter().any(|mount| mount.writable)
+        || fence::has_servers(sysroot)
+        || !waits::servers().is_empty();
     let still = if must_rest { Some(Stillness::hold(args, &mounts, target, sysroot, guard)?) } else { None };
     disks::are_still(&mounts, sysroot)?;
     // A fingerprint may need many reads, so all disks are read at once.
@@ -409,7 +411,8 @@ fn reach(
     let pause = begun.elapsed();
     let restored = begin.restored != 0;
     if restored {
-        fenced.has_returned(device, sysroot)?;
+        // A server of files may take a minute to answer the restored machine.
+        guard.hear_during(|| fenced.has_returned(device, sysroot))?;
     } else {
         swap::end_if_swap_changed(device, &swap)?;
     }
