@@ -158,7 +158,8 @@ impl fmt::Display for Advice {
                  can come, look at the destination's console. If the machine runs there, type `abandon` \
                  here. If it does not, make sure that it never will: type `discard` there, and wait until \
                  the console says that the machine was discarded; or switch that machine off. Only then \
-                 type `resume` here."
+                 type `resume` here. The machine may have run there for a while: if so, first look at what \
+                 its clients and disks have seen, because `resume` goes on from the instant of the move."
             }
             Self::DestinationLostIt => {
                 "The destination started this machine, or may have, and was then restarted. Nothing runs \

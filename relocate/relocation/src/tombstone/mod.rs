@@ -314,14 +314,23 @@ fn system(sysroot: &Sysroot) -> Option<String> {
     Some(hash[..16].iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// Clears all tombstones of this hardware, because this machine has arrived on it and runs here.
-/// Returns the failures.
+/// Clears this system's tombstones on this hardware, because this machine has arrived on it and
+/// runs here. Another system that has moved away from this hardware runs elsewhere: its tombstone
+/// stays. Returns the failures.
 #[must_use]
 pub fn clear_here(sysroot: &Sysroot) -> Vec<String> {
     let spots = spots(sysroot).unwrap_or_default();
+    let own = system(sysroot);
     let mut failed = Vec::new();
     for (named, place) in all(&spots, sysroot) {
         let Ok(place) = place else { continue };
+        if let Ok(Some(found)) = place.read()
+            && found.system.is_some()
+            && own.is_some()
+            && found.system != own
+        {
+            continue;
+        }
         if let Err(why) = clear(&place) {
             failed.push(format!(
                 "the tombstone of an earlier move cannot be cleared ({named}: {why}): this machine will \
@@ -425,6 +434,13 @@ mod tests {
         let error = Marks::choose("d", &sysroot).expect_err("refused");
         assert!(error.message.contains("another system, which has moved to c"), "{error}");
         assert!(variable(root.path()).forbids());
+        // Nor is it cleared when this system arrives: that one may run elsewhere.
+        assert!(clear_here(&sysroot).is_empty());
+        assert!(variable(root.path()).forbids());
+        // Its own arrival ends it.
+        fs::write(root.path().join("etc/machine-id"), ONE).expect("a file");
+        assert!(clear_here(&sysroot).is_empty());
+        assert!(!variable(root.path()).forbids());
     }
 
     #[test]
