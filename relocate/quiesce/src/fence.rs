@@ -96,15 +96,6 @@ pub fn peers(files: &[&Path], processes: &[u32], sysroot: &Sysroot) -> Result<Ve
     Ok(peers.into_iter().collect())
 }
 
-/// Lists the servers of all network storage that are known.
-#[must_use]
-pub fn servers(sysroot: &Sysroot) -> Vec<Peer> {
-    let mountinfo = sysroot.text("proc/self/mountinfo").unwrap_or_default();
-    let named = mountinfo.lines().filter_map(|line| of_file_system(line).ok().flatten());
-    let all: BTreeSet<_> = named.chain(of_disks(sysroot).unwrap_or_default()).collect();
-    all.into_iter().collect()
-}
-
 /// Returns true if files or disks of this machine come from a server, known or not.
 #[must_use]
 pub fn has_servers(sysroot: &Sysroot) -> bool {
@@ -252,7 +243,6 @@ mod tests {
         assert_eq!(peers(&[&image], &[], &sysroot), Ok(vec![peer("10.0.0.2")]));
         assert_eq!(peers(&[], &[], &sysroot), Ok(vec![]), "a root on a network is fenced off as well");
         assert_eq!(peers(&[&at], &[], &sysroot), Ok(vec![peer("10.0.0.1")]));
-        assert_eq!(servers(&sysroot), [peer("10.0.0.1"), peer("10.0.0.2")]);
         assert!(has_servers(&sysroot));
         let ceph = "30 22 0:30 / /x rw - ceph 1.2.3.4:/ rw,name=x";
         assert!(of_file_system(ceph).is_err());
