@@ -141,15 +141,16 @@ fn keep(
     device.snapshot_prepare(pool, flags)?;
     let mut stale = connections(sysroot)?;
     let has_servers = fence::has_servers(sysroot);
-    // A kernel without hooks for packets ends connections as early as it can. So does a machine
-    // whose files come from a server: even a look-up of /proc may ask the server of the root.
-    let fenced = !has_servers && device.fence(&[], Silent::Second).is_ok();
-    let begun = time::Instant::now();
     let left_behind: Vec<_> = mounts.iter().filter(|mount| is_left_behind(mount)).cloned().collect();
     // If disks are put back too, they must be in the state that memory expects. The kernel's own
     // freezer fails if a task waits for one that it has frozen already: for a FUSE server, or for
     // the lock of an NFS directory, whose holder was frozen while it waited for an answer.
-    let still = if !left_behind.is_empty() || has_servers || !waits::servers().is_empty() {
+    let is_held = !left_behind.is_empty() || has_servers || !waits::servers().is_empty();
+    // A kernel without hooks for packets ends connections as early as it can. So does a machine
+    // whose files come from a server: even a look-up of /proc may ask the server of the root.
+    let fenced = !has_servers && device.fence(&[], Silent::Second).is_ok();
+    let begun = time::Instant::now();
+    let still = if is_held {
         disks::sync(mounts, sysroot)?;
         let frozen = Frozen::hold(guard, &[])?;
         Some((Still::hold(if left_behind.is_empty() { &[] } else { mounts }, guard)?, frozen))

@@ -24,6 +24,9 @@ const LIMIT: Duration = Duration::from_secs(900);
 /// The steps of a pause, in order. A tick is an instruction.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Phases {
+    /// Time of the command before it asks the driver: packets are held, and file systems and
+    /// applications if the disks of the machine ask for it.
+    pub hold: u64,
     /// Time to freeze the tasks.
     pub freeze_tasks: u64,
     /// Time to quiesce the devices.
@@ -56,8 +59,9 @@ pub struct Phases {
 impl Phases {
     /// Returns all steps, with names for people.
     #[must_use]
-    pub fn named(&self) -> [(&'static str, u64); 13] {
+    pub fn named(&self) -> [(&'static str, u64); 14] {
         [
+            ("packets held", self.hold),
             ("tasks frozen", self.freeze_tasks),
             ("devices quiesced", self.quiesce_devices),
             ("all CPUs stopped", self.gather),
@@ -81,15 +85,19 @@ impl Phases {
     /// Reads the steps from the driver's report, and the devices' share of the first and last
     /// steps.
     fn read(phases: &Value, devices: &Devices) -> Result<Self> {
-        let step = |name: &str| {
-            let steps = phases["steps"].as_array().into_iter().flatten();
-            let found = steps.filter(|step| step["name"] == name).find_map(|step| step["ticks"].as_u64());
-            found.ok_or_else(|| Error::Host(format!("no step {name} in {phases}")))
+        let figure = |name: &str, unit: &str| {
+            let mut steps = phases["steps"].as_array().into_iter().flatten();
+            let found = steps.find(|step| step["name"] == name).and_then(|step| step[unit].as_f64());
+            found.map(|value| value as u64).ok_or_else(|| Error::Host(format!("no step {name} in {phases}")))
         };
+        let step = |name: &str| figure(name, "ticks");
         let copy_lasting = number(phases, "lasting_ticks")? as u64;
         let within = number(phases, "hypervisor_ticks")? as u64;
         let (quiesce, thaw) = (step("quiesce")?, step("thaw")?);
         Ok(Self {
+            // The kernel's clock measured this part, and the driver's report has its time in the
+            // ticks that the kernel assumes. Here a tick is a nanosecond.
+            hold: figure("hold", "us")? * 1000,
             freeze_tasks: quiesce.saturating_sub(devices.quiesce),
             quiesce_devices: devices.quiesce,
             gather: step("gather")?,
@@ -112,6 +120,7 @@ impl Phases {
             median(&rounds.iter().map(|round| step(round) as f64).collect::<Vec<_>>()) as u64
         };
         Self {
+            hold: of(|one| one.hold),
             freeze_tasks: of(|one| one.freeze_tasks),
             quiesce_devices: of(|one| one.quiesce_devices),
             gather: of(|one| one.gather),
@@ -268,9 +277,20 @@ mod tests {
     fn ends_are_split_between_tasks_and_devices() {
         let devices = Devices::read(TRACED).unwrap();
         assert_eq!(devices, Devices { quiesce: 3000, resume: 700 });
-        let names =
-            ["quiesce", "gather", "search", "suspend", "save", "hypervisor", "resume", "release", "thaw"];
-        let steps: Vec<_> = names.iter().map(|name| json!({ "name": name, "ticks": 5000 })).collect();
+        let names = [
+            "hold",
+            "quiesce",
+            "gather",
+            "search",
+            "suspend",
+            "save",
+            "hypervisor",
+            "resume",
+            "release",
+            "thaw",
+        ];
+        let steps: Vec<_> =
+            names.iter().map(|name| json!({ "name": name, "ticks": 5000, "us": 2.0 })).collect();
         let phases = Phases::read(
             &json!({ "steps": steps, "lasting_ticks": 4800, "hypervisor_ticks": 4900 }),
             &devices,
@@ -279,7 +299,8 @@ mod tests {
         assert_eq!((phases.freeze_tasks, phases.quiesce_devices), (2000, 3000));
         assert_eq!((phases.hypervisor, phases.copy_lasting, phases.first_write), (100, 4800, 100));
         assert_eq!((phases.resume_devices, phases.thaw_tasks), (700, 4300));
-        assert_eq!(phases.total(), 9 * 5000, "nothing is counted twice or left out");
+        assert_eq!(phases.hold, 2000);
+        assert_eq!(phases.total(), 9 * 5000 + 2000, "nothing is counted twice or left out");
         assert!(Phases::read(&json!({ "steps": [], "lasting_ticks": 0 }), &devices).is_err());
         assert_eq!(Devices::read("nothing"), None);
     }
