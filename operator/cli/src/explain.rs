@@ -1,7 +1,7 @@
 //! `mercury explain`: a code, its meaning and the remedy.
 
 use clap::{
-    Arg, Command,
+    Arg, Args, Command,
     builder::{PossibleValue, StringValueParser, TypedValueParser},
 };
 use mercury_abi::code::Code;
@@ -13,6 +13,13 @@ use mercury_control::{
 };
 use serde::Serialize;
 use std::ffi::OsStr;
+
+#[derive(Debug, Args)]
+pub struct ExplainArgs {
+    /// A code by name or number, such as svm-disabled or 43 [default: list them all]
+    #[arg(value_parser = Codes, hide_possible_values = true)]
+    pub code: Option<String>,
+}
 
 /// The parser of `mercury explain CODE`. Shells complete codes from it; [`explain`] judges the
 /// word.

@@ -1,21 +1,57 @@
 //! Manual pages and shell completions, from the definition of the command line.
 
-use crate::{args::Cli, help::manual};
-use clap::{Arg, Command, CommandFactory};
+use crate::help::manual;
+use clap::{Arg, Args, Command, ValueEnum};
 use clap_complete::{Shell, generate_to};
-use mercury_control::explain::{self, Entry};
+use mercury_control::{
+    error::{Error, Result},
+    exit::Exit,
+    explain::{self, Entry},
+};
 use std::{
     fs::{self, OpenOptions},
     io::{self, Write},
-    path::Path,
+    path::{Path, PathBuf},
 };
 
+#[derive(Debug, Args)]
+pub struct GenerateArgs {
+    /// Kind of files to generate
+    pub what: Generated,
+    /// Folder to write to
+    pub directory: PathBuf,
+}
+
+/// The kinds of files that can be generated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Generated {
+    /// Manual pages
+    Man,
+    /// Completions for bash, zsh and fish
+    Completions,
+}
+
+/// Writes the files that `args` asks for, from the command line's definition.
+///
+/// # Errors
+///
+/// Returns an error if a file cannot be written.
+pub fn run(args: &GenerateArgs, definition: Command) -> Result<Exit> {
+    let result = match args.what {
+        Generated::Man => man(definition, &args.directory),
+        Generated::Completions => completions(&definition, &args.directory),
+    };
+    result.map(|()| Exit::Done).map_err(|error| {
+        Error::new(Exit::Failed, format!("writing to {} failed: {error}", args.directory.display()))
+            .hint("name a directory that can be written")
+    })
+}
+
 /// Writes a page for the command and one for each of its visible subcommands.
-pub fn man(directory: &Path) -> io::Result<()> {
+pub fn man(mut definition: Command, directory: &Path) -> io::Result<()> {
     fs::create_dir_all(directory)?;
-    let mut command = Cli::command();
-    command.build();
-    page(&command, directory, "mercury")
+    definition.build();
+    page(&definition, directory, "mercury")
 }
 
 fn page(command: &Command, directory: &Path, name: &str) -> io::Result<()> {
@@ -29,10 +65,10 @@ fn page(command: &Command, directory: &Path, name: &str) -> io::Result<()> {
 }
 
 /// Writes the completions of the common shells.
-pub fn completions(directory: &Path) -> io::Result<()> {
+pub fn completions(definition: &Command, directory: &Path) -> io::Result<()> {
     fs::create_dir_all(directory)?;
     for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
-        let mut command = Cli::command();
+        let mut command = definition.clone();
         command.build();
         let file = generate_to(shell, &mut offered(&command), "mercury", directory)?;
         if shell == Shell::Fish {
@@ -84,94 +120,5 @@ fn shown(arg: &Arg) -> Arg {
     match arg.get_value_names() {
         Some(names) if arg.get_action().takes_values() => shown.value_names(names.to_vec()),
         _ => shown,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::collections::BTreeSet;
-
-    #[test]
-    fn pages_for_all_commands() {
-        let directory = tempfile::tempdir().expect("temporary directory");
-        man(directory.path()).expect("pages");
-        for name in ["mercury", "mercury-attach", "mercury-doctor", "mercury-bench-switch"] {
-            let text = fs::read_to_string(directory.path().join(format!("{name}.8"))).expect(name);
-            assert!(text.contains("not possible on this machine"), "{name}");
-        }
-        for page in fs::read_dir(directory.path()).expect("pages") {
-            let page = page.expect("a page").path();
-            let text = fs::read_to_string(&page).expect("text");
-            for section in ["SYNOPSIS", "EXIT STATUS", "ENVIRONMENT", "EXAMPLES", "SEE ALSO"] {
-                let heading = if section.contains(' ') { format!("{section:?}") } else { section.to_owned() };
-                assert!(
-                    text.contains(&format!(".SH {heading}\n")),
-                    "{section} in {}: {text}",
-                    page.display()
-                );
-            }
-            let has_files = !page.to_string_lossy().contains("hosted");
-            assert_eq!(text.contains(".SH FILES\n"), has_files, "{}", page.display());
-        }
-        let text = fs::read_to_string(directory.path().join("mercury-migrate.8")).expect("a page");
-        assert!(text.contains("MERCURY_KEY") && !text.contains("pause"), "{text}");
-        assert!(!directory.path().join("mercury-fault.8").exists());
-    }
-
-    #[test]
-    fn completions_for_three_shells() {
-        let directory = tempfile::tempdir().expect("temporary directory");
-        completions(directory.path()).expect("completions");
-        assert_eq!(fs::read_dir(directory.path()).expect("directory").count(), 3);
-    }
-
-    #[test]
-    fn bash_completes_the_codes_of_explain() {
-        let directory = tempfile::tempdir().expect("temporary directory");
-        completions(directory.path()).expect("completions");
-        let script = format!(
-            ". {}/mercury.bash; COMP_WORDS=(mercury explain svm-) COMP_CWORD=2 COMP_LINE='mercury explain svm-'; \
-             _mercury mercury svm- explain; printf '%s\\n' \"${{COMPREPLY[@]}}\"",
-            directory.path().display()
-        );
-        let output = std::process::Command::new("bash").args(["-c", &script]).output().expect("bash");
-        let offered = String::from_utf8(output.stdout).expect("text");
-        let offered: BTreeSet<&str> = offered.lines().collect();
-        let wanted = mercury_abi::code::Code::ALL.iter().map(|code| code.name());
-        assert_eq!(offered, wanted.filter(|name| name.starts_with("svm-")).collect());
-        for name in ["_mercury", "mercury.fish"] {
-            let text = fs::read_to_string(directory.path().join(name)).expect(name);
-            assert!(text.contains("svm-disabled"), "{name}");
-        }
-    }
-
-    /// Collects the names of all hidden parts, at any depth, or of all others.
-    fn names(command: &Command, hidden: bool, into: &mut BTreeSet<String>) {
-        let options = command.get_arguments().filter(|arg| arg.is_hide_set() == hidden);
-        into.extend(options.filter_map(|arg| Some(format!("--{}", arg.get_long()?))));
-        for sub in command.get_subcommands().filter(|sub| !sub.is_hide_set()) {
-            names(sub, hidden, into);
-        }
-    }
-
-    #[test]
-    fn completions_offer_what_is_shown_and_nothing_that_is_hidden() {
-        let directory = tempfile::tempdir().expect("temporary directory");
-        completions(directory.path()).expect("completions");
-        let bash = fs::read_to_string(directory.path().join("mercury.bash")).expect("a file");
-        let words: BTreeSet<&str> = bash.split([' ', '"', '\n', ')', '(']).collect();
-        let [mut hidden, mut shown] = [BTreeSet::new(), BTreeSet::new()];
-        names(&Cli::command(), true, &mut hidden);
-        names(&Cli::command(), false, &mut shown);
-        assert!(hidden.len() > 5 && shown.len() > 50);
-        assert!(shown.iter().all(|name| words.contains(name.as_str())), "{shown:?}");
-        for name in hidden.difference(&shown) {
-            assert!(!words.contains(name.as_str()), "{name}");
-        }
-        for subcommand in Cli::command().get_subcommands() {
-            let is_offered = words.contains(format!("mercury,{}", subcommand.get_name()).as_str());
-            assert_eq!(is_offered, !subcommand.is_hide_set(), "{}", subcommand.get_name());
-        }
     }
 }

@@ -1,14 +1,17 @@
 //! The library half of the `mercury` command.
 //!
-//! * [`args`]: the command line; [`help`]: its help, and with [`generate`] manual pages and
-//!   completions;
-//! * [`commands`]: each command opens the driver, does one thing, returns a report;
-//! * [`doctor`], [`bench`], [`metrics`]: the commands about the mode switch;
-//! * [`inspect`], [`maintenance`], [`daemon`], [`hosted`], [`explain`]: commands with work of their own.
+//! * [`args`]: the list of all commands; [`shared`]: options that several commands have;
+//! * [`help`]: the help, and with [`generate`] manual pages and completions;
+//! * [`commands`]: calls the command, and reports its result;
+//! * [`switch`], [`status`], [`log`], [`facts`], [`fault`], [`doctor`], [`bench`], [`metrics`]: the commands
+//!   about the mode switch;
+//! * [`inspect`], [`maintenance`], [`daemon`], [`hosted`], [`explain`]: commands with work of their own;
+//! * [`relocate`]: the options of the commands whose work is in the crate `mercury-relocation`:
+//!   checkpoint, restore, snapshot, migrate.
 //!
-//! This crate is the face only. The crate `mercury-relocation` does the work of checkpoint, restore, snapshot and
-//! migrate; `options` gives it the command line's arguments. The crate `mercury-control` has the driver's interface, errors
-//! and output. Unsafe code is in the benchmarks and in one call of the daemon.
+//! Each command's options are in the file of the command. This crate is the face only. The crate
+//! `mercury-control` has the driver's interface, errors and output. Unsafe code is in the benchmarks
+//! and in one call of the daemon.
 
 #![allow(missing_docs)]
 
@@ -18,12 +21,20 @@ pub mod commands;
 pub mod daemon;
 pub mod doctor;
 pub mod explain;
+pub mod facts;
+pub mod fault;
 pub mod generate;
 pub mod help;
 pub mod hosted;
 pub mod inspect;
+pub mod log;
 pub mod maintenance;
 pub mod metrics;
-mod options;
+pub mod relocate;
 #[cfg(test)]
 mod remedies;
+pub mod shared;
+pub mod status;
+pub mod switch;
+#[cfg(test)]
+mod tests;

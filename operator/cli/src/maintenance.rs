@@ -4,7 +4,8 @@
 //! This process moves with the machine. The same process leaves, waits on the other machine until
 //! an operator names the destination of the way back, and arrives in the end.
 
-use crate::args::MaintenanceArgs;
+use crate::relocate::migrate::MigrateArgs;
+use clap::Args;
 use mercury_control::{
     access,
     error::{Error, Result},
@@ -25,6 +26,13 @@ use std::{
     sync::mpsc::{self, RecvTimeoutError},
     time::Duration,
 };
+
+#[derive(Debug, Args)]
+pub struct MaintenanceArgs {
+    /// Options of the move, the same in both directions.
+    #[command(flatten)]
+    pub migrate: MigrateArgs,
+}
 
 /// The interval at which the wait checks for a signal.
 const LOOK: Duration = Duration::from_millis(200);

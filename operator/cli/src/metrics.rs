@@ -1,6 +1,6 @@
 //! `mercury metrics`: state and counters for Prometheus, on standard output or in a file for node_exporter's textfile collector.
 
-use crate::args::MetricsArgs;
+use clap::Args;
 use mercury_control::{
     access,
     error::{Error, Result},
@@ -20,9 +20,19 @@ use std::{
     fs::{self, OpenOptions},
     io::{self, Write},
     os::unix::fs::{OpenOptionsExt, fchown},
-    path::Path,
+    path::{Path, PathBuf},
     sync::atomic::AtomicU64,
 };
+
+#[derive(Debug, Args)]
+pub struct MetricsArgs {
+    /// Write this file instead; node_exporter reads files that end in .prom
+    #[arg(long, value_name = "FILE")]
+    pub textfile: Option<PathBuf>,
+    /// Let only this group read the file, besides root [default: every user may]
+    #[arg(long, value_name = "GROUP", requires = "textfile")]
+    pub group: Option<String>,
+}
 
 type Seconds<L> = Family<L, Gauge<f64, AtomicU64>>;
 type SecondsCounter<L> = Family<L, Counter<f64, AtomicU64>>;

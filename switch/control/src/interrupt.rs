@@ -1,6 +1,10 @@
 //! Ctrl-C and SIGTERM as a request to stop at the next safe point.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::{
+    sync::atomic::{AtomicBool, Ordering},
+    thread,
+    time::{Duration, Instant},
+};
 
 static REQUESTED: AtomicBool = AtomicBool::new(false);
 
@@ -27,6 +31,14 @@ impl Deferred {
     #[must_use]
     pub fn requested(&self) -> bool {
         REQUESTED.load(Ordering::Relaxed)
+    }
+
+    /// Sleeps for `time`, or until one of the signals has come.
+    pub fn sleep(&self, time: Duration) {
+        let begun = Instant::now();
+        while !self.requested() && begun.elapsed() < time {
+            thread::sleep(Duration::from_millis(50).min(time));
+        }
     }
 }
 
@@ -66,5 +78,8 @@ mod tests {
         // SAFETY: raises a signal for which a handler has just been installed.
         unsafe { libc::raise(libc::SIGTERM) };
         assert!(deferred.requested());
+        let begun = Instant::now();
+        deferred.sleep(Duration::from_secs(100));
+        assert!(begun.elapsed() < Duration::from_secs(50));
     }
 }

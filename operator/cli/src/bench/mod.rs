@@ -6,8 +6,18 @@ pub mod spin;
 pub mod switch;
 mod workloads;
 
-use crate::args::BenchCommand;
+use clap::Subcommand;
 use mercury_control::{access, error::Result, exit::Exit, interrupt::Deferred, say::Say};
+
+#[derive(Debug, Subcommand)]
+pub enum BenchCommand {
+    /// Attach and detach again and again: switch times, exit round trip, longest pause of a
+    /// spinning thread
+    Switch(switch::SwitchArgs),
+    /// Nine operations of lmbench, those of the papers' tables, and two more: fork, exec, context
+    /// switch, faults
+    Os(os::OsArgs),
+}
 
 pub fn run(command: &BenchCommand, say: Say<'_>) -> Result<Exit> {
     let deferred = Deferred::begin();

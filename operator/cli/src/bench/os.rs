@@ -6,6 +6,7 @@ use super::{
     paper::{self, Figures},
     workloads::{self, Workload},
 };
+use clap::Args;
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
@@ -15,6 +16,16 @@ use mercury_control::{
 };
 use serde::Serialize;
 use std::time::{Duration, Instant};
+
+#[derive(Debug, Args)]
+pub struct OsArgs {
+    /// Samples of each benchmark; their median is shown
+    #[arg(long, default_value_t = 11, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub samples: u32,
+    /// Only benchmarks whose name contains this text
+    #[arg(long, value_name = "NAME")]
+    pub only: Option<String>,
+}
 
 const SAMPLE: Duration = Duration::from_millis(20);
 

@@ -5,6 +5,8 @@ use super::{
     paper::{self, Switches},
     spin::{self, Gap},
 };
+use crate::shared::ModuleArgs;
+use clap::Args;
 use mercury_abi::{
     code::Code,
     ioctl::{MERCURY_MODE_ATTACHED, MERCURY_MODE_OFFLINE, SwitchResult},
@@ -19,6 +21,15 @@ use mercury_control::{
 };
 use serde::Serialize;
 use std::collections::BTreeMap;
+
+#[derive(Debug, Args)]
+pub struct SwitchArgs {
+    /// Number of attaches and detaches
+    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub cycles: u32,
+    #[command(flatten)]
+    pub module: ModuleArgs,
+}
 
 /// Round trips per CPU: the maximum of one request.
 const ROUND_TRIPS: u32 = 1000;

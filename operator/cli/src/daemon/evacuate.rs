@@ -1,7 +1,10 @@
 //! `mercury evacuate`: gives the daemon its order, or asks for its state.
 
-use super::order::{Answer, Order};
-use crate::args::EvacuateArgs;
+use super::{
+    SOCKET,
+    order::{Answer, Order},
+};
+use clap::Args;
 use mercury_control::{
     access,
     error::{Error, Result},
@@ -11,9 +14,22 @@ use mercury_control::{
 use std::{
     io::{self, BufRead, BufReader, Write},
     os::unix::net::UnixStream,
-    path::Path,
+    path::{Path, PathBuf},
     time::Duration,
 };
+
+#[derive(Debug, Args)]
+pub struct EvacuateArgs {
+    /// Reason, for the log and for `--status`
+    #[arg(long, value_name = "TEXT", default_value = "by order")]
+    pub reason: String,
+    /// Give no order: show the daemon's state
+    #[arg(long, conflicts_with = "reason")]
+    pub status: bool,
+    /// Control socket of the daemon
+    #[arg(long, value_name = "FILE", default_value = SOCKET)]
+    pub socket: PathBuf,
+}
 
 /// Time for the daemon's answer.
 const PATIENCE: Duration = Duration::from_secs(10);

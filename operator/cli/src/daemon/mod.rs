@@ -11,7 +11,7 @@
 pub mod evacuate;
 pub mod order;
 
-use crate::args::DaemonArgs;
+use clap::Args;
 use libsystemd::logging::Priority;
 use mercury_control::{
     access,
@@ -31,7 +31,7 @@ use std::{
         fs::{MetadataExt, PermissionsExt},
         net::{UnixListener, UnixStream},
     },
-    path::Path,
+    path::{Path, PathBuf},
     process::{Command, Output, Stdio},
     sync::{
         Arc,
@@ -41,6 +41,26 @@ use std::{
     thread,
     time::Duration,
 };
+
+/// The daemon's control socket.
+const SOCKET: &str = "/run/mercury/control";
+
+#[derive(Debug, Args)]
+pub struct DaemonArgs {
+    /// The destination that waits in `mercury receive`: HOST or HOST:PORT
+    #[arg(long, env = "MERCURY_SPARE", value_name = "HOST")]
+    pub to: String,
+    /// File with the pairing token that `mercury receive` has printed there; only root may be able
+    /// to read it
+    #[arg(long, env = "MERCURY_KEY_FILE", value_name = "FILE", default_value = "/etc/mercury/spare.key")]
+    pub key_file: PathBuf,
+    /// Control socket to create
+    #[arg(long, value_name = "FILE", default_value = SOCKET)]
+    pub socket: PathBuf,
+    /// Options for `mercury migrate`
+    #[arg(last = true, value_name = "OPTION")]
+    pub migrate: Vec<String>,
+}
 
 /// Interval at which signals and the end of a move are checked.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };

@@ -14,12 +14,40 @@ pub mod system;
 #[cfg(test)]
 mod tests;
 
+use crate::shared::ModuleArgs;
+use clap::Args;
 use machine::Machine;
 use mercury_control::{
+    error::Result,
     exit::Exit,
     output::{Render, Text, Tone},
+    progress,
+    say::Say,
+    sysroot::Sysroot,
 };
 use serde::Serialize;
+
+#[derive(Debug, Args)]
+pub struct DoctorArgs {
+    #[command(flatten)]
+    pub module: ModuleArgs,
+    /// Show only findings that are not in order
+    #[arg(short, long)]
+    pub quiet: bool,
+}
+
+/// Examines this machine and reports the findings.
+///
+/// # Errors
+///
+/// Returns no error: each finding is an item of the report.
+pub fn run(args: &DoctorArgs, say: Say<'_>) -> Result<Exit> {
+    let module = args.module.module.as_deref();
+    let machine = progress::during("examining the machine", || Machine::read(module, &Sysroot::default()));
+    let report = examine(&machine, args.quiet);
+    say.done(&report);
+    Ok(report.exit())
+}
 
 /// The result of a check, from good to bad.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]

@@ -4,7 +4,7 @@
 mod core;
 
 use self::core::Core;
-use crate::args::InspectArgs;
+use clap::Args;
 use mercury_control::{
     error::Result,
     exit::Exit,
@@ -18,6 +18,19 @@ use mercury_relocation::{
     tombstone::when,
 };
 use serde::Serialize;
+use std::path::PathBuf;
+
+#[derive(Debug, Args)]
+pub struct InspectArgs {
+    /// The image: a file, a block device, or - for standard input
+    pub image: PathBuf,
+    /// Only read the description of the machine; do not check the rest
+    #[arg(long, conflicts_with = "core")]
+    pub quick: bool,
+    /// Write the memory of the image into this file as an ELF core, for crash and gdb
+    #[arg(long, value_name = "FILE")]
+    pub core: Option<PathBuf>,
+}
 
 /// The contents of an image.
 #[derive(Clone, Debug, Serialize)]

@@ -140,9 +140,7 @@ fn series(
             Err(error) if made == 0 || error.exit == Exit::Interrupted => return Err(error),
             Err(error) => eprintln!("mercury checkpoint: {error}; trying again"),
         }
-        while !deferred.requested() && begun.elapsed() < interval {
-            std::thread::sleep(time::Duration::from_millis(100));
-        }
+        deferred.sleep(interval.saturating_sub(begun.elapsed()));
     }
     Ok(Exit::Done)
 }

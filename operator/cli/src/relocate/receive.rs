@@ -1,0 +1,63 @@
+//! The options of `mercury receive`.
+
+use crate::shared::ModuleArgs;
+use clap::Args;
+use mercury_control::{size::mebibytes, span::Span};
+use mercury_relocation::{options::ReceiveOptions, restore::MEMORY_LEAST_MIB, values::Listen};
+use std::path::PathBuf;
+
+#[derive(Debug, Default, Args)]
+pub struct ReceiveArgs {
+    /// Address to wait at: an IPv4 address of this machine, with or without a port (4747) [default:
+    /// the address on the network with a gateway, or the only one]
+    #[arg(long, value_name = "ADDRESS")]
+    pub listen: Option<Listen>,
+    /// Only write the restore environment's kernel and initial RAM disk into this folder, and print
+    /// the command line that they need. A user who can read the files can receive machines in this
+    /// one's place
+    #[arg(long, value_name = "FOLDER", conflicts_with = "here")]
+    pub prepare: Option<PathBuf>,
+    /// Lifetime of the pairing token
+    #[arg(long, value_name = "TIME", default_value = "24h")]
+    pub lifetime: Span,
+    /// Delay before this system ends, in which you can read the pairing token
+    #[arg(long, value_name = "TIME", default_value = "5s")]
+    pub delay: Span,
+    /// Keep a complete arrival for ever if its source falls silent, not only for ten minutes
+    #[arg(long)]
+    pub hold_for_ever: bool,
+    /// Give this disk to the machine that arrives, which overwrites all of it with its own
+    /// (--with-disk there). It must be the disk at the same place, and of the same size; may be
+    /// given more than once
+    #[arg(long, value_name = "DISK")]
+    pub disk: Vec<PathBuf>,
+    /// Give disks although they are in use or hold data: their contents are lost, and with them
+    /// this system if it is on them
+    #[arg(long, requires = "disk")]
+    pub force_disk: bool,
+    /// Memory for the restore environment: 256M, 1G [default: by the size of this machine]
+    #[arg(long, value_name = "SIZE", value_parser = mebibytes(MEMORY_LEAST_MIB..=65536))]
+    pub memory: Option<u64>,
+    /// Wait now: this is the restore environment
+    #[arg(long, hide = true)]
+    pub here: bool,
+    #[command(flatten)]
+    pub module: ModuleArgs,
+}
+
+impl From<&ReceiveArgs> for ReceiveOptions {
+    fn from(args: &ReceiveArgs) -> Self {
+        Self {
+            listen: args.listen,
+            prepare: args.prepare.clone(),
+            lifetime: args.lifetime,
+            delay: args.delay,
+            hold_for_ever: args.hold_for_ever,
+            disk: args.disk.clone(),
+            force_disk: args.force_disk,
+            memory: args.memory,
+            here: args.here,
+            module: args.module.module.clone(),
+        }
+    }
+}
