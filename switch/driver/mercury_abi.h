@@ -290,6 +290,28 @@
 #define MERCURY_LOAD_DATA 1
 /* Value of LoadEntry::source: the content is all zeros. */
 #define MERCURY_LOAD_ZERO 2
+/*
+ * CPUID leaf with the signature of Mercury's monitor: MERCURY_GUEST_SIGNATURE_* in EBX,
+ * ECX and EDX. EAX is the highest leaf of the group.
+ */
+#define MERCURY_GUEST_LEAF 0x40004d00
+/*
+ * CPUID leaf with the physical address of the GuestDescription: the low half in EAX,
+ * the high half in EBX.
+ */
+#define MERCURY_GUEST_LEAF_DESCRIPTION 0x40004d01
+/* EBX of MERCURY_GUEST_LEAF, the first third of the text "MercuryGuest". */
+#define MERCURY_GUEST_SIGNATURE_EBX 0x6372654d
+/* ECX of MERCURY_GUEST_LEAF. */
+#define MERCURY_GUEST_SIGNATURE_ECX 0x47797275
+/* EDX of MERCURY_GUEST_LEAF. */
+#define MERCURY_GUEST_SIGNATURE_EDX 0x74736575
+/* First field of a GuestDescription: the text "MRCGUEST". */
+#define MERCURY_GUEST_MAGIC _UL(0x545345554743524d)
+/* Version of the GuestDescription. The driver leaves another version's devices alone. */
+#define MERCURY_GUEST_VERSION 1
+/* Number of slots in a GuestDescription. */
+#define MERCURY_GUEST_SLOTS_MAX 16
 /* The type byte of every request (bits 15:8 of its number). */
 #define MERCURY_IOC_TYPE 245
 /* Fills a SystemInfo. */
@@ -2139,6 +2161,51 @@ struct mercury_load_entry {
 static_assert(sizeof(struct mercury_load_entry) == 16);
 static_assert(offsetof(struct mercury_load_entry, frame_phys) == 0);
 static_assert(offsetof(struct mercury_load_entry, source) == 8);
+
+/* A virtio device with the MMIO transport (virtio 1.2, 4.2 "Virtio Over MMIO"). */
+struct mercury_guest_slot {
+	/* Physical address of the device's registers, page-aligned. */
+	u64 window_phys;
+	/* Length of the registers in bytes: 4096. */
+	u32 window_bytes;
+	/*
+	 * Global system interrupt (an input of the IOAPIC), edge-triggered, active
+	 * high.
+	 */
+	u32 gsi;
+	/* Number of the device's kind in the virtio standard, for the log. */
+	u32 device;
+	/* Reserved; zero on both sides. */
+	u32 reserved;
+};
+
+static_assert(sizeof(struct mercury_guest_slot) == 24);
+static_assert(offsetof(struct mercury_guest_slot, window_phys) == 0);
+static_assert(offsetof(struct mercury_guest_slot, window_bytes) == 8);
+static_assert(offsetof(struct mercury_guest_slot, gsi) == 12);
+static_assert(offsetof(struct mercury_guest_slot, device) == 16);
+static_assert(offsetof(struct mercury_guest_slot, reserved) == 20);
+
+/*
+ * The devices that wait for the guest. The page with it lies outside of all memory that
+ * the kernel of the guest knows.
+ */
+struct mercury_guest_description {
+	/* MERCURY_GUEST_MAGIC. */
+	u64 magic;
+	/* MERCURY_GUEST_VERSION. */
+	u32 version;
+	/* Number of slots in use, at most GUEST_SLOTS_MAX. */
+	u32 count;
+	/* The devices; slots from count on are zero. */
+	struct mercury_guest_slot slots[16];
+};
+
+static_assert(sizeof(struct mercury_guest_description) == 400);
+static_assert(offsetof(struct mercury_guest_description, magic) == 0);
+static_assert(offsetof(struct mercury_guest_description, version) == 8);
+static_assert(offsetof(struct mercury_guest_description, count) == 12);
+static_assert(offsetof(struct mercury_guest_description, slots) == 16);
 
 /* The result of an operation. */
 struct mercury_outcome {

@@ -7,7 +7,7 @@ use std::{env, fmt::Write as _, fs, path::Path};
 use syn::{Attribute, Fields, Item, ItemEnum, ItemStruct, Type, Visibility};
 
 /// The modules of mercury-abi in the order in which C needs them. `code` is printed from `Code::ALL`.
-const MODULES: [&str; 7] = ["lib", "facts", "shared", "gate", "snapshot", "restart", "ioctl"];
+const MODULES: [&str; 8] = ["lib", "facts", "shared", "gate", "snapshot", "restart", "guest", "ioctl"];
 
 fn main() {
     let source = Path::new(&env::var("CARGO_MANIFEST_DIR").expect("cargo sets it")).join("../src");

@@ -9,7 +9,7 @@
 //! - [`gate`]: the memory that the driver hands to the hypervisor at load, and the per-CPU area
 //!   that holds a processor's state during a switch;
 //! - [`snapshot`]: the memory's content at one instant; [`restart`]: the restart of a machine from
-//!   it;
+//!   it; [`guest`]: its devices when it goes on as a guest;
 //! - [`code`]: the stable code of each refusal; [`refusal`]: the reasons why VMX refuses an entry.
 //!
 //! Every structure that crosses from user space carries its size and version in a [`Header`]. The
@@ -31,6 +31,7 @@
 pub mod code;
 pub mod facts;
 pub mod gate;
+pub mod guest;
 pub mod ioctl;
 pub mod refusal;
 pub mod restart;

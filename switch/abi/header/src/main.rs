@@ -6,7 +6,8 @@
 //! compiled crate, and the header asserts sizes and offsets again when C compiles it.
 
 use mercury_abi::{
-    MERCURY_ABI_VERSION, code::Code, facts::*, gate::*, ioctl::*, restart::*, shared::*, snapshot::*, *,
+    MERCURY_ABI_VERSION, code::Code, facts::*, gate::*, guest::*, ioctl::*, restart::*, shared::*,
+    snapshot::*, *,
 };
 use std::fmt::Write as _;
 

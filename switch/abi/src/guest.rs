@@ -1,0 +1,58 @@
+//! A machine that goes on as a guest: how its kernel finds out, and which devices wait for it.
+//!
+//! A checkpoint of a bare machine can go on as a guest of KVM on another host. Its own devices are gone
+//! there. The monitor offers others: it answers a CPUID leaf of Mercury's, which leads the driver to a
+//! [`GuestDescription`] in the guest's memory. The driver makes a device of each [`GuestSlot`].
+//!
+//! The description is the monitor's input to the driver. No part of the machine's own memory holds it.
+
+/// CPUID leaf with the signature of Mercury's monitor: `MERCURY_GUEST_SIGNATURE_*` in EBX, ECX and EDX.
+/// EAX is the highest leaf of the group.
+pub const MERCURY_GUEST_LEAF: u32 = 0x4000_4D00;
+/// CPUID leaf with the physical address of the [`GuestDescription`]: the low half in EAX, the high half in
+/// EBX.
+pub const MERCURY_GUEST_LEAF_DESCRIPTION: u32 = MERCURY_GUEST_LEAF + 1;
+/// EBX of [`MERCURY_GUEST_LEAF`], the first third of the text "MercuryGuest".
+pub const MERCURY_GUEST_SIGNATURE_EBX: u32 = u32::from_le_bytes(*b"Merc");
+/// ECX of [`MERCURY_GUEST_LEAF`].
+pub const MERCURY_GUEST_SIGNATURE_ECX: u32 = u32::from_le_bytes(*b"uryG");
+/// EDX of [`MERCURY_GUEST_LEAF`].
+pub const MERCURY_GUEST_SIGNATURE_EDX: u32 = u32::from_le_bytes(*b"uest");
+
+/// First field of a [`GuestDescription`]: the text "MRCGUEST".
+pub const MERCURY_GUEST_MAGIC: u64 = u64::from_le_bytes(*b"MRCGUEST");
+/// Version of the [`GuestDescription`]. The driver leaves another version's devices alone.
+pub const MERCURY_GUEST_VERSION: u32 = 1;
+/// Number of slots in a [`GuestDescription`].
+pub const GUEST_SLOTS_MAX: usize = 16;
+
+/// A virtio device with the MMIO transport (virtio 1.2, 4.2 "Virtio Over MMIO").
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GuestSlot {
+    /// Physical address of the device's registers, page-aligned.
+    pub window_phys: u64,
+    /// Length of the registers in bytes: 4096.
+    pub window_bytes: u32,
+    /// Global system interrupt (an input of the IOAPIC), edge-triggered, active high.
+    pub gsi: u32,
+    /// Number of the device's kind in the virtio standard, for the log.
+    pub device: u32,
+    /// Reserved; zero on both sides.
+    pub reserved: u32,
+}
+
+/// The devices that wait for the guest. The page with it lies outside of all memory that the kernel of the
+/// guest knows.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GuestDescription {
+    /// [`MERCURY_GUEST_MAGIC`].
+    pub magic: u64,
+    /// [`MERCURY_GUEST_VERSION`].
+    pub version: u32,
+    /// Number of slots in use, at most [`GUEST_SLOTS_MAX`].
+    pub count: u32,
+    /// The devices; slots from `count` on are zero.
+    pub slots: [GuestSlot; GUEST_SLOTS_MAX],
+}
