@@ -5,12 +5,16 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::Command,
     sync::LazyLock,
 };
 
-use mercury_lab::{driver::Variant, hypervisor};
+use mercury_lab::{
+    Kernel,
+    driver::{self, For, Variant},
+    hypervisor,
+};
 
 /// Returns the disassembly of each function by its symbol.
 fn functions() -> BTreeMap<String, Vec<String>> {
@@ -26,8 +30,11 @@ fn image(variant: Variant) -> &'static PathBuf {
 }
 
 fn functions_of(variant: Variant) -> BTreeMap<String, Vec<String>> {
-    let elf = image(variant).with_extension("elf");
-    let output = Command::new("objdump").args(["-d", "--no-show-raw-insn"]).arg(&elf).output().unwrap();
+    disassembled(&image(variant).with_extension("elf"))
+}
+
+fn disassembled(file: &Path) -> BTreeMap<String, Vec<String>> {
+    let output = Command::new("objdump").args(["-d", "--no-show-raw-insn"]).arg(file).output().unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
     let mut functions = BTreeMap::new();
     let mut current = String::new();
@@ -376,6 +383,22 @@ fn buffers_are_emptied_before_the_guest() {
         let enter = code.start("3vmx3run6switch5enter");
         let position = |what: &str| code.from(enter).position(|(_, text)| text.starts_with(what)).unwrap();
         assert!(position("verw") < position("vmresume"));
+    }
+}
+
+/// An exit of user mode that ends in a detach goes back by IRET in the driver's gate.
+#[test]
+fn buffers_are_emptied_on_the_way_out_to_user_mode() {
+    let kernel = For::stock(Kernel::BookwormCloud).unwrap();
+    let module = driver::build(&kernel, Variant::Production, image(Variant::Production)).unwrap();
+    let gates = disassembled(&module);
+    for gate in ["mercury_svm_leave", "mercury_vmx_leave"] {
+        let code = &gates[gate];
+        let returns: Vec<_> = code.iter().enumerate().filter(|(_, line)| line.starts_with("iretq")).collect();
+        assert!(!returns.is_empty(), "{gate}: {code:?}");
+        for (index, _) in returns {
+            assert!(code[index - 1].starts_with("verw"), "{gate}: {:?}", &code[..=index]);
+        }
     }
 }
 

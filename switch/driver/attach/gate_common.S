@@ -73,4 +73,12 @@
 	movq	REGISTER(7), %rdi
 .endm
 
+/*
+ * Overwrites the buffers that some processors leak from (MDS, TAA, RFDS, TSA) before an IRET to user mode.
+ * The selector is the frame's SS: VERW overwrites whatever it finds, and IRET loads the flags.
+ */
+.macro VERW_BEFORE_USER
+	verw	32(%rsp)
+.endm
+
 #endif /* MERCURY_GATE_COMMON_S */

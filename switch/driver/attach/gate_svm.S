@@ -173,6 +173,7 @@ SYM_CODE_START(mercury_svm_leave)
 	popfq
 	lretq
 .Lframe:
+	VERW_BEFORE_USER
 	iretq
 	int3
 

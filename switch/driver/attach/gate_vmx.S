@@ -258,6 +258,7 @@ SYM_CODE_START(mercury_vmx_leave)
 	movq	%rax, (MERCURY_GATE_FRAME + 32)(%rdi)
 	leaq	MERCURY_GATE_FRAME(%rdi), %rsp
 	LOAD_REGISTERS
+	VERW_BEFORE_USER
 	iretq
 	int3
 SYM_CODE_END(mercury_vmx_leave)
