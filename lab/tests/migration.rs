@@ -8,8 +8,9 @@ mod workloads;
 use std::{thread, time::Duration};
 
 use mercury_lab::{
-    Kernel, MachineCheck, Result,
-    moving::{GOES_ON, LIMIT, Switch, migrate, plug_in, receive, said, wait_more},
+    Disk, Init, Kernel, MachineCheck, Reset, Result,
+    loaders::Loader,
+    moving::{GOES_ON, LIMIT, Switch, WAITS, migrate, plug_in, receive, said, wait_more},
     restart::{
         boot_id, comes_further, count, is_well, nothing_wrong,
         script::{ECHO, TALK},
@@ -17,7 +18,7 @@ use mercury_lab::{
     },
 };
 use workloads::{
-    moves::{COMES, Scene, THROWN, fails, goes_on, kill_a_process, moves, moves_by, type_in},
+    moves::{COMES, Scene, THROWN, fails, goes_on, kill_a_process, moves, moves_by, start_work, type_in},
     restart::need_qemu,
 };
 
@@ -128,6 +129,35 @@ fn a_slow_link_is_given_up() -> Result<()> {
     assert!(!output.success() && output.stderr.contains("the downtime would be about"), "{}", output.stderr);
     goes_on(peer, machine)?;
     machine.check_next_attach()
+}
+
+/// Receives a machine from the boot menu, with no system running at the destination: the way back
+/// onto hardware whose only system has moved away.
+#[test]
+#[ignore = "long"]
+fn a_machine_moves_to_a_destination_started_from_the_boot_menu() -> Result<()> {
+    need_qemu()?;
+    let switch = Switch::boot()?;
+    let plugged = |place| Loader::GrubPc.with(switch.plugged(Kernel::BookwormCloud, 2, 768, place));
+    let machine = switch.boot_moving(plugged(2)?)?;
+    let destination = switch.boot_other(plugged(3)?.init(Init::Systemd).reset(Reset::Restarts))?;
+    Loader::GrubPc.install(&destination, "/dev/vda")?;
+    let _off = destination.spawn("poweroff")?;
+    destination.wait_shutdown(LIMIT)?;
+    let destination = destination.start_by_itself(Disk::Root)?;
+    // udev gives the card another name.
+    destination.sh("modprobe virtio_net; udevadm settle")?;
+    plug_in(&destination, "10.9.0.3")?;
+    start_work(&switch, &machine)?;
+
+    let line = "mercury receive --json --listen 10.9.0.3 --prepare /boot/mercury-receive --boot-menu";
+    let prepared: serde_json::Value = serde_json::from_str(&destination.sh(line)?).unwrap();
+    let [key, once] = [&prepared["key"], &prepared["boot_menu"]["once"]].map(|text| text.as_str().unwrap());
+    destination.sh(once)?;
+    let _reboot = destination.spawn("reboot")?;
+    wait_more(&destination, WAITS, 0)?;
+    moves_by(&switch.peer, &machine, &destination, &format!("10.9.0.3 --key {key}"), "--rounds 1")?;
+    destination.check_next_attach()
 }
 
 /// Goes along with the machine and comes back by one command. A way back that does not work is

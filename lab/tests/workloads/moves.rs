@@ -42,13 +42,18 @@ impl Scene {
         let machine = switch.boot_moving(change(switch.plugged(kernel, cpus, memory_mib[0], 2)))?;
         let destination = switch.boot_other(change(switch.plugged(kernel, cpus, memory_mib[1], 3)))?;
         plug_in(&destination, "10.9.0.3")?;
-        start(&machine, "clock", CLOCK, "")?;
-        start(&machine, "talk", TALK, PEER)?;
-        start(&machine, "hear", HEAR, "")?;
-        switch.tell()?;
-        machine.sh("modprobe -r kvm_amd 2> /dev/null || true")?;
+        start_work(&switch, &machine)?;
         Ok(Self { switch, machine, destination })
     }
+}
+
+/// Starts the work that goes on across a move: a clock, and connections with the switch.
+pub fn start_work(switch: &Switch, machine: &Machine) -> Result<()> {
+    start(machine, "clock", CLOCK, "")?;
+    start(machine, "talk", TALK, PEER)?;
+    start(machine, "hear", HEAR, "")?;
+    switch.tell()?;
+    machine.sh("modprobe -r kvm_amd 2> /dev/null || true").map(drop)
 }
 
 /// The destination's message on its console.

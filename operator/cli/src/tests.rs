@@ -23,7 +23,7 @@ fn examples_parse() {
         "mercury checkpoint --incremental=/net/base /net/next",
         "mercury merge /dev/sdb1 /net/base /net/next",
         "mercury receive --listen 10.9.0.3",
-        "mercury receive --listen 10.9.0.3:99 --delay 10s --prepare /run/x",
+        "mercury receive --listen 10.9.0.3:99 --delay 10s --prepare /run/x --boot-menu",
         "mercury migrate 10.9.0.3 --key - --max-downtime 800ms --or-give-up",
         "mercury migrate --dry-run",
         "mercury fault 4 --cpu 1 --offset 0x10",
@@ -36,6 +36,7 @@ fn examples_parse() {
         "merge out",
         "migrate",
         "receive --listen ::1",
+        "receive --boot-menu",
         "checkpoint --full-every 3 x",
         "checkpoint --incremental base new",
     ];

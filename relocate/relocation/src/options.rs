@@ -104,6 +104,9 @@ pub struct ReceiveOptions {
     /// the command line that they need. A user who can read the files can receive machines in this
     /// one's place
     pub prepare: Option<PathBuf>,
+    /// Also make an entry in the boot menu: GRUB's or systemd-boot's, which must be able to read
+    /// the folder
+    pub boot_menu: bool,
     /// Lifetime of the pairing token
     pub lifetime: Span,
     /// Delay before this system ends, in which you can read the pairing token

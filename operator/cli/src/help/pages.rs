@@ -102,6 +102,7 @@ const INITRD: File = file(
     "/boot/initrd.img-RELEASE",
     "The initial RAM disk, from which the restore environment gets its modules.",
 );
+const MENU: File = file("/boot/grub/custom.cfg", "The file that --boot-menu writes GRUB's entry to.");
 const KEY_FILE: File = file(
     "/etc/mercury/spare.key",
     "The pairing token that `mercury receive` has printed on the destination. Only root may read it.",
@@ -213,7 +214,7 @@ pub const PAGES: &[Page] = &[
             ),
         ],
     )
-    .files(&[KERNEL, INITRD, file("/boot/grub/custom.cfg", "The file that --boot-menu writes GRUB's entry to.")])
+    .files(&[KERNEL, INITRD, MENU])
     .see(&["kexec(8)"]),
     Page::of(
         "inspect",
@@ -253,9 +254,13 @@ pub const PAGES: &[Page] = &[
                 "mercury receive --listen 10.9.0.3:4747 --lifetime 1h",
             ),
             example("Give a disk to the machine that arrives", "mercury receive --disk /dev/sda --force-disk"),
+            example(
+                "Make an entry in the boot menu that waits for a machine to come back",
+                "mercury receive --prepare /boot/mercury-receive --boot-menu --lifetime 720h",
+            ),
         ],
     )
-    .files(&[KERNEL, INITRD])
+    .files(&[KERNEL, INITRD, MENU])
     .see(&["kexec(8)"]),
     Page::of(
         "migrate",

@@ -14,9 +14,13 @@ pub struct ReceiveArgs {
     pub listen: Option<Listen>,
     /// Only write the restore environment's kernel and initial RAM disk into this folder, and print
     /// the command line that they need. A user who can read the files can receive machines in this
-    /// one's place
+    /// one's place; see --boot-menu
     #[arg(long, value_name = "FOLDER", conflicts_with = "here")]
     pub prepare: Option<PathBuf>,
+    /// Also make an entry in the boot menu: GRUB's or systemd-boot's, which must be able to read
+    /// the folder
+    #[arg(long, requires = "prepare")]
+    pub boot_menu: bool,
     /// Lifetime of the pairing token
     #[arg(long, value_name = "TIME", default_value = "24h")]
     pub lifetime: Span,
@@ -50,6 +54,7 @@ impl From<&ReceiveArgs> for ReceiveOptions {
         Self {
             listen: args.listen,
             prepare: args.prepare.clone(),
+            boot_menu: args.boot_menu,
             lifetime: args.lifetime,
             delay: args.delay,
             hold_for_ever: args.hold_for_ever,

@@ -47,6 +47,9 @@ use std::{
 
 /// File with the restore environment's task.
 const CONFIGURATION: &str = "receive.json";
+/// Line in the boot menu. It names no address, so a new entry takes the place of the one before,
+/// whose pairing token is no longer known.
+const MENU_TITLE: &str = "Mercury: receive a machine";
 /// Divisor of the machine's memory for the size of the restore environment: hashes need 16 bytes a
 /// page, and some room.
 const MEMORY_PART: u64 = 200;
@@ -141,6 +144,7 @@ pub fn run(args: &ReceiveOptions, say: Say<'_>) -> Result<Exit> {
         disks: mercury_quiesce::disks::real(&sysroot),
         cards,
         files: vec![(CONFIGURATION, file)],
+        menu_title: args.boot_menu.then(|| MENU_TITLE.to_owned()),
         ..Purpose::default()
     };
     let mut report = Report {
