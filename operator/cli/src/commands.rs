@@ -14,7 +14,7 @@ use mercury_control::{
     say::{Say, fail},
 };
 use mercury_hosted_options::HostedCommand;
-use mercury_quiesce::undo;
+use mercury_quiesce::guard;
 use mercury_relocation::{
     checkpoint, merge,
     migrate::{self, doubt::Reach},
@@ -54,7 +54,7 @@ fn dispatch(command: &Command, format: Format, name: &str) -> Result<Exit> {
         Command::Inspect(args) => inspect::run(args, say),
         Command::Merge(args) => merge::run(&args.into(), say),
         Command::Answer => Ok(migrate::arrival::answer()),
-        Command::Guard => Ok(undo::run(|| Arc::new(Reach::open()))),
+        Command::Guard => Ok(guard::run(|| Arc::new(Reach::open()))),
         Command::Hosted(_) => hosted::run(),
         Command::Log(args) => log::run(args, say),
         Command::Metrics(args) => metrics::run(args, say),

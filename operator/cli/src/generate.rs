@@ -1,6 +1,6 @@
 //! Manual pages and shell completions, from the definition of the command line.
 
-use crate::help::manual;
+use crate::manual;
 use clap::{Arg, Args, Command, ValueEnum};
 use clap_complete::{Shell, generate_to};
 use mercury_control::{

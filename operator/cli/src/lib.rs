@@ -1,7 +1,8 @@
 //! The library half of the `mercury` command.
 //!
 //! * [`args`]: the list of all commands; [`shared`]: options that several commands have;
-//! * [`help`]: the help, and with [`generate`] manual pages and completions;
+//! * [`help`], [`manual`], [`generate`]: the help, manual pages and completions, with the examples and files
+//!   of [`pages`];
 //! * [`commands`]: calls the command, and reports its result;
 //! * [`switch`], [`status`], [`log`], [`facts`], [`fault`], [`doctor`], [`bench`], [`metrics`]: the commands
 //!   about the mode switch;
@@ -29,7 +30,9 @@ pub mod hosted;
 pub mod inspect;
 pub mod log;
 pub mod maintenance;
+pub mod manual;
 pub mod metrics;
+pub mod pages;
 pub mod relocate;
 #[cfg(test)]
 mod remedies;

@@ -9,17 +9,14 @@
 //! writes.
 
 use super::patient;
-use crate::undo::{Undo, UndoProcess};
+use crate::undo::{Array, Undo, UndoProcess};
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
     sysroot::Sysroot,
 };
-use serde::{Deserialize, Serialize};
 use std::{
-    io,
-    path::PathBuf,
-    thread,
+    io, thread,
     time::{Duration, Instant},
 };
 
@@ -27,18 +24,6 @@ use std::{
 const CLEAN_PATIENCE: Duration = Duration::from_secs(10);
 /// Interval in seconds at which md checks its bitmap while everything waits; it is 5 otherwise.
 const HASTE: &str = "0.05";
-
-/// An array, in its state before the hold.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Array {
-    name: String,
-    /// Folder of the array in /sys.
-    folder: PathBuf,
-    /// Action of its thread, such as "resync"; `None` if it was held already.
-    action: Option<String>,
-    /// Interval at which md checked its bitmap.
-    time_base: Option<String>,
-}
 
 impl Array {
     fn put(&self, file: &str, text: &str) -> io::Result<()> {

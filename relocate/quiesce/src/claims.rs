@@ -7,10 +7,7 @@
 //! Each holder of a block device, such as a file system of any kind, has claimed it: opening the
 //! device with O_EXCL fails with EBUSY.
 
-use super::{
-    disks::{self, Mounted},
-    patient, swap,
-};
+use super::{block_devices, mounts::Mounted, patient, swap};
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
@@ -70,7 +67,7 @@ fn unexplained(
         sysroot.names("sys/class/block").into_iter().partition(is_known);
     let mut claimed = Vec::new();
     for name in rest {
-        match claim(&disks::device_file(&name)) {
+        match claim(&block_devices::device_file(&name)) {
             Err(error) if error.raw_os_error() == Some(libc::EBUSY) => claimed.push(name),
             Err(error) if error.kind() == io::ErrorKind::TimedOut => {
                 return Err(Error::new(Exit::Failed, format!("/dev/{name} cannot be opened: {error}"))

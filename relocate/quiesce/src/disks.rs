@@ -6,9 +6,11 @@
 //! fingerprint.
 
 use super::{
+    block_devices::{begins_with_its_disk, device_file, head, is_composed, read, read_exactly, readable},
     claims,
     file_systems::Kind,
     layers,
+    mounts::{Mounted, has_own_numbers, holder, mount, mounted},
     patient::{self, Disk},
     reachable,
 };
@@ -30,8 +32,6 @@ use std::{
     time::Duration,
 };
 
-/// Alignment of buffers, offsets and lengths for direct reads.
-const ALIGN: usize = 4096;
 /// Alignment of a file system's structures.
 const SECTOR: u64 = 512;
 /// Bytes at the beginning of a device that identify its contents.
@@ -41,84 +41,6 @@ const BEGINNING: usize = 128 << 10;
 const FREEZE_PATIENCE: Duration = Duration::from_secs(15);
 /// Time for which a device may do nothing while its file system waits for it.
 const SYNC_PATIENCE: Duration = Duration::from_secs(30);
-
-/// A mounted file system on a block device.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Mounted {
-    /// Major and minor number, as in `/sys/dev/block`.
-    pub number: String,
-    /// Mount point.
-    pub at: PathBuf,
-    pub kind: String,
-    pub device: PathBuf,
-    /// True if the file system can be written to. A read-only one must be unchanged as well,
-    /// because the kernel remembers what it has read.
-    pub writable: bool,
-}
-
-/// Lists mounted file systems on disks, each once.
-///
-/// # Errors
-///
-/// Returns an error if the list is incomplete, or one is of a kind that has disks without a device
-/// number of its own.
-pub fn mounted(sysroot: &Sysroot) -> Result<Vec<Mounted>> {
-    let table = sysroot
-        .bytes("proc/self/mountinfo")
-        .ok_or_else(|| Error::new(Exit::Failed, "/proc/self/mountinfo cannot be read").hint("mount /proc"))?;
-    let table = String::from_utf8_lossy(&table);
-    if let Some(line) = table.lines().find(|line| line.contains(" - zfs ")) {
-        let at = line.split(' ').nth(4).unwrap_or_default();
-        return Err(Error::new(
-            Exit::Impossible,
-            format!("{at} is a ZFS file system, which cannot be held still"),
-        )
-        .hint("export the pool"));
-    }
-    if let Some((kind, at)) = table.lines().find_map(|line| composed_of_several(line, sysroot)) {
-        let text = format!("{at} is a {kind} file system, whose disks are unknown");
-        return Err(Error::new(Exit::Impossible, text).hint("unmount it"));
-    }
-    let mut seen = BTreeSet::new();
-    let mut mounts: Vec<_> =
-        table.lines().filter_map(mount).filter(|mount| seen.insert(mount.number.clone())).collect();
-    for mount in &mut mounts {
-        if !mount.device.is_absolute() || !mount.device.exists() {
-            find_device(mount, sysroot);
-        }
-    }
-    Ok(mounts)
-}
-
-/// Lists all disks that are real devices, whether mounted or not.
-#[must_use]
-pub fn real(sysroot: &Sysroot) -> Vec<PathBuf> {
-    let mut names = sysroot.names("sys/block");
-    names.retain(|name| sysroot.exists(&format!("sys/block/{name}/device")));
-    names.iter().map(|name| Path::new("/dev").join(name)).collect()
-}
-
-/// Finds the kernel's own name for a device that is mounted by another one: `/dev/root`, or a
-/// relative name.
-fn find_device(mount: &mut Mounted, sysroot: &Sysroot) {
-    let event = sysroot.text(&format!("sys/dev/block/{}/uevent", mount.number)).unwrap_or_default();
-    if let Some(name) = event.lines().find_map(|line| line.strip_prefix("DEVNAME=")) {
-        mount.device = Path::new("/dev").join(name);
-    }
-}
-
-/// Returns kind and place of a file system that is on disks and yet has no device number. Except
-/// for btrfs, the disks of such file systems are unknown.
-fn composed_of_several(line: &str, sysroot: &Sysroot) -> Option<(String, String)> {
-    let (front, back) = line.split_once(" - ")?;
-    let (number, at) = (front.split(' ').nth(2)?, front.split(' ').nth(4)?);
-    let kind = back.split(' ').next()?;
-    let known = sysroot.text("proc/filesystems").unwrap_or_default();
-    // File systems without a disk have a word before their name in this list.
-    let wants_disk = known.lines().any(|line| line.strip_prefix('\t') == Some(kind));
-    (wants_disk && number.starts_with("0:") && !has_own_numbers(kind))
-        .then(|| (kind.to_owned(), unescaped(at)))
-}
 
 /// Lists all file systems on disks. Refuses a machine with others that cannot be frozen, because
 /// only other mount namespaces have them (containers, services with mounts of their own), or no
@@ -195,80 +117,6 @@ fn elsewhere(mounts: &[Mounted], sysroot: &Sysroot) -> Vec<String> {
         }
     }
     found
-}
-
-/// Returns the file system that a file is on: the one mounted closest above it.
-#[must_use]
-pub fn holder<'a>(mounts: &'a [Mounted], path: &Path, sysroot: &Sysroot) -> Option<&'a Mounted> {
-    let table = sysroot.bytes("proc/self/mountinfo").unwrap_or_default();
-    let table = String::from_utf8_lossy(&table);
-    let line = line_of(&table, path)?;
-    let found = mount(line)?;
-    mounts.iter().find(|mount| mount.number == found.number)
-}
-
-/// Returns the line of mountinfo for the file system that a file is on.
-#[must_use]
-pub fn line_of<'a>(table: &'a str, path: &Path) -> Option<&'a str> {
-    let points =
-        table.lines().filter_map(|line| line.split(' ').nth(4)).map(|at| PathBuf::from(unescaped(at)));
-    let closest = points.filter(|at| path.starts_with(at)).max_by_key(|at| at.components().count())?;
-    table
-        .lines()
-        .rev()
-        .find(|line| line.split(' ').nth(4).is_some_and(|at| Path::new(&unescaped(at)) == closest))
-}
-
-/// Returns true if a device is made of others: device mapper, RAID. The restore environment
-/// assembles none.
-#[must_use]
-pub fn is_composed(device: &Path, sysroot: &Sysroot) -> bool {
-    use std::os::unix::fs::MetadataExt;
-    let Ok(found) = std::fs::metadata(device) else { return true };
-    let link =
-        format!("sys/dev/block/{}:{}", rustix::fs::major(found.rdev()), rustix::fs::minor(found.rdev()));
-    let place = std::fs::canonicalize(sysroot.path(&link)).unwrap_or_default();
-    place.starts_with("/sys/devices/virtual/block")
-}
-
-/// Parses a line of mountinfo: `36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root
-/// rw,errors=continue`
-fn mount(line: &str) -> Option<Mounted> {
-    let (front, back) = line.split_once(" - ")?;
-    let front: Vec<_> = front.split(' ').collect();
-    let back: Vec<_> = back.split(' ').collect();
-    let (number, at) = (front.get(2)?, front.get(4)?);
-    let (kind, device, options) = (back.first()?, back.get(1)?, back.get(2)?);
-    // btrfs has numbers of its own, although it is on a device.
-    let on_disk = !number.starts_with("0:") || (has_own_numbers(kind) && device.starts_with("/dev/"));
-    let writable = options.split(',').any(|option| option == "rw");
-    on_disk.then(|| Mounted {
-        number: (*number).to_owned(),
-        at: unescaped(at).into(),
-        kind: (*kind).to_owned(),
-        device: unescaped(device).into(),
-        writable,
-    })
-}
-
-/// Replaces escapes such as \040 for a space.
-pub fn unescaped(text: &str) -> String {
-    let mut result = String::new();
-    let mut rest = text;
-    while let Some((before, after)) = rest.split_once('\\') {
-        result += before;
-        match after.get(..3).and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
-            Some(byte) => {
-                result.push(char::from(byte));
-                rest = &after[3..];
-            }
-            None => {
-                result.push('\\');
-                rest = after;
-            }
-        }
-    }
-    result + rest
 }
 
 /// File systems that are frozen until this is dropped.
@@ -514,32 +362,6 @@ fn identity(device: &Path, kind: &str) -> std::result::Result<Option<String>, St
     Ok(head(device, BEGINNING)?.and_then(|first| Kind::of(kind)?.identity_in(&first)))
 }
 
-/// Reads the first bytes of a device; `None` if they cannot be read.
-///
-/// # Errors
-///
-/// Returns an error if the device does not answer.
-pub fn head(device: &Path, length: usize) -> std::result::Result<Option<Vec<u8>>, String> {
-    match open(device).and_then(|disk| read(&disk, 0, length)) {
-        Err(error) if error.kind() == io::ErrorKind::TimedOut => {
-            Err(format!("{} cannot be read: {error}", device.display()))
-        }
-        result => Ok(result.ok()),
-    }
-}
-
-/// Lists block devices that may hold data, by the kernel's names. Devices without a size hold none.
-/// Suspended device-mapper devices are left out, because reads of them wait until they are resumed.
-pub fn readable(sysroot: &Sysroot) -> Vec<String> {
-    let mut names = sysroot.names("sys/class/block");
-    names.retain(|name| {
-        let of = |what: &str| sysroot.text(&format!("sys/class/block/{name}/{what}"));
-        let is = |what: &str, value: &str| of(what).is_some_and(|text| text == value);
-        !is("size", "0") && !is("dm/suspended", "1") && !is("hidden", "1")
-    });
-    names
-}
-
 /// Finds the device of an image's file system now: devices have other names after each boot.
 ///
 /// # Errors
@@ -569,30 +391,12 @@ fn claimants(file_system: &FileSystem, sysroot: &Sysroot) -> std::result::Result
     Ok(found)
 }
 
-/// Returns the file of a device with this kernel name, in which an exclamation mark stands for a
-/// slash.
-pub fn device_file(name: &str) -> PathBuf {
-    Path::new("/dev").join(name.replace('!', "/"))
-}
-
-/// Returns true if a device is a partition from its disk's first sector on, such as mkfs.vfat
-/// makes: its contents are the disk's.
-fn begins_with_its_disk(name: &str, sysroot: &Sysroot) -> bool {
-    let of = |what: &str| sysroot.text(&format!("sys/class/block/{name}/{what}"));
-    of("partition").is_some() && of("start").is_some_and(|start| start.trim() == "0")
-}
-
 fn only(found: Vec<PathBuf>) -> std::result::Result<PathBuf, String> {
     match &found[..] {
         [] => Err("no disk here has it".into()),
         [device] => Ok(device.clone()),
         several => Err(format!("{} disks have its identity", several.len())),
     }
-}
-
-/// Opens a device for [`read`].
-fn open(device: &Path) -> io::Result<Disk> {
-    Disk::open(device)
 }
 
 /// Returns the fingerprint: the hash of all ranges that change on a device with each write to its
@@ -602,7 +406,7 @@ fn open(device: &Path) -> io::Result<Disk> {
 ///
 /// Returns an error if the device cannot be read.
 pub fn fingerprint(device: &Path, kind: &str) -> io::Result<String> {
-    let file = open(device)?;
+    let file = Disk::open(device)?;
     let mut hasher = blake3::Hasher::new();
     let ranges = ranges(&file, kind)?;
     // If the ranges leave something out, their limits count to the byte.
@@ -622,8 +426,8 @@ fn fingerprint_of(pieces: &[Piece], sysroot: &Sysroot) -> std::result::Result<St
             Some(same) => disk.insert(same),
             None => {
                 let path = layers::find(&piece.disk, sysroot)?;
-                let file =
-                    open(&path).map_err(|error| format!("{} cannot be read: {error}", path.display()))?;
+                let file = Disk::open(&path)
+                    .map_err(|error| format!("{} cannot be read: {error}", path.display()))?;
                 disk.insert((&piece.disk, file))
             }
         };
@@ -692,7 +496,7 @@ fn is_comparable(mount: &Mounted, sysroot: &Sysroot) -> std::result::Result<(), 
         return disks.into_iter().try_for_each(|disk| reached(&layers::find(disk, sysroot)?));
     }
     reached(&mount.device)?;
-    let ranges = open(&mount.device).and_then(|file| ranges(&file, &mount.kind));
+    let ranges = Disk::open(&mount.device).and_then(|file| ranges(&file, &mount.kind));
     ranges.map_err(|error| error.to_string())?;
     let named = name(mount);
     if named.uuid.is_none() {
@@ -709,14 +513,9 @@ fn pieces(mount: &Mounted, sysroot: &Sysroot) -> std::result::Result<Vec<Piece>,
     if !is_composed(&mount.device, sysroot) {
         return Ok(Vec::new());
     }
-    let ranges = open(&mount.device).and_then(|file| ranges(&file, &mount.kind));
+    let ranges = Disk::open(&mount.device).and_then(|file| ranges(&file, &mount.kind));
     let ranges = ranges.map_err(|error| format!("it cannot be read: {error}"))?;
     layers::pieces(&mount.device, &ranges, sysroot)
-}
-
-/// Returns true for types whose mounts have device numbers of their own.
-fn has_own_numbers(kind: &str) -> bool {
-    Kind::of(kind).is_some_and(Kind::has_own_numbers)
 }
 
 /// Returns the byte ranges that change with every write to the file system.
@@ -725,18 +524,6 @@ fn ranges(file: &Disk, kind: &str) -> io::Result<Vec<Range<u64>>> {
     let unknown = || io::Error::other(format!("the ranges that change in {kind} are unknown"));
     let kind = Kind::of(kind).ok_or_else(unknown)?;
     kind.changing(&first, |range| read_exactly(file, range))?.ok_or_else(unknown)
-}
-
-/// Reads a range that may begin anywhere.
-fn read_exactly(file: &Disk, range: Range<u64>) -> io::Result<Vec<u8>> {
-    let start = range.start & !(ALIGN as u64 - 1);
-    let mut bytes = read(file, start, (range.end - start) as usize)?;
-    bytes.truncate((range.end - start) as usize);
-    if (bytes.len() as u64) < range.end - start {
-        return Err(io::ErrorKind::UnexpectedEof.into());
-    }
-    bytes.drain(..(range.start - start) as usize);
-    Ok(bytes)
 }
 
 /// Hashes a range; if `exactly`, without the rest of its last block.
@@ -755,57 +542,9 @@ fn hash(hasher: &mut blake3::Hasher, file: &Disk, range: Range<u64>, exactly: bo
     Ok(())
 }
 
-/// Reads directly, because the kernel's cache of a device may differ from the device.
-fn read(file: &Disk, offset: u64, length: usize) -> io::Result<Vec<u8>> {
-    file.read_at(offset, length.next_multiple_of(ALIGN))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn mounts() {
-        let line = "36 35 98:0 / /mnt\\040x rw,noatime master:1 - ext3 /dev/vda rw,errors=continue";
-        let found = mount(line).expect("a mount");
-        assert_eq!((found.at.to_str(), found.kind.as_str()), (Some("/mnt x"), "ext3"));
-        assert!(found.writable);
-        assert!(!mount(&line.replace(" rw,errors", " ro,errors")).expect("a mount").writable);
-        assert_eq!(mount(&line.replace("98:0", "0:22").replace("/dev/vda", "tmpfs")), None);
-        assert!(mount(&line.replace("/dev/vda", "vda")).is_some(), "mounted from within /dev");
-        assert_eq!(mount("36 35"), None);
-    }
-
-    fn with_files(files: &[(&str, &str)]) -> (tempfile::TempDir, Sysroot) {
-        let root = tempfile::tempdir().expect("a folder");
-        for (name, text) in files {
-            let path = root.path().join(name);
-            std::fs::create_dir_all(path.parent().expect("a folder")).expect("folders");
-            std::fs::write(path, text).expect("a file");
-        }
-        let sysroot = Sysroot::at(root.path());
-        (root, sysroot)
-    }
-
-    #[test]
-    fn a_device_is_found_by_its_number() {
-        let (_root, sysroot) = with_files(&[
-            ("proc/self/mountinfo", "1 0 98:7 / / rw - ext4 /dev/root rw\n"),
-            ("sys/dev/block/98:7/uevent", "MAJOR=98\nMINOR=7\nDEVNAME=vdz7\nDEVTYPE=partition\n"),
-        ]);
-        assert_eq!(mounted(&sysroot).expect("mounts")[0].device, Path::new("/dev/vdz7"));
-    }
-
-    #[test]
-    fn disks_that_cannot_be_told_are_refused() {
-        let line = "1 0 0:44 / /pool rw - bcachefs /dev/sda:/dev/sdb rw\n2 0 0:5 / /tmp rw - tmpfs none rw";
-        let (_root, sysroot) = with_files(&[
-            ("proc/self/mountinfo", line),
-            ("proc/filesystems", "nodev\tsysfs\nnodev\ttmpfs\n\text4\n\tbcachefs\n"),
-        ]);
-        let error = mounted(&sysroot).expect_err("refused");
-        assert!(error.message.starts_with("/pool is a bcachefs file system"), "{}", error.message);
-    }
 
     #[test]
     fn what_is_mounted_over_another_is_told() {
@@ -869,34 +608,9 @@ mod tests {
     }
 
     #[test]
-    fn a_partition_that_begins_with_its_disk_is_the_disk() {
-        let root = tempfile::tempdir().expect("a folder");
-        for (name, file, text) in [
-            ("sda", "start", "0\n"),
-            ("sda1", "partition", "1\n"),
-            ("sda1", "start", "0\n"),
-            ("sda2", "partition", "2\n"),
-            ("sda2", "start", "2048\n"),
-        ] {
-            let folder = root.path().join("sys/class/block").join(name);
-            std::fs::create_dir_all(&folder).expect("folders");
-            std::fs::write(folder.join(file), text).expect("a file");
-        }
-        let sysroot = Sysroot::at(root.path());
-        let found = ["sda", "sda1", "sda2", "sdb"].map(|name| begins_with_its_disk(name, &sysroot));
-        assert_eq!(found, [false, true, false, false]);
-    }
-
-    #[test]
     fn one_disk_alone_may_claim_to_be_it() {
         assert!(only(Vec::new()).is_err_and(|why| why.contains("no disk")));
         assert_eq!(only(vec!["/dev/a".into()]), Ok("/dev/a".into()));
         assert!(only(vec!["/dev/a".into(), "/dev/b".into()]).is_err_and(|why| why.starts_with("2 disks")));
-    }
-
-    #[test]
-    fn escapes() {
-        assert_eq!(unescaped("a\\040b\\"), "a b\\");
-        assert_eq!(unescaped("\\9\\011"), "\\9\t");
     }
 }

@@ -5,7 +5,7 @@
 //! system's server: a connection that was used after the instant hangs for minutes in the restored
 //! machine.
 
-use super::{disks, reachable};
+use super::{mounts, reachable};
 use mercury_abi::ioctl::{FencePeer, MERCURY_FENCE_PEERS_MAX};
 use mercury_control::sysroot::Sysroot;
 use std::{
@@ -75,7 +75,7 @@ pub fn peers(files: &[&Path], processes: &[u32], sysroot: &Sysroot) -> Result<Ve
     let mountinfo = sysroot.text("proc/self/mountinfo").unwrap_or_default();
     for file in files {
         let file = file.canonicalize().map_err(|error| format!("{}: {error}", file.display()))?;
-        peers.extend(of_file_system(disks::line_of(&mountinfo, &file).unwrap_or_default())?);
+        peers.extend(of_file_system(mounts::line_of(&mountinfo, &file).unwrap_or_default())?);
     }
     peers.extend(of_disks(sysroot)?);
     let end = Instant::now() + PATIENCE;

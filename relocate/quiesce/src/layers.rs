@@ -5,7 +5,7 @@
 //! combination. A disk is identified by the identity that LVM, LUKS or md have written on it,
 //! because its name may change with each boot.
 
-use super::disks;
+use super::block_devices;
 use mercury_control::sysroot::Sysroot;
 use mercury_image::Piece;
 use std::{
@@ -30,7 +30,7 @@ type Stretch = (String, Range<u64>);
 ///
 /// Returns the reason as a clause if they are unknown.
 pub fn pieces(device: &Path, ranges: &[Range<u64>], sysroot: &Sysroot) -> Result<Vec<Piece>, String> {
-    if !disks::is_composed(device, sysroot) {
+    if !block_devices::is_composed(device, sysroot) {
         return Ok(Vec::new());
     }
     let number = std::fs::metadata(device).map_err(|error| error.to_string())?.rdev();
@@ -38,7 +38,7 @@ pub fn pieces(device: &Path, ranges: &[Range<u64>], sysroot: &Sysroot) -> Result
     let mut pieces = Vec::new();
     for range in ranges {
         for (name, range) in resolve(&number, range, DEPTH_MAX, &|number| layer(number, sysroot))? {
-            let disk = identity(&disks::device_file(&name))?
+            let disk = identity(&block_devices::device_file(&name))?
                 .ok_or_else(|| format!("{name}, which it is on, has no identity of LVM, LUKS or md"))?;
             pieces.push(Piece { disk, offset: range.start, length: range.end - range.start });
         }
@@ -254,7 +254,7 @@ fn targets(answer: &[u8], count: u32) -> Option<Vec<Target>> {
 ///
 /// Returns an error if the disk does not answer.
 pub fn identity(device: &Path) -> Result<Option<String>, String> {
-    Ok(disks::head(device, 8192)?.and_then(|first| identity_in(&first)))
+    Ok(block_devices::head(device, 8192)?.and_then(|first| identity_in(&first)))
 }
 
 /// Returns the identity of a disk that begins with these bytes.
@@ -289,7 +289,7 @@ fn identity_in(first: &[u8]) -> Option<String> {
 /// Returns an error if it is not there, or several have it.
 pub fn find(disk: &str, sysroot: &Sysroot) -> Result<PathBuf, String> {
     let mut found = Vec::new();
-    for device in disks::readable(sysroot).iter().map(|name| disks::device_file(name)) {
+    for device in block_devices::readable(sysroot).iter().map(|name| block_devices::device_file(name)) {
         if identity(&device)?.as_deref() == Some(disk) {
             found.push(device);
         }

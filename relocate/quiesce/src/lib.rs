@@ -1,20 +1,24 @@
 //! Holding a machine still, so that its memory and its disks agree at one instant.
 //!
-//! * [`applications`], [`arrays`], [`disks`], [`swap`], [`watchdogs`]: programs and devices that are held, and go on afterwards;
+//! * [`applications`], [`arrays`], [`disks`], [`swap`], [`watchdogs`]: programs and devices that are held,
+//!   and go on afterwards;
+//! * [`mounts`], [`block_devices`]: what is mounted, and reads of the devices below;
 //! * [`file_systems`]: the table of types, with what changes in each of them;
 //! * [`fence`], [`stale`], [`ethernet`]: the network, on which no peer may hear two machines;
-//! * [`devices`], [`openers`], [`rdma`], [`waits`], [`reachable`]: devices that cannot be held, with the names of their users;
-//! * [`undo`]: the process that undoes everything if the command is killed;
-//! * [`describe`], [`pool`], [`phases`], [`patient`]: the machine's description, memory for the instant, times, and reads that
-//!   do not wait for ever;
-//! * [`attached`], [`hook`], [`culprit`], [`this_process`]: the hypervisor for one command, the operator's hook, the device that
-//!   did not stop, and the command's own process.
+//! * [`devices`], [`openers`], [`rdma`], [`waits`], [`reachable`]: devices that cannot be held, with the names
+//!   of their users;
+//! * [`undo`], [`guard`]: the process that undoes everything if the command is killed: its steps, and its work;
+//! * [`describe`], [`pool`], [`phases`], [`patient`]: the machine's description, memory for the instant, times,
+//!   and reads that do not wait for ever;
+//! * [`attached`], [`hook`], [`culprit`], [`this_process`]: the hypervisor for one command, the operator's hook,
+//!   the device that did not stop, and the command's own process.
 
 #![allow(missing_docs)]
 
 pub mod applications;
 pub mod arrays;
 pub mod attached;
+pub mod block_devices;
 mod boot_map;
 mod claims;
 pub mod culprit;
@@ -24,8 +28,10 @@ pub mod disks;
 pub mod ethernet;
 pub mod fence;
 pub mod file_systems;
+pub mod guard;
 pub mod hook;
 mod layers;
+pub mod mounts;
 pub mod openers;
 pub mod patient;
 pub mod phases;

@@ -6,8 +6,8 @@
 //! number of free swap slots when no CPU runs anything else ([`Off::pages`]), and a change in
 //! between is noticed here ([`Off::refuse_changes`]).
 
-use super::disks::unescaped;
-use crate::undo::{Undo, UndoProcess};
+use super::mounts::unescaped;
+use crate::undo::{Area, Undo, UndoProcess};
 use mercury_abi::code::Code;
 use mercury_abi::ioctl::MERCURY_SWAP_IN_MEMORY;
 use mercury_control::{
@@ -18,7 +18,6 @@ use mercury_control::{
     sysroot::Sysroot,
 };
 use rustix::event::{PollFd, PollFlags, Timespec};
-use serde::{Deserialize, Serialize};
 use std::{
     ffi::CString,
     fs::File,
@@ -32,16 +31,6 @@ const TABLE: &str = "proc/swaps";
 const RESERVE: u64 = 64 << 20;
 /// `SWAP_FLAG_PREFER` of linux/swap.h: the low bits are a priority.
 const PREFER: i32 = 0x8000;
-
-/// A swap area that is on, as /proc/swaps shows it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Area {
-    path: PathBuf,
-    /// Bytes that are swapped out to it.
-    used: u64,
-    /// Priority; negative if the kernel has chosen it.
-    priority: i32,
-}
 
 impl Area {
     /// Returns true if the area lies in memory: zram without a disk behind it.

@@ -1,6 +1,6 @@
 //! The command's own process, which has to go on while everything else stands still.
 
-use crate::disks;
+use crate::mounts;
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
@@ -28,6 +28,6 @@ pub fn keep_in_memory() -> Result<()> {
 /// stand still.
 pub fn may_be_written(sysroot: &Sysroot) -> bool {
     let Ok(path) = std::fs::read_link("/proc/self/fd/1") else { return false };
-    let mounts = disks::mounted(sysroot).unwrap_or_default();
-    !path.is_absolute() || !disks::holder(&mounts, &path, sysroot).is_some_and(|mount| mount.writable)
+    let mounts = mounts::mounted(sysroot).unwrap_or_default();
+    !path.is_absolute() || !mounts::holder(&mounts, &path, sysroot).is_some_and(|mount| mount.writable)
 }

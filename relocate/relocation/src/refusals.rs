@@ -9,9 +9,9 @@ use mercury_control::{
     sysroot::Sysroot,
 };
 use mercury_quiesce::{
-    devices,
-    disks::{self, Mounted},
+    devices, disks,
     ethernet::{self, made},
+    mounts::{self, Mounted},
     swap, watchdogs,
 };
 
@@ -229,7 +229,7 @@ fn refuse_bundled(sysroot: &Sysroot) -> Result<()> {
 /// Refuses local file systems that are mounted for writing: memory must never be put back beside a
 /// disk that has changed.
 pub fn refuse_disks(sysroot: &Sysroot) -> Result<()> {
-    let mounts = disks::mounted(sysroot)?;
+    let mounts = mounts::mounted(sysroot)?;
     let found: Vec<_> = mounts.iter().filter(|mount| is_left_behind(mount)).collect();
     if found.is_empty() {
         return Ok(());

@@ -1,5 +1,5 @@
-//! The requests of the commands to the kernel module, as a trait: [`crate::device::Device`] is the
-//! real module, and tests bring their own.
+//! The requests of the commands to the kernel module, as a trait. The file `device.rs` implements it for the
+//! real module, and tests bring modules of their own.
 
 use crate::{cpus::CpuSet, error::Result};
 use mercury_abi::{

@@ -13,7 +13,7 @@ use mercury_control::{
     sysroot::Sysroot,
 };
 use mercury_image::Machine;
-use mercury_quiesce::{disks, reachable};
+use mercury_quiesce::{disks, mounts, reachable};
 use std::os::unix::fs::FileTypeExt;
 
 pub(super) fn no_parent() -> Error {
@@ -23,18 +23,18 @@ pub(super) fn no_parent() -> Error {
 
 /// Returns the file system that a file target is on, if it is one that is held still.
 pub(super) fn below<'a>(
-    mounts: &'a [disks::Mounted],
+    mounts: &'a [mounts::Mounted],
     target: &Target,
     sysroot: &Sysroot,
-) -> Option<&'a disks::Mounted> {
+) -> Option<&'a mounts::Mounted> {
     let part = target.part()?.canonicalize().ok()?;
-    disks::holder(mounts, &part, sysroot)
+    mounts::holder(mounts, &part, sysroot)
 }
 
 /// Refuses to power off a machine that could not be brought back.
 pub(super) fn refuse_blind(
     args: &CheckpointOptions,
-    mounts: &[disks::Mounted],
+    mounts: &[mounts::Mounted],
     sysroot: &Sysroot,
 ) -> Result<()> {
     if !args.poweroff {

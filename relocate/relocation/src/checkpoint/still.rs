@@ -3,13 +3,7 @@
 use super::target::Target;
 use crate::options::CheckpointOptions;
 use mercury_control::{device::Device, error::Result, sysroot::Sysroot};
-use mercury_quiesce::{
-    applications::Frozen,
-    arrays::Arrays,
-    disks::{self, Still},
-    swap,
-    undo::UndoProcess,
-};
+use mercury_quiesce::{applications::Frozen, arrays::Arrays, disks::Still, mounts, swap, undo::UndoProcess};
 
 /// Everything that is held still for an instant, in the order in which it goes on.
 pub(super) struct Stillness {
@@ -23,7 +17,7 @@ impl Stillness {
     /// unchanged.
     pub(super) fn hold(
         args: &CheckpointOptions,
-        mounts: &[disks::Mounted],
+        mounts: &[mounts::Mounted],
         target: &Target,
         sysroot: &Sysroot,
         guard: &mut UndoProcess,

@@ -4,7 +4,7 @@
 
 use mercury_control::sysroot::Sysroot;
 use mercury_migration::wire::{CHUNKS_BYTES_MAX, DiskLedger};
-use mercury_quiesce::{disks, reachable};
+use mercury_quiesce::{mounts, reachable};
 use rustix::fs::{major, minor};
 use serde::{Deserialize, Serialize};
 use std::{
@@ -106,7 +106,7 @@ impl Disk {
     /// Returns an error if the disk cannot be read.
     pub fn uses(&self, sysroot: &Sysroot) -> io::Result<Vec<String>> {
         let is_here = |path: &Path| fs::metadata(path).is_ok_and(|found| self.holds(found.rdev(), sysroot));
-        let mounts = disks::mounted(sysroot).map_err(|error| io::Error::other(error.message))?;
+        let mounts = mounts::mounted(sysroot).map_err(|error| io::Error::other(error.message))?;
         let mounted = mounts.iter().filter(|mount| is_here(&mount.device));
         let mut found: Vec<_> =
             mounted.map(|mount| format!("{} is mounted from it", mount.at.display())).collect();

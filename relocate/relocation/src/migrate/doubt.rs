@@ -22,7 +22,8 @@ use mercury_migration::{
 };
 use mercury_quiesce::{
     ethernet::{Card, packets::Packets},
-    undo::{Moves, Step},
+    guard::Moves,
+    undo::Step,
 };
 use rustix::fs::{CWD, Mode, OFlags};
 use serde::{Deserialize, Serialize};

@@ -34,9 +34,11 @@ use mercury_quiesce::{
     applications::{Frozen, Throttle},
     arrays::Arrays,
     culprit, describe, devices,
-    disks::{self, Mounted, Still},
+    disks::{self, Still},
     ethernet::{self, made},
-    fence, patient, pool, swap, this_process,
+    fence,
+    mounts::Mounted,
+    patient, pool, swap, this_process,
     undo::{Step, Undo, UndoProcess},
 };
 use std::{

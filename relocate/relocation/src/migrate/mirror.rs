@@ -19,7 +19,7 @@ use mercury_migration::{
     rounds::Limits,
     wire::{CHUNKS_BYTES_MAX, Chunks, DiskLedger, PAGE, hash_of_chunk},
 };
-use mercury_quiesce::disks::Mounted;
+use mercury_quiesce::mounts::Mounted;
 use std::{
     fs::{self, File},
     os::unix::fs::{FileExt, MetadataExt},

@@ -141,7 +141,7 @@ pub fn run(args: &ReceiveOptions, say: Say<'_>) -> Result<Exit> {
         words: vec![init::RECEIVE.to_owned()],
         // A machine that arrives may have a file system on a disk that this machine only reaches,
         // or bring one onto a given disk.
-        disks: mercury_quiesce::disks::real(&sysroot),
+        disks: mercury_quiesce::block_devices::real(&sysroot),
         cards,
         files: vec![(CONFIGURATION, file)],
         menu_title: args.boot_menu.then(|| MENU_TITLE.to_owned()),

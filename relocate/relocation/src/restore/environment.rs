@@ -13,7 +13,7 @@ use mercury_control::{
     sysroot::Sysroot,
 };
 use mercury_initramfs::Archive;
-use mercury_quiesce::{disks, patient};
+use mercury_quiesce::{disks, mounts, patient};
 use std::{
     collections::BTreeSet,
     fs::{self, File},
@@ -344,7 +344,7 @@ fn loadable(mut elf: Vec<u8>) -> Vec<u8> {
 /// Lists the files of modules in the order of loading.
 fn modules(purpose: &Purpose<'_>, sysroot: &Sysroot) -> Result<Vec<PathBuf>> {
     // The disks whose fingerprints are compared with the image's, besides the disk that holds it.
-    let disks = disks::mounted(sysroot)?.into_iter().map(|mount| mount.device);
+    let disks = mounts::mounted(sysroot)?.into_iter().map(|mount| mount.device);
     let disks = disks.chain(purpose.disks.iter().cloned());
     let mut wanted: Vec<String> = disks.flat_map(|path| disk_modules(&path, sysroot)).collect();
     wanted.splice(0..0, storage_modules(sysroot));

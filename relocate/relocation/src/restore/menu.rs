@@ -9,7 +9,7 @@ use mercury_control::{
     output::{Render, Text},
     sysroot::Sysroot,
 };
-use mercury_quiesce::disks::{line_of, unescaped};
+use mercury_quiesce::mounts::{line_of, unescaped};
 use serde::Serialize;
 use std::{
     fs, io,

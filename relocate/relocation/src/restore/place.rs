@@ -13,7 +13,7 @@ use mercury_quiesce::{
     disks,
     ethernet::{self, Card},
     file_systems::Kind,
-    reachable,
+    mounts, reachable,
 };
 use rustix::mount::{MountFlags, mount};
 use serde::{Deserialize, Serialize};
@@ -92,7 +92,7 @@ impl Place {
         }
         let table = sysroot.bytes("proc/self/mountinfo").unwrap_or_default();
         let table = String::from_utf8_lossy(&table);
-        let line = disks::line_of(&table, &path);
+        let line = mounts::line_of(&table, &path);
         let on = line
             .and_then(Line::parse)
             .ok_or_else(|| refused("/proc/self/mountinfo cannot be read".into()))?;
@@ -168,10 +168,10 @@ impl Line {
         let front: Vec<_> = front.split(' ').collect();
         let back: Vec<_> = back.split(' ').collect();
         Some(Self {
-            root: disks::unescaped(front.get(3)?).into(),
-            at: disks::unescaped(front.get(4)?).into(),
+            root: mounts::unescaped(front.get(3)?).into(),
+            at: mounts::unescaped(front.get(4)?).into(),
             kind: (*back.first()?).to_owned(),
-            source: disks::unescaped(back.get(1)?),
+            source: mounts::unescaped(back.get(1)?),
             options: (*back.get(2)?).to_owned(),
         })
     }
@@ -186,7 +186,7 @@ impl Line {
         if let Some(why) = reachable::obstacle(&device, sysroot) {
             return Err(format!("it is on {}, which {why}", self.source));
         }
-        let mounted = disks::Mounted {
+        let mounted = mounts::Mounted {
             number: String::new(),
             at: self.at.clone(),
             kind: self.kind.clone(),

@@ -6,7 +6,7 @@
 use super::record::{self, Record};
 use mercury_control::sysroot::Sysroot;
 use mercury_image::FileSystem;
-use mercury_quiesce::{disks, reachable};
+use mercury_quiesce::{disks, mounts, reachable};
 use rustix::fs::{Mode, OFlags};
 use serde::{Deserialize, Serialize};
 use std::{
@@ -127,8 +127,8 @@ pub fn prepare(file: &Path, record: &Record, sysroot: &Sysroot) -> Result<Spot, 
     let mut made = options.open(file).map_err(of_file)?;
     made.write_all(&[&block[..], &block].concat()).and_then(|()| made.sync_all()).map_err(of_file)?;
     let path = fs::canonicalize(file).map_err(of_file)?;
-    let mounts = disks::mounted(sysroot).map_err(|error| error.message)?;
-    let holder = disks::holder(&mounts, &path, sysroot)
+    let mounts = mounts::mounted(sysroot).map_err(|error| error.message)?;
+    let holder = mounts::holder(&mounts, &path, sysroot)
         .ok_or_else(|| format!("{} is on no local disk", file.display()))?;
     if let Some(obstacle) = reachable::obstacle(&holder.device, sysroot) {
         return Err(format!("{} {obstacle}: a starting system may not reach it", holder.device.display()));

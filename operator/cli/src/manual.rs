@@ -1,9 +1,6 @@
-//! Manual pages, made of clap's definition of a command and of its page in [`super::pages`].
+//! Manual pages, made of clap's definition of a command and of its page in [`crate::pages`].
 
-use super::{
-    members,
-    pages::{Example, Group, PAGES, Page, page},
-};
+use crate::pages::{Example, Group, PAGES, Page, members, page};
 use clap::{Arg, ArgAction, Command};
 use clap_mangen::{
     Man,
@@ -161,7 +158,7 @@ fn files(page: &Page) -> Roff {
     roff
 }
 
-fn page_files(command: &str) -> impl Iterator<Item = &'static super::pages::File> {
+fn page_files(command: &str) -> impl Iterator<Item = &'static crate::pages::File> {
     page(command).into_iter().flat_map(|page| page.files)
 }
 

@@ -1,6 +1,8 @@
 //! The parts of help and manual pages that are not options: each command's group, examples, files,
 //! other pages.
 
+use clap::Command;
+
 /// A group of commands in the help.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Group {
@@ -432,3 +434,15 @@ pub const PAGES: &[Page] = &[
         ],
     ),
 ];
+
+/// Lists visible commands of a group in the order of their pages. `help` has no page, and is
+/// information.
+pub fn members(command: &Command, group: Group) -> Vec<&Command> {
+    let pages = PAGES.iter().filter(|page| page.group == Some(group)).map(|page| page.command);
+    let help = (group == Group::Information).then_some("help");
+    pages
+        .chain(help)
+        .filter_map(|name| command.find_subcommand(name))
+        .filter(|sub| !sub.is_hide_set())
+        .collect()
+}

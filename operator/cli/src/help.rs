@@ -1,11 +1,12 @@
 //! The command line's help: groups of commands, examples, colours.
 //!
-//! [`crate::args`] defines options; [`pages`] has the rest of what help and manual pages say. [`command`] joins them.
+//! [`crate::args`] defines options; [`crate::pages`] has the rest of what help and manual pages say.
+//! [`command`] joins them.
 
-pub mod manual;
-pub mod pages;
-
-use crate::args::Cli;
+use crate::{
+    args::Cli,
+    pages::{Example, Group, members, page},
+};
 use anstyle::Style;
 use clap::{
     Command, CommandFactory, FromArgMatches,
@@ -16,7 +17,6 @@ use mercury_control::{
     exit,
     output::{Tone, WIDTH_MAX, terminal_width},
 };
-use pages::{Example, Group, page};
 use std::{env, ffi::OsString, io::stdout};
 
 /// Reads the command line. Ends the process with the help that the user asked for, or with an error
@@ -114,18 +114,6 @@ fn list(commands: &[&Command], longest: usize, width: usize) -> String {
     commands.iter().map(line).collect::<Vec<_>>().join("\n")
 }
 
-/// Lists visible commands of a group in the order of their pages. `help` has no page, and is
-/// information.
-fn members(command: &Command, group: Group) -> Vec<&Command> {
-    let pages = pages::PAGES.iter().filter(|page| page.group == Some(group)).map(|page| page.command);
-    let help = (group == Group::Information).then_some("help");
-    pages
-        .chain(help)
-        .filter_map(|name| command.find_subcommand(name))
-        .filter(|sub| !sub.is_hide_set())
-        .collect()
-}
-
 /// Removes hidden options and commands from the suggestions of an error.
 fn without_hidden(mut error: clap::Error, command: &Command, words: &[OsString]) -> clap::Error {
     let at = asked_for(command, words);
@@ -156,6 +144,7 @@ fn asked_for<'a>(command: &'a Command, words: &[OsString]) -> &'a Command {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pages::PAGES;
 
     fn visible(command: &Command) -> impl Iterator<Item = &Command> {
         command.get_subcommands().filter(|sub| !sub.is_hide_set())
@@ -208,7 +197,7 @@ mod tests {
         let mut commands = Vec::new();
         all(&command, "", &mut commands);
         let mut names: Vec<&str> = commands.iter().map(|(name, _)| name.as_str()).collect();
-        let mut pages: Vec<&str> = pages::PAGES.iter().map(|page| page.command).collect();
+        let mut pages: Vec<&str> = PAGES.iter().map(|page| page.command).collect();
         names.sort_unstable();
         pages.sort_unstable();
         assert_eq!(names, pages);

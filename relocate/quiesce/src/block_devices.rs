@@ -1,0 +1,112 @@
+//! Block devices, and direct reads of them.
+
+use super::patient::Disk;
+use mercury_control::sysroot::Sysroot;
+use std::{
+    io,
+    ops::Range,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+};
+
+/// Alignment of buffers, offsets and lengths for direct reads.
+const ALIGN: usize = 4096;
+
+/// Lists all disks that are real devices, whether mounted or not.
+#[must_use]
+pub fn real(sysroot: &Sysroot) -> Vec<PathBuf> {
+    let mut names = sysroot.names("sys/block");
+    names.retain(|name| sysroot.exists(&format!("sys/block/{name}/device")));
+    names.iter().map(|name| Path::new("/dev").join(name)).collect()
+}
+
+/// Returns true if a device is made of others: device mapper, RAID. The restore environment
+/// assembles none.
+#[must_use]
+pub fn is_composed(device: &Path, sysroot: &Sysroot) -> bool {
+    let Ok(found) = std::fs::metadata(device) else { return true };
+    let link =
+        format!("sys/dev/block/{}:{}", rustix::fs::major(found.rdev()), rustix::fs::minor(found.rdev()));
+    let place = std::fs::canonicalize(sysroot.path(&link)).unwrap_or_default();
+    place.starts_with("/sys/devices/virtual/block")
+}
+
+/// Lists block devices that may hold data, by the kernel's names. Devices without a size hold none.
+/// Suspended device-mapper devices are left out, because reads of them wait until they are resumed.
+pub fn readable(sysroot: &Sysroot) -> Vec<String> {
+    let mut names = sysroot.names("sys/class/block");
+    names.retain(|name| {
+        let of = |what: &str| sysroot.text(&format!("sys/class/block/{name}/{what}"));
+        let is = |what: &str, value: &str| of(what).is_some_and(|text| text == value);
+        !is("size", "0") && !is("dm/suspended", "1") && !is("hidden", "1")
+    });
+    names
+}
+
+/// Returns the file of a device with this kernel name, in which an exclamation mark stands for a
+/// slash.
+pub fn device_file(name: &str) -> PathBuf {
+    Path::new("/dev").join(name.replace('!', "/"))
+}
+
+/// Returns true if a device is a partition from its disk's first sector on, such as mkfs.vfat
+/// makes: its contents are the disk's.
+pub(super) fn begins_with_its_disk(name: &str, sysroot: &Sysroot) -> bool {
+    let of = |what: &str| sysroot.text(&format!("sys/class/block/{name}/{what}"));
+    of("partition").is_some() && of("start").is_some_and(|start| start.trim() == "0")
+}
+
+/// Reads the first bytes of a device; `None` if they cannot be read.
+///
+/// # Errors
+///
+/// Returns an error if the device does not answer.
+pub fn head(device: &Path, length: usize) -> std::result::Result<Option<Vec<u8>>, String> {
+    match Disk::open(device).and_then(|disk| read(&disk, 0, length)) {
+        Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+            Err(format!("{} cannot be read: {error}", device.display()))
+        }
+        result => Ok(result.ok()),
+    }
+}
+
+/// Reads a range that may begin anywhere.
+pub(super) fn read_exactly(file: &Disk, range: Range<u64>) -> io::Result<Vec<u8>> {
+    let start = range.start & !(ALIGN as u64 - 1);
+    let mut bytes = read(file, start, (range.end - start) as usize)?;
+    bytes.truncate((range.end - start) as usize);
+    if (bytes.len() as u64) < range.end - start {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    bytes.drain(..(range.start - start) as usize);
+    Ok(bytes)
+}
+
+/// Reads directly, because the kernel's cache of a device may differ from the device.
+pub(super) fn read(file: &Disk, offset: u64, length: usize) -> io::Result<Vec<u8>> {
+    file.read_at(offset, length.next_multiple_of(ALIGN))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_partition_that_begins_with_its_disk_is_the_disk() {
+        let root = tempfile::tempdir().expect("a folder");
+        for (name, file, text) in [
+            ("sda", "start", "0\n"),
+            ("sda1", "partition", "1\n"),
+            ("sda1", "start", "0\n"),
+            ("sda2", "partition", "2\n"),
+            ("sda2", "start", "2048\n"),
+        ] {
+            let folder = root.path().join("sys/class/block").join(name);
+            std::fs::create_dir_all(&folder).expect("folders");
+            std::fs::write(folder.join(file), text).expect("a file");
+        }
+        let sysroot = Sysroot::at(root.path());
+        let found = ["sda", "sda1", "sda2", "sdb"].map(|name| begins_with_its_disk(name, &sysroot));
+        assert_eq!(found, [false, true, false, false]);
+    }
+}
