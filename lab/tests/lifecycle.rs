@@ -337,8 +337,8 @@ fn nothing_goes_that_is_in_use() -> Result<()> {
 }
 
 /// Requests that read the kernel's memory, and those that replace it.
-const READING: [&str; 5] =
-    ["snapshot-prepare", "snapshot-begin", "snapshot-take", "snapshot-look", "snapshot-machine"];
+const READING: [&str; 6] =
+    ["snapshot-prepare", "snapshot-begin", "snapshot-take", "snapshot-look", "snapshot-machine", "firmware"];
 const REPLACING: [&str; 4] = ["restore-begin", "restore-load", "restore-read", "restore-go"];
 
 /// Checks that lockdown forbids root to read or replace the kernel's memory. Attach, and a snapshot
@@ -350,9 +350,9 @@ fn lockdown_forbids_what_it_should(machine: &Machine) -> Result<()> {
     };
     machine.sh("mountpoint -q /sys/kernel/security || mount -t securityfs none /sys/kernel/security")?;
     machine.mercury("attach")?;
-    assert_eq!((forbidden(&READING)?, forbidden(&REPLACING)?), (vec![false; 5], vec![false; 4]));
+    assert_eq!((forbidden(&READING)?, forbidden(&REPLACING)?), (vec![false; 6], vec![false; 4]));
     machine.sh("echo integrity > /sys/kernel/security/lockdown")?;
-    assert_eq!((forbidden(&READING)?, forbidden(&REPLACING)?), (vec![false; 5], vec![true; 4]));
+    assert_eq!((forbidden(&READING)?, forbidden(&REPLACING)?), (vec![false; 6], vec![true; 4]));
     let doctor = machine.sh("mercury doctor")?;
     assert!(doctor.contains("no machine can be restored or received here"), "{doctor}");
     for command in ["restore /dev/null", "receive"] {
@@ -360,7 +360,7 @@ fn lockdown_forbids_what_it_should(machine: &Machine) -> Result<()> {
         assert_eq!((refusal.exit, refusal.code.as_str()), (3, "locked-down"), "{refusal:?}");
     }
     machine.sh("echo confidentiality > /sys/kernel/security/lockdown")?;
-    assert_eq!((forbidden(&READING)?, forbidden(&REPLACING)?), (vec![true; 5], vec![true; 4]));
+    assert_eq!((forbidden(&READING)?, forbidden(&REPLACING)?), (vec![true; 6], vec![true; 4]));
     let doctor = machine.sh("mercury doctor")?;
     assert!(doctor.contains("no checkpoint, no move, no restore"), "{doctor}");
     for command in ["checkpoint /run/x", "migrate 10.0.0.1 --dry-run"] {

@@ -51,6 +51,7 @@ union request {
 	struct mercury_fence_request fence;
 	struct mercury_log_request log;
 	struct mercury_disk_log_request disk_log;
+	struct mercury_firmware_request firmware;
 };
 
 /* An ioctl. `run` returns a MERCURY_CODE_* or a negative errno. */
@@ -398,6 +399,11 @@ static int run_disk_log(union request *request, struct mercury_outcome *outcome)
 	return mercury_disk_log(&request->disk_log);
 }
 
+static int run_firmware(union request *request, struct mercury_outcome *outcome)
+{
+	return mercury_firmware_read(&request->firmware);
+}
+
 static int run_restore_read(union request *request, struct mercury_outcome *outcome)
 {
 	return mercury_restore_read(&request->load_frames, outcome);
@@ -449,6 +455,7 @@ static const struct operation operations[] = {
 	{ MERCURY_IOC_LOG_BEGIN, false, OUTCOME(log), NONE, run_log_begin },
 	{ MERCURY_IOC_LOG_COLLECT, false, OUTCOME(log), NONE, run_log_collect },
 	{ MERCURY_IOC_DISK_LOG, false, OUTCOME(disk_log), NONE, run_disk_log },
+	{ MERCURY_IOC_FIRMWARE, false, OUTCOME(firmware), READS, run_firmware },
 	{ MERCURY_IOC_RESTORE_READ, false, OUTCOME(load_frames), WRITES, run_restore_read },
 	{ MERCURY_IOC_RESTORE_GO, false, OUTCOME(load), WRITES, run_restore_go },
 #ifdef CONFIG_MERCURY_FAULT_INJECTION

@@ -394,6 +394,8 @@
 #define MERCURY_IOC_LOG_COLLECT _UL(0xc030f51b)
 /* Begins, collects or ends a dirty log of a disk. Argument: a DiskLogRequest. */
 #define MERCURY_IOC_DISK_LOG _UL(0xc048f51c)
+/* Reads a page of the firmware's memory. Argument: a FirmwareRequest. */
+#define MERCURY_IOC_FIRMWARE _UL(0xc030f51d)
 /*
  * Value of DiskLogRequest::what: begin a log. It holds all writes from here on, and
  * ends with the controller.
@@ -2266,6 +2268,28 @@ static_assert(offsetof(struct mercury_disk_log_request, map_addr) == 24);
 static_assert(offsetof(struct mercury_disk_log_request, map_words) == 32);
 static_assert(offsetof(struct mercury_disk_log_request, chunks) == 40);
 static_assert(offsetof(struct mercury_disk_log_request, outcome) == 48);
+
+/*
+ * Arguments of reading the firmware's memory. Refused with
+ * crate::code::Code::BadArgument: a page that is the kernel's own memory, or that the
+ * firmware's map does not have above the first MiB.
+ */
+struct mercury_firmware_request {
+	/* Size and version of this structure. */
+	struct mercury_header header;
+	/* In: physical address of the page. */
+	u64 page_phys;
+	/* In: user-space address of a page that gets the content. */
+	u64 data_addr;
+	/* Out: how the operation ended. */
+	struct mercury_outcome outcome;
+};
+
+static_assert(sizeof(struct mercury_firmware_request) == 48);
+static_assert(offsetof(struct mercury_firmware_request, header) == 0);
+static_assert(offsetof(struct mercury_firmware_request, page_phys) == 8);
+static_assert(offsetof(struct mercury_firmware_request, data_addr) == 16);
+static_assert(offsetof(struct mercury_firmware_request, outcome) == 24);
 
 /* Properties of the driver and of the machine. */
 struct mercury_system_info {

@@ -12,15 +12,16 @@ use mercury_abi::{
     Header, MERCURY_ABI_VERSION,
     code::Code,
     ioctl::{
-        DiskLogRequest, FaultRequest, FenceRequest, LoadFramesRequest, LoadRequest, LogRequest,
-        MERCURY_FEATURE_FAULT_INJECTION, MERCURY_IOC_ATTACH, MERCURY_IOC_DETACH, MERCURY_IOC_DISK_LOG,
-        MERCURY_IOC_FACTS, MERCURY_IOC_FAULT, MERCURY_IOC_FENCE, MERCURY_IOC_LOAD, MERCURY_IOC_LOG_BEGIN,
-        MERCURY_IOC_LOG_COLLECT, MERCURY_IOC_MEASURE, MERCURY_IOC_RESTORE_BEGIN, MERCURY_IOC_RESTORE_GO,
-        MERCURY_IOC_RESTORE_LOAD, MERCURY_IOC_RESTORE_READ, MERCURY_IOC_SNAPSHOT_BEGIN,
-        MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_LOOK, MERCURY_IOC_SNAPSHOT_MACHINE,
-        MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_TAKE, MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM,
-        MERCURY_IOC_UNLOAD, MERCURY_STATE_CRASHED, MERCURY_STATE_UNLOADED, MeasureRequest, Outcome,
-        RestartRequest, SnapshotRequest, SnapshotTakeRequest, StatusRequest, SwitchRequest,
+        DiskLogRequest, FaultRequest, FenceRequest, FirmwareRequest, LoadFramesRequest, LoadRequest,
+        LogRequest, MERCURY_FEATURE_FAULT_INJECTION, MERCURY_IOC_ATTACH, MERCURY_IOC_DETACH,
+        MERCURY_IOC_DISK_LOG, MERCURY_IOC_FACTS, MERCURY_IOC_FAULT, MERCURY_IOC_FENCE, MERCURY_IOC_FIRMWARE,
+        MERCURY_IOC_LOAD, MERCURY_IOC_LOG_BEGIN, MERCURY_IOC_LOG_COLLECT, MERCURY_IOC_MEASURE,
+        MERCURY_IOC_RESTORE_BEGIN, MERCURY_IOC_RESTORE_GO, MERCURY_IOC_RESTORE_LOAD,
+        MERCURY_IOC_RESTORE_READ, MERCURY_IOC_SNAPSHOT_BEGIN, MERCURY_IOC_SNAPSHOT_END,
+        MERCURY_IOC_SNAPSHOT_LOOK, MERCURY_IOC_SNAPSHOT_MACHINE, MERCURY_IOC_SNAPSHOT_PREPARE,
+        MERCURY_IOC_SNAPSHOT_TAKE, MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM, MERCURY_IOC_UNLOAD,
+        MERCURY_STATE_CRASHED, MERCURY_STATE_UNLOADED, MeasureRequest, Outcome, RestartRequest,
+        SnapshotRequest, SnapshotTakeRequest, StatusRequest, SwitchRequest,
     },
 };
 use serde_json::json;
@@ -45,7 +46,7 @@ const ERRORS: [(i32, &str); 13] = [
     (libc::EINTR, "EINTR"),
     (libc::EIO, "EIO"),
 ];
-const COMMANDS: [u32; 22] = [
+const COMMANDS: [u32; 23] = [
     MERCURY_IOC_SYSTEM,
     MERCURY_IOC_FACTS,
     MERCURY_IOC_LOAD,
@@ -64,13 +65,14 @@ const COMMANDS: [u32; 22] = [
     MERCURY_IOC_DISK_LOG,
     MERCURY_IOC_SNAPSHOT_MACHINE,
     MERCURY_IOC_FENCE,
+    MERCURY_IOC_FIRMWARE,
     MERCURY_IOC_RESTORE_BEGIN,
     MERCURY_IOC_RESTORE_LOAD,
     MERCURY_IOC_RESTORE_READ,
     MERCURY_IOC_RESTORE_GO,
 ];
 /// The first number beyond all requests.
-const NUMBERS_END: u32 = 29;
+const NUMBERS_END: u32 = 30;
 
 /// The requests to send.
 #[derive(Debug, clap::Args)]
@@ -350,6 +352,12 @@ impl<'a> Fuzzer<'a> {
                 peers_addr: self.pointer(),
                 peers_count: self.count(),
                 ..FenceRequest::default()
+            }),
+            MERCURY_IOC_FIRMWARE => bytes_of(FirmwareRequest {
+                header,
+                page_phys: self.address(),
+                data_addr: self.pointer(),
+                ..FirmwareRequest::default()
             }),
             MERCURY_IOC_FAULT => bytes_of(FaultRequest { header, ..FaultRequest::default() }),
             _ => bytes_of([u64::from(header.size) | u64::from(header.version) << 32, self.rng.below(4)]),

@@ -7,10 +7,11 @@ use mercury_abi::{
     Header,
     code::Code,
     ioctl::{
-        LoadFramesRequest, LoadRequest, MERCURY_IOC_RESTORE_BEGIN, MERCURY_IOC_RESTORE_GO,
-        MERCURY_IOC_RESTORE_LOAD, MERCURY_IOC_RESTORE_READ, MERCURY_IOC_SNAPSHOT_BEGIN,
-        MERCURY_IOC_SNAPSHOT_LOOK, MERCURY_IOC_SNAPSHOT_MACHINE, MERCURY_IOC_SNAPSHOT_PREPARE,
-        MERCURY_IOC_SNAPSHOT_TAKE, Outcome, RestartRequest, SnapshotRequest, SnapshotTakeRequest,
+        FirmwareRequest, LoadFramesRequest, LoadRequest, MERCURY_IOC_FIRMWARE, MERCURY_IOC_RESTORE_BEGIN,
+        MERCURY_IOC_RESTORE_GO, MERCURY_IOC_RESTORE_LOAD, MERCURY_IOC_RESTORE_READ,
+        MERCURY_IOC_SNAPSHOT_BEGIN, MERCURY_IOC_SNAPSHOT_LOOK, MERCURY_IOC_SNAPSHOT_MACHINE,
+        MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_TAKE, Outcome, RestartRequest, SnapshotRequest,
+        SnapshotTakeRequest,
     },
 };
 
@@ -50,6 +51,9 @@ pub fn run(report: &mut Report) -> Result<()> {
         let request = LoadFramesRequest { header, ..LoadFramesRequest::default() };
         report.fact(name, refusal(&device, command, request, |request| request.outcome)?);
     }
+    let header = Header::of::<FirmwareRequest>();
+    let request = FirmwareRequest { header, page_phys: 1, ..FirmwareRequest::default() };
+    report.fact("firmware", refusal(&device, MERCURY_IOC_FIRMWARE, request, |request| request.outcome)?);
     let header = Header::of::<LoadRequest>();
     let request = LoadRequest { header, flags: 1, ..LoadRequest::default() };
     report.fact("restore-go", refusal(&device, MERCURY_IOC_RESTORE_GO, request, |request| request.outcome)?);

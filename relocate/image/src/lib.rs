@@ -47,7 +47,9 @@
 
 mod chain;
 mod error;
+mod firmware;
 mod hashes;
+mod hexadecimal;
 mod machine;
 mod pack;
 mod parent;
@@ -57,9 +59,11 @@ mod writer;
 
 pub use chain::{Chain, Merged, PARENTS_MAX};
 pub use error::{Error, Place, Result};
+pub use firmware::FirmwareMemory;
 pub use hashes::{Hash, Hashes, Key, Run, order};
 pub use machine::{
-    Cpu, Device, FileSystem, FirmwareRange, Iommu, Kind, Machine, Piece, Processor, Range, Resume, VmCoreInfo,
+    Bar, Cpu, Device, FileSystem, FirmwareRange, Iommu, Kind, Machine, Piece, Processor, Range, Resume,
+    Timers, VmCoreInfo,
 };
 pub use pack::Packer;
 pub use parent::Parent;

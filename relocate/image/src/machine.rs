@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::record::Identity;
+use crate::{firmware::FirmwareMemory, record::Identity};
 
 /// A machine at the instant of its image.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -40,6 +40,17 @@ pub struct Machine {
     pub iommus: Option<Vec<Iommu>>,
     /// File systems on block devices that were mounted for writing.
     pub file_systems: Vec<FileSystem>,
+    /// Memory of the firmware that the kernel may read: ACPI tables and the like. It is needed where
+    /// the machine goes on with other firmware, as a guest. Empty: it could not be read, or an
+    /// earlier Mercury made the image.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub firmware_memory: Vec<FirmwareMemory>,
+    /// Reason why [`Machine::firmware_memory`] is empty.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub firmware_unread: String,
+    /// Clocks of the machine. `None`: an earlier Mercury did not record them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timers: Option<Timers>,
     /// Images that this one needs, from the full one to its parent. Empty: this image is a full
     /// one.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -146,6 +157,35 @@ pub struct Device {
     pub class: String,
     /// Driver that was bound to the device.
     pub driver: Option<String>,
+    /// Ranges of addresses that the device decodes.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub bars: Vec<Bar>,
+    /// First bytes of the configuration space: 64, or 256 of a bridge.
+    #[serde(default, skip_serializing_if = "Vec::is_empty", with = "crate::hexadecimal")]
+    pub config: Vec<u8>,
+}
+
+/// A range of addresses that a PCI device decodes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Bar {
+    /// Number of the line in the device's file `resource` in `/sys`: 0 to 5 are base address
+    /// registers, 6 is the expansion ROM, a bridge's windows follow.
+    pub number: u32,
+    /// First address: physical, or a port.
+    pub start: u64,
+    /// Length in bytes.
+    pub length: u64,
+    /// The kernel's flags of the resource (`include/linux/ioport.h`).
+    pub flags: u64,
+}
+
+/// Clocks of a machine.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Timers {
+    /// Frequency of the time-stamp counter in kHz, as the kernel uses it.
+    pub tsc_khz: u64,
+    /// Name of the clock source that the kernel uses.
+    pub clocksource: String,
 }
 
 /// An IOMMU. Its tables are in memory; the kernel sets its registers anew.

@@ -115,6 +115,7 @@ fn devices(sysroot: &Sysroot) -> Vec<Device> {
             id: format!("{}:{}", number("vendor"), number("device")),
             class: number("class"),
             driver: driver.and_then(|path| Some(path.file_name()?.to_string_lossy().into_owned())),
+            ..Device::default()
         }
     };
     sysroot.names("sys/bus/pci/devices").iter().map(device).collect()

@@ -8,8 +8,8 @@
 //! * [`devices`], [`openers`], [`rdma`], [`waits`], [`reachable`]: devices that cannot be held, with the names
 //!   of their users;
 //! * [`undo`], [`guard`]: the process that undoes everything if the command is killed: its steps, and its work;
-//! * [`describe`], [`pool`], [`phases`], [`patient`]: the machine's description, memory for the instant, times,
-//!   and reads that do not wait for ever;
+//! * [`describe`], [`hardware`]: the machine's description, with what a guest needs in place of its hardware;
+//! * [`pool`], [`phases`], [`patient`]: memory for the instant, times, and reads that do not wait for ever;
 //! * [`attached`], [`hook`], [`culprit`], [`this_process`]: the hypervisor for one command, the operator's hook,
 //!   the device that did not stop, and the command's own process.
 
@@ -28,7 +28,9 @@ pub mod disks;
 pub mod ethernet;
 pub mod fence;
 pub mod file_systems;
+mod firmware;
 pub mod guard;
+pub mod hardware;
 pub mod hook;
 mod layers;
 pub mod mounts;

@@ -84,6 +84,9 @@ pub const MERCURY_IOC_LOG_COLLECT: u32 = iowr::<LogRequest>(27);
 /// Begins, collects or ends a dirty log of a disk. Argument: a [`DiskLogRequest`].
 pub const MERCURY_IOC_DISK_LOG: u32 = iowr::<DiskLogRequest>(28);
 
+/// Reads a page of the firmware's memory. Argument: a [`FirmwareRequest`].
+pub const MERCURY_IOC_FIRMWARE: u32 = iowr::<FirmwareRequest>(29);
+
 /// Value of [`DiskLogRequest::what`]: begin a log. It holds all writes from here on, and ends with
 /// the controller.
 pub const MERCURY_DISK_LOG_BEGIN: u32 = 0;
@@ -120,6 +123,21 @@ pub struct DiskLogRequest {
     pub map_words: u64,
     /// Out: number of chunks of the disk; at a collection, number of chunks in the log.
     pub chunks: u64,
+    /// Out: how the operation ended.
+    pub outcome: Outcome,
+}
+
+/// Arguments of reading the firmware's memory. Refused with [`crate::code::Code::BadArgument`]: a page
+/// that is the kernel's own memory, or that the firmware's map does not have above the first MiB.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FirmwareRequest {
+    /// Size and version of this structure.
+    pub header: Header,
+    /// In: physical address of the page.
+    pub page_phys: u64,
+    /// In: user-space address of a page that gets the content.
+    pub data_addr: u64,
     /// Out: how the operation ended.
     pub outcome: Outcome,
 }

@@ -12,11 +12,11 @@ use mercury_abi::{
     code::Code,
     facts::CpuFacts,
     ioctl::{
-        CpuStatus, DiskLogRequest, FaultRequest, FencePeer, FenceRequest, LoadFramesRequest, LoadRequest,
-        LogRequest, MERCURY_DISK_LOG_BEGIN, MERCURY_DISK_LOG_COLLECT, MERCURY_DISK_LOG_END,
+        CpuStatus, DiskLogRequest, FaultRequest, FencePeer, FenceRequest, FirmwareRequest, LoadFramesRequest,
+        LoadRequest, LogRequest, MERCURY_DISK_LOG_BEGIN, MERCURY_DISK_LOG_COLLECT, MERCURY_DISK_LOG_END,
         MERCURY_FENCE_DOWN, MERCURY_FENCE_FORGET, MERCURY_FENCE_OPEN_HERE, MERCURY_FENCE_RETURN,
         MERCURY_FENCE_STAYS, MERCURY_IOC_ATTACH, MERCURY_IOC_DETACH, MERCURY_IOC_DISK_LOG, MERCURY_IOC_FACTS,
-        MERCURY_IOC_FAULT, MERCURY_IOC_FENCE, MERCURY_IOC_LOAD, MERCURY_IOC_LOG_BEGIN,
+        MERCURY_IOC_FAULT, MERCURY_IOC_FENCE, MERCURY_IOC_FIRMWARE, MERCURY_IOC_LOAD, MERCURY_IOC_LOG_BEGIN,
         MERCURY_IOC_LOG_COLLECT, MERCURY_IOC_MEASURE, MERCURY_IOC_RESTORE_BEGIN, MERCURY_IOC_RESTORE_GO,
         MERCURY_IOC_RESTORE_LOAD, MERCURY_IOC_RESTORE_READ, MERCURY_IOC_ROLLBACK, MERCURY_IOC_SNAPSHOT_BEGIN,
         MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_LOOK, MERCURY_IOC_SNAPSHOT_MACHINE,
@@ -532,6 +532,22 @@ impl Device {
                 return Ok(Restart { flags, resume_virt, resume_phys, cpus, ranges });
             }
         }
+    }
+
+    /// Reads a page of the firmware's memory; `None` if it is the kernel's own, or nobody's.
+    pub fn firmware_page(&self, page_phys: u64) -> Result<Option<Vec<u8>>> {
+        let mut page = vec![0; PAGE];
+        let mut request = FirmwareRequest {
+            header: Header::of::<FirmwareRequest>(),
+            page_phys,
+            data_addr: address(page.as_mut_ptr()),
+            ..FirmwareRequest::default()
+        };
+        let result = self.request::<MERCURY_IOC_FIRMWARE, _>(&mut request);
+        if request.outcome.code == Code::BadArgument as u32 {
+            return Ok(None);
+        }
+        failure("reading the firmware's memory", result, &request.outcome).map(|()| Some(page))
     }
 
     /// Prepares the restore of a machine in place of this one.

@@ -12,6 +12,7 @@
  *	read.c		reading frames for user space
  *	dirty_log.c	the dirty log of memory
  *	machine.c	the description of the machine that an image holds
+ *	guest.c		a machine that goes on as a guest: its firmware's memory
  *	rollback.c	putting the machine back to a snapshot that is kept
  *	dma.c		DMA writes, which bypass the nested tables
  *	dma_log.c	DMA writes while a dirty log is kept
@@ -156,6 +157,9 @@ u32 mercury_dirty_log_collect(struct mercury_log_request *request, bool after_in
 void mercury_machine_cpu(int cpu, struct mercury_restart_cpu *entry);
 u64 mercury_machine_modes(void);
 int mercury_machine_describe(struct mercury_restart_request *request, struct mercury_outcome *outcome);
+
+/* guest.c */
+int mercury_firmware_read(const struct mercury_firmware_request *request);
 
 /* rollback.c: the last two in any context */
 u32 mercury_rollback_prepare(struct mercury_snapshot_setup *setup, void *page,

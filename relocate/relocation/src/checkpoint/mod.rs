@@ -60,7 +60,7 @@ use mercury_control::{
 use mercury_image::{Identity, Machine, Writer};
 use mercury_quiesce::{
     attached::Attached,
-    culprit, describe, disks, fence, hook, patient,
+    culprit, describe, disks, fence, hardware, hook, patient,
     phases::Phases,
     pool, swap, this_process,
     undo::{Undo, UndoProcess},
@@ -370,6 +370,7 @@ fn reach(
             .hint("write it to a block device of its own, a network file system, or ssh://host/path"));
     }
     let mut machine = describe::describe(sysroot);
+    hardware::add_hardware(&mut machine, sysroot, device)?;
     // Everything that needs no standstill is done before it, with most of the writing.
     let flags = if args.hashes.is_some() { MERCURY_SNAPSHOT_HASH } else { 0 };
     let mut swap = swap::Off::switch(guard, sysroot)?;

@@ -1,0 +1,98 @@
+//! The part of a machine's description that a monitor needs where the machine goes on as a guest, without
+//! its own hardware.
+
+use super::firmware;
+use mercury_control::{device::Device, driver::Driver, error::Result, sysroot::Sysroot};
+use mercury_image::{Bar, Machine, Timers};
+use std::{fs::File, io::Read, path::Path};
+
+/// Class of bridges between PCI buses and to others.
+const BRIDGE: &str = "06";
+/// Bytes of configuration space that are kept: the standard's header, and of bridges their capabilities too.
+const CONFIG: (u64, u64) = (64, 256);
+
+/// Adds the firmware's memory, what the PCI devices decode, and clocks. A machine whose firmware's memory
+/// cannot be read goes on only on equal hardware.
+///
+/// # Errors
+///
+/// Returns an error if the driver does not answer.
+pub fn add_hardware(machine: &mut Machine, sysroot: &Sysroot, device: &Device) -> Result<()> {
+    let page = |phys| device.firmware_page(phys).map_err(|error| error.to_string());
+    match firmware::read(&machine.firmware, sysroot, &page) {
+        Ok(memory) => machine.firmware_memory = memory,
+        Err(why) => machine.firmware_unread = why,
+    }
+    add_resources(machine, sysroot);
+    let clocksource = "sys/devices/system/clocksource/clocksource0/current_clocksource";
+    machine.timers = Some(Timers {
+        tsc_khz: device.system()?.tsc_khz,
+        clocksource: sysroot.text(clocksource).unwrap_or_default(),
+    });
+    Ok(())
+}
+
+fn add_resources(machine: &mut Machine, sysroot: &Sysroot) {
+    for device in &mut machine.devices {
+        let folder = format!("sys/bus/pci/devices/{}", device.address);
+        device.bars = bars(&sysroot.text(&format!("{folder}/resource")).unwrap_or_default());
+        let length = if device.class.starts_with(BRIDGE) { CONFIG.1 } else { CONFIG.0 };
+        device.config = first_bytes(&sysroot.path(&format!("{folder}/config")), length).unwrap_or_default();
+    }
+}
+
+/// Parses the kernel's list of a device's resources: first address, last address and flags.
+fn bars(resources: &str) -> Vec<Bar> {
+    let bar = |(number, line): (u32, &str)| {
+        let word = |word: &str| u64::from_str_radix(word.trim_start_matches("0x"), 16).ok();
+        let words: Vec<_> = line.split_whitespace().filter_map(word).collect();
+        let [start, last, flags] = words[..] else { return None };
+        (flags != 0).then_some(Bar { number, start, length: last.checked_sub(start)?.checked_add(1)?, flags })
+    };
+    (0..).zip(resources.lines()).filter_map(bar).collect()
+}
+
+/// Reads no more than is wanted: the rest of a configuration space can be slow, or wake a device.
+fn first_bytes(path: &Path, length: u64) -> std::io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    File::open(path)?.take(length).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mercury_image::Device as PciDevice;
+
+    #[test]
+    fn resources_have_the_kernel_s_numbers() {
+        let text = "0x00000000febc0000 0x00000000febdffff 0x0000000000040200\n\
+                    0x0000000000000000 0x0000000000000000 0x0000000000000000\n\
+                    0x000000000000c000 0x000000000000c01f 0x0000000000040101\n";
+        let memory = Bar { number: 0, start: 0xFEBC_0000, length: 0x2_0000, flags: 0x4_0200 };
+        let ports = Bar { number: 2, start: 0xC000, length: 0x20, flags: 0x4_0101 };
+        assert_eq!(bars(text), [memory, ports]);
+        assert_eq!(bars("0x10 0x0 0x200\n0 0xffffffffffffffff 0x200\nnonsense\n"), []);
+    }
+
+    #[test]
+    fn bridges_have_more_of_their_configuration() {
+        let root = tempfile::tempdir().expect("a folder");
+        let device = |address: &str, class: &str| PciDevice {
+            address: address.into(),
+            class: class.into(),
+            ..PciDevice::default()
+        };
+        let devices =
+            vec![device("0000:00:01.0", "060400"), device("0000:00:02.0", "020000"), device("gone", "")];
+        for device in &devices[..2] {
+            let folder = root.path().join("sys/bus/pci/devices").join(&device.address);
+            std::fs::create_dir_all(&folder).expect("a folder");
+            std::fs::write(folder.join("config"), [9; 4096]).expect("a file");
+        }
+        let mut machine = Machine { devices, ..Machine::default() };
+        add_resources(&mut machine, &Sysroot::at(root.path()));
+        let lengths: Vec<_> = machine.devices.iter().map(|device| device.config.len()).collect();
+        assert_eq!(lengths, [256, 64, 0]);
+    }
+}
