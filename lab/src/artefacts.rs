@@ -45,6 +45,7 @@ const SCRIPTS: &[(&str, &str)] = &[
     ("lib/lab-network", include_str!("../guest/lab-network")),
     ("lib/lab-nfs-root", include_str!("../guest/lab-nfs-root")),
     ("lib/lab-ram-root", include_str!("../guest/lab-ram-root")),
+    ("lib/lab-small-root", include_str!("../guest/lab-small-root")),
     ("lib/lab-mapped-root", include_str!("../guest/lab-mapped-root")),
     ("lib/bashrc", include_str!("../guest/bashrc")),
     ("lib/welcome", include_str!("../guest/welcome")),

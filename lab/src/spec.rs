@@ -234,6 +234,7 @@ pub struct Spec {
     pub(crate) disks: Vec<(Bus, u32)>,
     pub(crate) nic: Option<Nic>,
     pub(crate) iommu: Option<Iommu>,
+    pub(crate) metal: bool,
     pub(crate) icount: Option<Icount>,
     pub(crate) kernel_args: Vec<String>,
     pub(crate) init: Init,
@@ -266,6 +267,7 @@ impl Spec {
             disks: Vec::new(),
             nic: None,
             iommu: None,
+            metal: false,
             icount: None,
             kernel_args: Vec::new(),
             init: Init::Agent,
@@ -368,6 +370,14 @@ impl Spec {
     pub fn iommu(mut self, iommu: Iommu) -> Self {
         self.iommu = Some(iommu);
         self.qemu_version(Qemu::Newer)
+    }
+
+    /// Gives the machine devices as bare metal has them, none of virtio's. The agent's stream is the
+    /// second serial port.
+    #[must_use]
+    pub fn metal(mut self) -> Self {
+        self.metal = true;
+        self
     }
 
     /// Counts instructions; the machine must have one processor.
@@ -506,6 +516,12 @@ impl Spec {
         if let Some(reason) = self.unsupported() {
             return Err(Error::Unsupported { reason });
         }
+        let virtio = self.root_bus == Bus::Virtio
+            || self.nic == Some(Nic::Virtio)
+            || self.disks.iter().any(|(bus, _)| *bus == Bus::Virtio);
+        if self.metal && virtio {
+            return refuse("a machine like metal has no device of virtio's");
+        }
         if self.root_bus == Bus::Usb {
             return refuse("the initramfs has no driver for USB");
         }
@@ -554,7 +570,7 @@ impl Spec {
             format!("lab.modules={}", self.modules.directory()),
         ];
         words.extend(self.clock());
-        if self.platform != Platform::Qemu {
+        if self.metal || self.platform != Platform::Qemu {
             words.push("lab.port=ttyS1".to_owned());
         }
         if self.console == Console::Terminal {
@@ -599,6 +615,9 @@ mod tests {
         assert!(spec().iommu(Iommu::Amd).check().is_err());
         assert!(spec().iommu(Iommu::Intel).qemu_version(Qemu::Host).check().is_err());
         assert!(spec().iommu(Iommu::Intel).check().is_ok());
+        assert!(spec().metal().nic(Nic::Virtio).check().is_err());
+        assert!(spec().metal().disk(Bus::Virtio, 64).check().is_err());
+        assert!(spec().metal().disk(Bus::Nvme, 64).check().is_ok());
         assert!(spec().cpus(1).icount(Icount::Exact).check().is_ok());
     }
 }

@@ -28,11 +28,14 @@ pub fn run() -> Result<()> {
     if let Some(words) = cmdline.get("nfs") {
         change_root("lab-nfs-root", &words.split(',').collect::<Vec<_>>())?;
     }
-    if let Some(root @ ("ram" | "mapped")) = cmdline.get("root") {
-        change_root("lab-ram-root", &[])?;
-        if root == "mapped" {
+    match cmdline.get("root") {
+        Some("ram") => change_root("lab-ram-root", &[])?,
+        Some("mapped") => {
+            change_root("lab-ram-root", &[])?;
             change_root("lab-mapped-root", &[])?;
         }
+        Some("small") => change_root("lab-small-root", &[])?,
+        _ => {}
     }
     if cmdline.get("init") == Some("systemd") {
         return become_systemd();

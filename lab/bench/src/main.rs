@@ -219,6 +219,9 @@ struct MachineArgs {
     /// Add a network card
     #[arg(long)]
     net: bool,
+    /// Give it devices as bare metal has them, none of virtio's
+    #[arg(long)]
+    metal: bool,
     /// One more word on the kernel's command line; may be repeated
     #[arg(long = "append", value_name = "WORD")]
     kernel_args: Vec<String>,
@@ -251,7 +254,7 @@ impl MachineArgs {
             spec = spec.kernel_arg("lab.root=ram").memory_mib(self.memory.unwrap_or(MEMORY_WITH_ROOT_MIB));
         }
         if disk_mib != 0 {
-            spec = spec.disk(Bus::Virtio, disk_mib);
+            spec = spec.disk(if self.metal { Bus::Nvme } else { Bus::Virtio }, disk_mib);
         }
         with_terminal(spec)
     }
@@ -274,8 +277,11 @@ impl MachineArgs {
         if self.icount {
             spec = spec.icount(Icount::Exact);
         }
+        if self.metal {
+            spec = spec.metal();
+        }
         if self.net {
-            spec = spec.nic(Nic::Virtio);
+            spec = spec.nic(if self.metal { Nic::E1000e } else { Nic::Virtio });
         }
         spec = self.kernel_args.iter().fold(spec, |spec, word| spec.kernel_arg(word));
         self.qemu_args.iter().fold(spec, |spec, argument| spec.qemu_arg(argument))

@@ -130,7 +130,11 @@ fn boot_and_disks(args: &mut Arguments, spec: &Spec, files: Files<'_>) {
     disk(args, spec.root_bus, &Disk::Root.id(), &format!("file={},format=qcow2,cache=unsafe", file::ROOT));
     let lab = format!("file={},format=raw,read-only=on", files.lab_disk.to_string_lossy().replace(',', ",,"));
     // AHCI disks cannot be read-only.
-    let lab_bus = if spec.root_bus == Bus::Ahci { Bus::Virtio } else { spec.root_bus };
+    let lab_bus = match spec.root_bus {
+        Bus::Ahci if spec.metal => Bus::Nvme,
+        Bus::Ahci => Bus::Virtio,
+        bus => bus,
+    };
     disk(args, lab_bus, "lab", &lab);
     for (index, (bus, _)) in spec.disks.iter().enumerate() {
         let backing = format!("file={},format=qcow2,cache=unsafe", file::disk(index));
@@ -166,9 +170,13 @@ fn channels(args: &mut Arguments, spec: &Spec) {
     }
     args.add("-serial", "chardev:console");
     args.add("-chardev", &format!("socket,id=agent,path={},server=on,wait=off", file::AGENT));
-    args.add("-device", "virtio-serial-pci");
-    let port = mercury_lab_agent::PORT_NAME;
-    args.add("-device", &format!("virtserialport,chardev=agent,name={port}"));
+    if spec.metal {
+        args.add("-serial", "chardev:agent");
+    } else {
+        args.add("-device", "virtio-serial-pci");
+        let port = mercury_lab_agent::PORT_NAME;
+        args.add("-device", &format!("virtserialport,chardev=agent,name={port}"));
+    }
     args.add("-chardev", &format!("socket,id=qmp,path={},server=on,wait=off", file::MONITOR));
     args.add("-mon", "chardev=qmp,mode=control");
 }
@@ -194,6 +202,17 @@ mod tests {
             assert!(line.contains(part), "{part} is not in {line}");
         }
         assert!(!line.contains("-netdev") && !line.contains("-gdb") && !line.contains("-icount"));
+    }
+
+    #[test]
+    fn a_machine_like_metal_has_no_virtio() {
+        let spec = Spec::new(Kernel::BookwormGeneric).metal().root_bus(Bus::Ahci).nic(Nic::E1000e);
+        let line = line(&spec.disk(Bus::Nvme, 64));
+        for part in ["-serial chardev:console ", "-serial chardev:agent ", "nvme,drive=lab", "lab.port=ttyS1"]
+        {
+            assert!(line.contains(part), "{part} is not in {line}");
+        }
+        assert!(!line.contains("virt"), "{line}");
     }
 
     #[test]
