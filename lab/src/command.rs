@@ -8,10 +8,9 @@ use std::{
 use mercury_lab_agent::protocol::{CHUNK, Event, Exec, Exit, Request};
 
 use crate::{
-    autopsy,
-    client::{Client, next_event},
-    emulator::qmp::Qmp,
+    client::next_event,
     error::{Error, Result},
+    link::Link,
     scene::Scene,
 };
 
@@ -25,31 +24,6 @@ pub const LIMIT: Duration = Duration::from_secs(120);
 pub fn patient(limit: Duration) -> Duration {
     let factor = std::env::var("MERCURY_LAB_PATIENCE").ok().and_then(|text| text.parse::<f32>().ok());
     limit.mul_f32(factor.filter(|factor| *factor > 0.0).unwrap_or(1.0))
-}
-
-/// The connection to a machine, shared by all commands that run in the machine.
-#[derive(Clone, Debug)]
-pub struct Link {
-    pub(crate) client: Arc<Client>,
-    pub(crate) scene: Arc<Scene>,
-    /// The connection to QEMU's monitor; Bochs has none.
-    pub(crate) monitor: Option<Arc<Qmp>>,
-    memory_bytes: u64,
-}
-
-impl Link {
-    pub(crate) fn new(client: Client, scene: Arc<Scene>, monitor: Option<Qmp>, memory_mib: u32) -> Self {
-        let memory_bytes = u64::from(memory_mib) << 20;
-        Self { client: Arc::new(client), scene, monitor: monitor.map(Arc::new), memory_bytes }
-    }
-
-    /// Adds the evidence to an error. After a timeout, first finds out what the machine is doing.
-    pub(crate) fn blame_silent(&self, error: Error) -> Error {
-        if let (Error::Timeout { .. }, Some(qmp)) = (&error, &self.monitor) {
-            autopsy::perform(qmp, &self.scene, self.memory_bytes);
-        }
-        self.scene.blame(error)
-    }
 }
 
 /// An output of a command.

@@ -26,6 +26,7 @@
 
 pub mod apt;
 pub mod artefacts;
+pub mod as_guest;
 mod autopsy;
 pub mod check;
 mod checkpatch;
@@ -46,6 +47,7 @@ pub mod image;
 pub mod iommu;
 pub mod kernel;
 pub mod ledger;
+pub mod link;
 pub mod live;
 pub mod loaders;
 pub mod lock;
@@ -77,6 +79,7 @@ pub use error::{Error, Result};
 pub use image::{Image, Release};
 pub use iommu::Iommu;
 pub use kernel::Kernel;
+pub use link::{Link, System};
 pub use loaders::Loader;
 pub use lock::Reservation;
 pub use machine::{Boot, Machine};

@@ -12,20 +12,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-use mercury_lab_agent::protocol::{CHUNK, End, Event, Request};
+use mercury_lab_agent::protocol::Request;
 use regex::Regex;
 use serde_json::Value;
 
 use rustix::process::Signal;
 
 use crate::{
-    client::next_event,
-    command::{Background, Command, LIMIT, Link, Output, patient},
+    command::{Background, Command, LIMIT, Output, patient},
     disks::{self, Disk, Disks},
     emulator::{Start, bochs, file, qmp::Qmp},
     error::{Context, Error, Result, wait_for},
     host,
     iommu::Iommu,
+    link::{Link, System},
     lock::Reservation,
     scene::Scene,
     spec::{Console, Platform, Spec, Vendor},
@@ -303,13 +303,13 @@ impl Machine {
     /// Returns a command line for the machine's shell.
     #[must_use]
     pub fn command(&self, line: &str) -> Command {
-        Command::shell(self.link.clone(), line)
+        self.link.command(line)
     }
 
     /// Returns a program for the machine, with no shell in between.
     #[must_use]
     pub fn program(&self, argv: &[&str]) -> Command {
-        Command::program(self.link.clone(), argv)
+        self.link.program(argv)
     }
 
     /// Runs a command line to its end, successful or not.
@@ -317,7 +317,7 @@ impl Machine {
     /// # Errors
     /// If the command takes too long or the machine goes away.
     pub fn run(&self, line: &str) -> Result<Output> {
-        self.command(line).run()
+        self.link.run(line)
     }
 
     /// Runs a command line that must succeed. Returns its standard output without the last newline.
@@ -325,8 +325,7 @@ impl Machine {
     /// # Errors
     /// If the command does not succeed.
     pub fn sh(&self, line: &str) -> Result<String> {
-        let output = self.run(line)?.check()?;
-        Ok(output.stdout.trim_end_matches('\n').to_owned())
+        self.link.sh(line)
     }
 
     /// Starts a command line and leaves it running.
@@ -334,7 +333,7 @@ impl Machine {
     /// # Errors
     /// If the command cannot be started.
     pub fn spawn(&self, line: &str) -> Result<Background> {
-        self.command(line).spawn()
+        self.link.spawn(line)
     }
 
     /// Starts PostgreSQL, with the pgbench database `bench`.
@@ -350,20 +349,7 @@ impl Machine {
     /// # Errors
     /// If the file cannot be written.
     pub fn put(&self, path: &str, bytes: &[u8], mode: u32) -> Result<()> {
-        let (id, events) = self.link.client.begin();
-        let mut pieces: Vec<&[u8]> = bytes.chunks(CHUNK).collect();
-        if pieces.is_empty() {
-            pieces.push(&[]);
-        }
-        let count = pieces.len();
-        let mut offset = 0;
-        for (index, piece) in pieces.into_iter().enumerate() {
-            let end = if index + 1 == count { End::Last } else { End::More };
-            let (path, data) = (path.to_owned(), piece.to_vec());
-            self.ask(&Request::Put { id, path, mode, offset, data, end })?;
-            offset += piece.len() as u64;
-        }
-        self.finish_file_job(id, &events, &format!("write {path}")).map(drop)
+        self.link.put(path, bytes, mode)
     }
 
     /// Reads a file in the machine.
@@ -371,37 +357,7 @@ impl Machine {
     /// # Errors
     /// If the file cannot be read.
     pub fn get(&self, path: &str) -> Result<Vec<u8>> {
-        let (id, events) = self.link.client.begin();
-        self.ask(&Request::Get { id, path: path.to_owned() })?;
-        self.finish_file_job(id, &events, &format!("read {path}"))
-    }
-
-    fn finish_file_job(
-        &self,
-        id: u32,
-        events: &std::sync::mpsc::Receiver<Event>,
-        what: &str,
-    ) -> Result<Vec<u8>> {
-        let limit = patient(LIMIT);
-        let end = Instant::now() + limit;
-        let mut bytes = Vec::new();
-        let result = loop {
-            match next_event(events, end, what) {
-                Ok(Some(Event::Data { data, .. })) => bytes.extend_from_slice(&data),
-                Ok(Some(Event::Failed { error, .. })) => {
-                    break Err(Error::Agent { what: what.to_owned(), reason: error });
-                }
-                Ok(Some(_)) => break Ok(bytes),
-                Ok(None) => break Err(Error::Timeout { what: what.to_owned(), limit }),
-                Err(error) => break Err(error),
-            }
-        };
-        self.link.client.end(id);
-        result.map_err(|error| self.link.scene.blame(error))
-    }
-
-    fn ask(&self, request: &Request) -> Result<()> {
-        self.link.client.send(request).map_err(|error| self.link.scene.blame(error))
+        self.link.get(path)
     }
 
     /// Returns QEMU's monitor.
@@ -467,7 +423,7 @@ impl Machine {
     pub fn wait_other(&self, boots_before: u32) -> Result<()> {
         let what = "the machine to be brought back";
         let up = wait_for(what, patient(self.spec.boot_limit), || {
-            self.ask(&Request::Hello)?;
+            self.link.ask(&Request::Hello)?;
             self.link.client.hello_after(boots_before, Duration::from_secs(1))
         });
         up.map(drop).map_err(|error| self.blame_silent(error))
@@ -552,6 +508,16 @@ impl Machine {
     /// Marks the failure on this machine as expected, so that its evidence is not kept.
     pub fn forgive(&self) {
         self.link.scene.forgive();
+    }
+}
+
+impl System for Machine {
+    fn link(&self) -> &Link {
+        &self.link
+    }
+
+    fn worked(&self) -> Result<Duration> {
+        self.worked()
     }
 }
 

@@ -13,6 +13,7 @@ use sha2::{Digest, Sha256};
 use crate::{
     command::patient,
     error::{Context, Error, Result},
+    link::System,
     machine::{Boot, Machine},
 };
 
@@ -106,23 +107,23 @@ pub fn prepared(machine: &Machine, command: &str) -> Result<(Boot, Folder, Value
 ///
 /// # Errors
 /// If the work makes no progress.
-pub fn start(machine: &Machine, name: &str, script: &str, arguments: &str) -> Result<()> {
-    machine.put(&format!("/run/{name}.py"), format!("{}{script}", script::SAY).as_bytes(), 0o644)?;
-    machine.sh(&format!(
+pub fn start(machine: &impl System, name: &str, script: &str, arguments: &str) -> Result<()> {
+    machine.link().put(&format!("/run/{name}.py"), format!("{}{script}", script::SAY).as_bytes(), 0o644)?;
+    machine.link().sh(&format!(
         "rm -f /run/{name}; setsid python3 /run/{name}.py {arguments} > /run/{name}.said 2>&1 < /dev/null &"
     ))?;
     let started = format!(
         "for i in $(seq 1200); do test -s /run/{name} && exit; sleep 0.1; done; cat /run/{name}.said; exit 1"
     );
-    machine.command(&started).timeout(LIMIT).run()?.check().map(drop)
+    machine.link().command(&started).timeout(LIMIT).run()?.check().map(drop)
 }
 
 /// Returns the progress of work.
 ///
 /// # Errors
 /// If the work has not reported any.
-pub fn count(machine: &Machine, name: &str) -> Result<u64> {
-    let said = machine.sh(&format!("cat /run/{name}"))?;
+pub fn count(machine: &impl System, name: &str) -> Result<u64> {
+    let said = machine.link().sh(&format!("cat /run/{name}"))?;
     said.trim().parse().map_err(|_| Error::Host(format!("{name} reported `{said}` instead of a count")))
 }
 
@@ -130,14 +131,14 @@ pub fn count(machine: &Machine, name: &str) -> Result<u64> {
 ///
 /// # Errors
 /// If the work does not progress.
-pub fn comes_further(machine: &Machine, name: &str, before: u64) -> Result<()> {
+pub fn comes_further(machine: &impl System, name: &str, before: u64) -> Result<()> {
     let limit = patient(STILL_LIMIT);
     let (end, worked) = (Instant::now() + limit * WALL_TIME, machine.worked()?);
     while count(machine, name)? <= before {
         if Instant::now() > end || machine.worked()? - worked > limit {
-            let said = machine.sh(&format!("cat /run/{name}.said"))?;
+            let said = machine.link().sh(&format!("cat /run/{name}.said"))?;
             let stuck = format!("{name} stands still at {before}: {said}");
-            return Err(machine.blame(Error::Unhealthy(stuck)));
+            return Err(machine.link().blame(Error::Unhealthy(stuck)));
         }
         std::thread::sleep(Duration::from_millis(200));
     }
@@ -148,28 +149,28 @@ pub fn comes_further(machine: &Machine, name: &str, before: u64) -> Result<()> {
 ///
 /// # Errors
 /// With the errors.
-pub fn nothing_wrong(machine: &Machine) -> Result<()> {
-    let wrong = machine.sh("cat /run/*.wrong 2> /dev/null || true")?;
-    if wrong.is_empty() { Ok(()) } else { Err(machine.blame(Error::Unhealthy(wrong))) }
+pub fn nothing_wrong(machine: &impl System) -> Result<()> {
+    let wrong = machine.link().sh("cat /run/*.wrong 2> /dev/null || true")?;
+    if wrong.is_empty() { Ok(()) } else { Err(machine.link().blame(Error::Unhealthy(wrong))) }
 }
 
 /// Ends work and returns its results.
 ///
 /// # Errors
 /// If the work does not end, or recorded an error.
-pub fn results(machine: &Machine, names: &[&str]) -> Result<Vec<String>> {
-    machine.sh("touch /run/end")?;
+pub fn results(machine: &impl System, names: &[&str]) -> Result<Vec<String>> {
+    machine.link().sh("touch /run/end")?;
     let result = |name: &&str| {
         let ended = format!(
             "for i in $(seq 1800); do test -s /run/{name}.ended && exec cat /run/{name}.ended; sleep 0.1; done; \
              cat /run/{name}.said; exit 1"
         );
-        let output = machine.command(&ended).timeout(LIMIT * 2).run()?.check()?;
+        let output = machine.link().command(&ended).timeout(LIMIT * 2).run()?.check()?;
         Ok(output.stdout.trim().to_owned())
     };
     let all = names.iter().map(result).collect::<Result<_>>()?;
     nothing_wrong(machine)?;
-    machine.sh("rm /run/end")?;
+    machine.link().sh("rm /run/end")?;
     Ok(all)
 }
 
@@ -192,8 +193,8 @@ pub fn check_chain(result: &str) -> Result<()> {
 ///
 /// # Errors
 /// If the boot ID cannot be read.
-pub fn boot_id(machine: &Machine) -> Result<String> {
-    machine.sh("cat /proc/sys/kernel/random/boot_id")
+pub fn boot_id(machine: &impl System) -> Result<String> {
+    machine.link().sh("cat /proc/sys/kernel/random/boot_id")
 }
 
 /// Writes the machine to `disk`. The machine is off in the end, and the disks are as they were at
@@ -213,29 +214,29 @@ pub fn checkpoint(machine: &Machine, options: &str, disk: &str) -> Result<()> {
 ///
 /// # Errors
 /// With the check that failed.
-pub fn is_well(machine: &Machine, before: &str) -> Result<()> {
-    let unhealthy = |what: String| Err(machine.blame(Error::Unhealthy(what)));
+pub fn is_well(machine: &impl System, before: &str) -> Result<()> {
+    let unhealthy = |what: String| Err(machine.link().blame(Error::Unhealthy(what)));
     if boot_id(machine)? != before {
         return unhealthy("it has booted, and was not brought back".into());
     }
     comes_further(machine, "clock", count(machine, "clock")?)?;
     knows_the_time(machine, "after")?;
-    let log = machine.sh("dmesg")?;
+    let log = machine.link().sh("dmesg")?;
     if log.contains("Call Trace") || log.contains("random generator could not") {
         return unhealthy(log);
     }
-    machine.sh("mount | grep -q ' / .*[(,]ro[,)]' || { echo written > /root/after && sync; }")?;
-    machine.sh("! dmesg | grep -i 'ext4.*error'").map(drop)
+    machine.link().sh("mount | grep -q ' / .*[(,]ro[,)]' || { echo written > /root/after && sync; }")?;
+    machine.link().sh("! dmesg | grep -i 'ext4.*error'").map(drop)
 }
 
 /// Checks that the machine's wall clock agrees with this host's.
 ///
 /// # Errors
 /// If the clocks differ.
-pub fn knows_the_time(machine: &Machine, when: &str) -> Result<()> {
+pub fn knows_the_time(machine: &impl System, when: &str) -> Result<()> {
     let now = || SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs();
     let before = now();
-    let theirs = machine.sh("echo $(date +%s) $(cut -d ' ' -f 1 /proc/uptime)")?;
+    let theirs = machine.link().sh("echo $(date +%s) $(cut -d ' ' -f 1 /proc/uptime)")?;
     let (time, uptime) = theirs.split_once(' ').unwrap_or_default();
     // The machine may have taken long to answer.
     let right = before - 3..=now() + 3;
@@ -243,7 +244,7 @@ pub fn knows_the_time(machine: &Machine, when: &str) -> Result<()> {
         return Ok(());
     }
     let wrong = format!("the time {when} is {time}, not in {right:?}; up for {uptime} s");
-    Err(machine.blame(Error::Unhealthy(wrong)))
+    Err(machine.link().blame(Error::Unhealthy(wrong)))
 }
 
 #[cfg(test)]

@@ -109,11 +109,13 @@ impl Scene {
         let said: Vec<&str> = said.lines().filter(|line| !line.contains("TCG doesn't support")).collect();
         let said = said.join("\n");
         let mut text = format!("  machine: {}\n  kept in: {}", self.summary, self.dir.display());
+        let guest = host::tail(&self.dir.join(file::GUEST_CONSOLE).with_extension("log"), SERIAL_LINES);
         let autopsy = fs::read_to_string(self.dir.join(autopsy::REPORT)).unwrap_or_default();
         let resets = fs::read_to_string(self.dir.join(file::RESETS)).unwrap_or_default();
         let all = [
             ("the last of its serial console", serial),
             ("the last of the emulator", said),
+            ("the last of its guest's console", guest),
             ("from outside", autopsy),
             ("a triple fault", last_triple_fault(&resets).to_owned()),
         ];

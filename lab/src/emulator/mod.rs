@@ -58,6 +58,9 @@ pub(crate) mod file {
     pub const AGENT: &str = "agent.sock";
     pub const CONSOLE: &str = "console.sock";
     pub const MONITOR: &str = "qmp.sock";
+    /// The streams of a guest's agent and of its console, through ports of its host.
+    pub const GUEST_AGENT: &str = "guest-agent";
+    pub const GUEST_CONSOLE: &str = "guest-console";
     /// The command that was started.
     pub const COMMAND: &str = "command";
     /// The emulator's own output.

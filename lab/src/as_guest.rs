@@ -1,0 +1,152 @@
+//! Bare machines that go on as guests of a host with KVM: `mercury restore --as-guest`.
+//!
+//! The source is a machine like metal. It writes its image to a disk of its own, and ends. The host is
+//! another machine, which gets that disk. Two ports of the host lead from the lab to the guest in it: to its
+//! first serial port, the console, and to its second one, the agent's.
+
+use std::time::Duration;
+
+use mercury_lab_agent::protocol::Request;
+
+use crate::{
+    client::Client,
+    command::{Background, patient},
+    emulator::file,
+    error::{Error, Result, wait_for},
+    kernel::Kernel,
+    link::{Link, System},
+    machine::Machine,
+    restart,
+    spec::{Bus, Nic, Qemu, Spec},
+};
+
+/// The guest's name in its host.
+pub const NAME: &str = "lab";
+/// The disk with the image, in the host.
+pub const IMAGE: &str = "/dev/vda";
+
+/// The disk for the image, in the source. NVMe disks are numbered as they are found.
+const IMAGE_AT_SOURCE: &str =
+    "/dev/$(basename $(dirname $(dirname $(grep -ls mercury-disk0 /sys/block/nvme*/device/serial))))";
+const IMAGE_MIB: u32 = 1024;
+/// The script that joins a socket of the monitor to a port of the host.
+const RELAY: &str = include_str!("../guest/as-guest/relay");
+/// The monitor's sockets, and the ports of the host that lead to them.
+const PORTS: [(&str, &str); 2] = [("serial1.sock", file::GUEST_AGENT), ("console.sock", file::GUEST_CONSOLE)];
+/// Time limit from the monitor's start to the agent's answer. The monitor reads the image first.
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// Returns the description of a machine like metal, whose root lies in RAM, with a disk for its image.
+#[must_use]
+pub fn source(kernel: Kernel, cpus: u32) -> Spec {
+    let spec = Spec::new(kernel).metal().cpus(cpus).memory_mib(512).kernel_arg("lab.root=small");
+    // QEMU 7 runs stale copies of code that the kernel has patched, and the kernel patches code
+    // during a snapshot.
+    spec.nic(Nic::E1000e).disk(Bus::Nvme, IMAGE_MIB).qemu_version(Qemu::Newer)
+}
+
+/// Writes the source to its disk. The source is off in the end.
+///
+/// # Errors
+/// If the source is not off in time.
+pub fn checkpoint(source: &Machine) -> Result<()> {
+    restart::checkpoint(source, "", IMAGE_AT_SOURCE)
+}
+
+/// Returns the description of a host with KVM and with the image's disk of a source that is off.
+#[must_use]
+pub fn host(kernel: Kernel, source: &Machine) -> Spec {
+    let disk = source.link().scene.dir().join(file::disk(0));
+    let disk = disk.to_string_lossy().replace(',', ",,");
+    let disk = format!("if=none,id=image,format=qcow2,cache=unsafe,file={disk}");
+    let spec = Spec::new(kernel).cpus(2).memory_mib(1280);
+    let spec =
+        ["-drive", &disk, "-device", "virtio-blk-pci,drive=image"].into_iter().fold(spec, Spec::qemu_arg);
+    PORTS.iter().fold(spec, |spec, (_, port)| {
+        let socket = format!("socket,id={port},path={port},server=on,wait=off,logfile={port}.log");
+        let device = format!("virtserialport,chardev={port},name={port}");
+        ["-chardev", &socket, "-device", &device].into_iter().fold(spec, Spec::qemu_arg)
+    })
+}
+
+/// A machine that goes on as a guest of another one.
+#[derive(Debug)]
+pub struct Guest<'a> {
+    host: &'a Machine,
+    link: Link,
+    monitor: Background,
+}
+
+impl System for Guest<'_> {
+    fn link(&self) -> &Link {
+        &self.link
+    }
+
+    fn worked(&self) -> Result<Duration> {
+        self.host.worked()
+    }
+}
+
+impl<'a> Guest<'a> {
+    /// Starts the image's machine as a guest, and waits until its agent answers. `options` are for the
+    /// command.
+    ///
+    /// # Errors
+    /// If the command ends, or the agent does not answer.
+    pub fn start(host: &'a Machine, options: &str) -> Result<Self> {
+        host.sh("modprobe kvm_amd")?;
+        let client = Client::new(connect(host, file::GUEST_AGENT)?)?;
+        let link = Link::new(client, host.link().scene.clone(), None, 0);
+        let line = format!("exec mercury restore {IMAGE} --as-guest --name {NAME} {options}");
+        let mut guest = Self { host, link, monitor: host.spawn(&line)? };
+        host.put("/run/relay", RELAY.as_bytes(), 0o755)?;
+        for (socket, port) in PORTS {
+            host.sh(&format!(
+                "setsid /run/relay /run/mercury/guests/{NAME}/{socket} {port} > /run/{port} 2>&1 &"
+            ))?;
+        }
+        let up = wait_for("the guest to go on", patient(LIMIT), || {
+            guest.refuse_ended()?;
+            guest.link.client.send(&Request::Hello)?;
+            guest.link.client.hello_after(0, Duration::from_secs(1))
+        });
+        up.map_err(|error| host.blame(error))?;
+        Ok(guest)
+    }
+
+    fn refuse_ended(&mut self) -> Result<()> {
+        if !self.monitor.has_ended()? {
+            return Ok(());
+        }
+        let said = self.monitor.output_so_far()? + &self.monitor.errors_so_far()?;
+        Err(Error::Gone(format!("the guest's monitor ended: {said}")))
+    }
+
+    /// Returns the text of the guest's first serial port, since it is a guest.
+    #[must_use]
+    pub fn console(&self) -> String {
+        let log = self.link.scene.dir().join(file::GUEST_CONSOLE).with_extension("log");
+        String::from_utf8_lossy(&std::fs::read(log).unwrap_or_default()).into_owned()
+    }
+
+    /// Runs a command line that must succeed in the guest. Returns its standard output.
+    ///
+    /// # Errors
+    /// If the command does not succeed.
+    pub fn sh(&self, line: &str) -> Result<String> {
+        self.link.sh(line)
+    }
+
+    /// Waits for the end of the command that runs the guest.
+    ///
+    /// # Errors
+    /// If the command does not end, or fails.
+    pub fn ended(self) -> Result<()> {
+        self.monitor.wait(LIMIT)?.check().map(drop)
+    }
+}
+
+fn connect(host: &Machine, socket: &str) -> Result<std::os::unix::net::UnixStream> {
+    use crate::error::Context;
+    host.link().scene.connect(socket).context(|| format!("connect to the host's {socket}"))
+}
