@@ -1,0 +1,50 @@
+//! The guests of a host: their options, their names, and their state.
+//!
+//! Two programs need these. `mercury` reads the command line, and lists and stops guests. `mercury-guest` runs a
+//! guest. This crate has nothing of the monitor, so that `mercury` stays small.
+
+mod name;
+mod state;
+
+use clap::{Args, ValueEnum};
+use mercury_hosted_options::net::{Forward, Mac, Uplink};
+
+pub use name::Name;
+pub use state::{Folder, Guest, Phase, Root, Status};
+
+/// The options of a guest.
+#[derive(Debug, Default, Args)]
+pub struct GuestArgs {
+    /// The guest's name on this host [default: the machine's host name]
+    #[arg(long, value_name = "NAME")]
+    pub name: Option<Name>,
+    /// A network card, connected to a passt of its own or to a tap interface of yours. It takes over
+    /// the addresses of the machine's card
+    #[arg(long, value_name = "passt[,host]|tap=NAME")]
+    pub net: Option<Uplink>,
+    /// The card's address [default: one that is always the same on this host]
+    #[arg(long, value_name = "MAC", requires = "net")]
+    pub mac: Option<Mac>,
+    /// A port of this host that leads to one of the guest, in passt's words: 8080:80, udp:5353:53,
+    /// 127.0.0.1/2222:22
+    #[arg(long, value_name = "[udp:]PORT[:PORT]", requires = "net")]
+    pub forward: Vec<Forward>,
+    /// A disk: a file or a block device, with `,ro` appended if the guest may only read it. The
+    /// guest finds it as a new virtio disk
+    #[arg(long, value_name = "FILE[,ro]")]
+    pub disk: Vec<String>,
+    /// The other end of the guest's first serial port: this terminal, or a socket for `mercury
+    /// guests console`
+    #[arg(long, value_enum, default_value_t = Console::Terminal)]
+    pub console: Console,
+}
+
+/// The other end of a guest's first serial port.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Console {
+    /// The terminal of the command; Ctrl-A x ends the guest
+    #[default]
+    Terminal,
+    /// A socket, for `mercury guests console`
+    Socket,
+}

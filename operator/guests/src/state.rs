@@ -1,0 +1,306 @@
+//! The state of guests, in a folder for each: `/run/mercury/guests/NAME`, and
+//! `$XDG_RUNTIME_DIR/mercury/guests/NAME` for users.
+//!
+//! ```text
+//! lock          locked as long as the guest's monitor lives
+//! status.json   the guest's state
+//! console.sock  the guest's first serial port, unless that is a terminal
+//! serial1.sock  the guest's second serial port
+//! ```
+
+use std::{
+    env, fs,
+    fs::{DirBuilder, File, TryLockError},
+    io,
+    os::unix::fs::{DirBuilderExt, MetadataExt},
+    path::{Path, PathBuf},
+    thread,
+    time::Duration,
+};
+
+use serde::{Deserialize, Serialize};
+
+use crate::Name;
+
+const LOCK: &str = "lock";
+const STATUS: &str = "status.json";
+const CONSOLE: &str = "console.sock";
+const SECOND_PORT: &str = "serial1.sock";
+
+/// Attempts to lock a folder, and the time between two of them.
+const ATTEMPTS: u32 = 10;
+const MOMENT: Duration = Duration::from_millis(10);
+
+/// The phase of a guest's life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Phase {
+    /// The monitor reads the image.
+    Loading,
+    /// The guest's processors run.
+    Running,
+}
+
+/// The state of a guest, as its monitor tells it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Status {
+    /// The guest's name.
+    pub name: Name,
+    /// The process ID of the monitor.
+    pub pid: u32,
+    /// The phase of the guest's life.
+    pub phase: Phase,
+    /// The image's file.
+    pub image: PathBuf,
+    /// The host name in the image.
+    pub machine: String,
+    /// The kernel's release.
+    pub kernel: String,
+    /// The number of processors.
+    pub cpus: u32,
+    /// The size of the guest's memory.
+    pub memory_bytes: u64,
+    /// The start of the monitor, in seconds since 1970.
+    pub since: u64,
+}
+
+/// The folder of all guests of one user.
+#[derive(Clone, Debug)]
+pub struct Root(PathBuf);
+
+impl Root {
+    /// Returns the folder for the user of this process.
+    #[must_use]
+    pub fn own() -> Self {
+        let user = rustix::process::geteuid();
+        let run = match env::var_os("XDG_RUNTIME_DIR") {
+            _ if user.is_root() => "/run".into(),
+            Some(run) => PathBuf::from(run),
+            None => Path::new("/run/user").join(user.as_raw().to_string()),
+        };
+        Self(run.join("mercury/guests"))
+    }
+
+    /// Returns a folder of a test.
+    #[must_use]
+    pub fn at(path: &Path) -> Self {
+        Self(path.to_owned())
+    }
+
+    /// Returns all guests that run, by name.
+    ///
+    /// # Errors
+    /// If the folder cannot be read.
+    pub fn guests(&self) -> io::Result<Vec<Guest>> {
+        let entries = match fs::read_dir(&self.0) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            entries => entries?,
+        };
+        let names = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+        let mut guests: Vec<Guest> =
+            names.filter_map(|name| self.find(&name).transpose()).collect::<Result<_, _>>()?;
+        guests.sort_by(|a, b| a.status.name.cmp(&b.status.name));
+        Ok(guests)
+    }
+
+    /// Returns the guest of this name, if it runs.
+    ///
+    /// # Errors
+    /// If the guest's folder cannot be read.
+    pub fn find(&self, name: &Name) -> io::Result<Option<Guest>> {
+        let path = self.0.join(name.as_str());
+        if !is_locked(&path)? {
+            return Ok(None);
+        }
+        match fs::read(path.join(STATUS)) {
+            Ok(text) => Ok(Some(Guest { status: serde_json::from_slice(&text)?, path })),
+            // The monitor is about to write its state, or has just removed its folder.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Makes the folder of a new guest. Returns `None` if a guest of this name runs. What a killed monitor
+    /// has left is removed.
+    ///
+    /// # Errors
+    /// If the folder cannot be made.
+    pub fn claim(&self, name: &Name) -> io::Result<Option<Folder>> {
+        let path = self.0.join(name.as_str());
+        let Some(lock) = take_lock(&path)? else { return Ok(None) };
+        for left in [STATUS, CONSOLE, SECOND_PORT] {
+            remove(&path.join(left))?;
+        }
+        Ok(Some(Folder { path, _lock: lock }))
+    }
+}
+
+/// A guest that runs.
+#[derive(Clone, Debug)]
+pub struct Guest {
+    /// The guest's state.
+    pub status: Status,
+    path: PathBuf,
+}
+
+impl Guest {
+    /// Returns the socket of the first serial port.
+    #[must_use]
+    pub fn console(&self) -> PathBuf {
+        self.path.join(CONSOLE)
+    }
+
+    /// Returns true if the guest's monitor lives.
+    ///
+    /// # Errors
+    /// If the folder cannot be read.
+    pub fn lives(&self) -> io::Result<bool> {
+        is_locked(&self.path)
+    }
+}
+
+/// The folder of a guest, which this process runs. It goes with this value.
+#[derive(Debug)]
+pub struct Folder {
+    path: PathBuf,
+    _lock: File,
+}
+
+impl Folder {
+    /// Returns the place for the socket of the first serial port.
+    #[must_use]
+    pub fn console(&self) -> PathBuf {
+        self.path.join(CONSOLE)
+    }
+
+    /// Returns the place for the socket of the second serial port.
+    #[must_use]
+    pub fn second_port(&self) -> PathBuf {
+        self.path.join(SECOND_PORT)
+    }
+
+    /// Writes the guest's state. A reader finds the old state or the new one.
+    ///
+    /// # Errors
+    /// If the file cannot be written.
+    pub fn write(&self, status: &Status) -> io::Result<()> {
+        let new = self.path.join("status.new");
+        fs::write(&new, serde_json::to_vec(status)?)?;
+        fs::rename(new, self.path.join(STATUS))
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        for file in [STATUS, "status.new", CONSOLE, SECOND_PORT, LOCK] {
+            let _ = remove(&self.path.join(file));
+        }
+        let _ = fs::remove_dir(&self.path);
+    }
+}
+
+/// Makes the folder, and locks it. Returns `None` if another process holds the lock.
+fn take_lock(folder: &Path) -> io::Result<Option<File>> {
+    for _ in 0..ATTEMPTS {
+        DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+        let path = folder.join(LOCK);
+        let lock = match File::options().create(true).truncate(false).write(true).open(&path) {
+            // The guest before has just removed its folder.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            lock => lock?,
+        };
+        match lock.try_lock() {
+            Ok(()) if is_same(&lock, &path)? => return Ok(Some(lock)),
+            Ok(()) => {}
+            // A reader locks it for a moment.
+            Err(TryLockError::WouldBlock) => thread::sleep(MOMENT),
+            Err(TryLockError::Error(error)) => return Err(error),
+        }
+    }
+    Ok(None)
+}
+
+/// Returns true if the path still leads to the open file.
+fn is_same(file: &File, path: &Path) -> io::Result<bool> {
+    let opened = file.metadata()?;
+    match fs::metadata(path) {
+        Ok(there) => Ok((there.dev(), there.ino()) == (opened.dev(), opened.ino())),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+fn remove(path: &Path) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        removed => removed,
+    }
+}
+
+fn is_locked(folder: &Path) -> io::Result<bool> {
+    let lock = match File::open(folder.join(LOCK)) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+        lock => lock?,
+    };
+    match lock.try_lock_shared() {
+        Ok(()) => Ok(false),
+        Err(TryLockError::WouldBlock) => Ok(true),
+        Err(TryLockError::Error(error)) => Err(error),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn status(name: &Name) -> Status {
+        Status {
+            name: name.clone(),
+            pid: 7,
+            phase: Phase::Running,
+            image: "/x".into(),
+            machine: "db".into(),
+            kernel: "6.1".into(),
+            cpus: 2,
+            memory_bytes: 1 << 30,
+            since: 1,
+        }
+    }
+
+    #[test]
+    fn a_guest_is_found_as_long_as_its_folder_is_held() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = Root::at(&folder.path().join("guests"));
+        let name: Name = "db".parse().unwrap();
+        assert!(root.guests().unwrap().is_empty());
+        let held = root.claim(&name).unwrap().unwrap();
+        assert!(root.find(&name).unwrap().is_none(), "it has not told its state");
+        held.write(&status(&name)).unwrap();
+        assert!(root.claim(&name).unwrap().is_none(), "the name is taken");
+        let guests = root.guests().unwrap();
+        assert_eq!(guests.len(), 1);
+        assert_eq!(guests[0].status, status(&name));
+        assert!(guests[0].lives().unwrap());
+        drop(held);
+        assert!(!guests[0].lives().unwrap());
+        assert!(root.guests().unwrap().is_empty());
+        assert!(root.claim(&name).unwrap().is_some());
+    }
+
+    #[test]
+    fn what_a_killed_monitor_has_left_is_no_guest() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = Root::at(folder.path());
+        let name: Name = "db".parse().unwrap();
+        let left = folder.path().join("db");
+        fs::create_dir(&left).unwrap();
+        for file in [LOCK, CONSOLE] {
+            fs::write(left.join(file), "").unwrap();
+        }
+        fs::write(left.join(STATUS), serde_json::to_vec(&status(&name)).unwrap()).unwrap();
+        assert!(root.guests().unwrap().is_empty());
+        let _held = root.claim(&name).unwrap().unwrap();
+        assert!(!left.join(CONSOLE).exists() && !left.join(STATUS).exists());
+    }
+}
