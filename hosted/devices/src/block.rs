@@ -17,13 +17,12 @@ use std::{
 
 use virtio_queue::desc::split::Descriptor;
 
-use super::{
-    requests::{Operation, Requests},
-    virtio::{Device, Ring},
-};
 use crate::{
     error::{Error, Result},
-    memory::Memory,
+    memory::{self, View},
+    requests::{Operation, Requests},
+    signals::Waker,
+    virtio::{Device, Ring},
 };
 
 const SECTOR: u64 = 512;
@@ -142,13 +141,13 @@ impl Block {
         Ok(Self { file, sectors: bytes / SECTOR, read_only, requests: None })
     }
 
-    /// Lets requests be done while the guest runs, if the host has rings. The calling thread gets
-    /// signals.
+    /// Lets requests be done while the guest runs, if the host has rings. The waker is called when
+    /// an answer has come.
     ///
     /// # Errors
     /// If it has not: requests are done one after the other.
-    pub fn overlap(&mut self) -> io::Result<()> {
-        self.requests = Some(Requests::new(&self.file)?);
+    pub fn overlap(&mut self, waker: Waker) -> io::Result<()> {
+        self.requests = Some(Requests::new(&self.file, waker)?);
         Ok(())
     }
 
@@ -159,10 +158,12 @@ impl Block {
     }
 
     /// Begins a request. Or it is done already: then how many bytes of the guest's memory were written.
-    fn begin(&mut self, head: u16, parts: &[Descriptor], memory: &Memory) -> Option<u32> {
+    fn begin(&mut self, head: u16, parts: &[Descriptor], memory: &View) -> Option<u32> {
         let [header, data @ .., status] = parts else { return Some(0) };
         let mut words = [0; 16];
-        if header.len() < 16 || memory.read(header.addr().0, &mut words).is_none() || !status.is_write_only()
+        if header.len() < 16
+            || memory::read(memory, header.addr().0, &mut words).is_none()
+            || !status.is_write_only()
         {
             return Some(0);
         }
@@ -192,14 +193,14 @@ impl Block {
     }
 
     /// Returns the data of a request. Returns nothing if the disk or the memory has no such place.
-    fn data(&self, sector: u64, data: &[Descriptor], memory: &Memory, reads: bool) -> Option<Data> {
+    fn data(&self, sector: u64, data: &[Descriptor], memory: &View, reads: bool) -> Option<Data> {
         let total: u64 = data.iter().map(|part| u64::from(part.len())).sum();
         let end = sector.checked_add(total.div_ceil(SECTOR))?;
         if end > self.sectors || !total.is_multiple_of(SECTOR) {
             return None;
         }
         let parts = data.iter().map(|part| {
-            let start = memory.pointer(part.addr().0, part.len().into())?;
+            let start = memory::pointer(memory, part.addr().0, part.len().into())?;
             (part.is_write_only() == reads)
                 .then_some(libc::iovec { iov_base: start.cast(), iov_len: part.len() as usize })
         });
@@ -208,7 +209,7 @@ impl Block {
 
     /// Does the rest of a request of which so many bytes are done, and reports the result to the
     /// driver. Returns the number of bytes written to the guest's memory.
-    fn finish(&self, request: &Request, done: u64, memory: &Memory) -> u32 {
+    fn finish(&self, request: &Request, done: u64, memory: &View) -> u32 {
         let transferred = match &request.data {
             None => self.file.sync_data().map(|()| 0),
             Some(data) => self.transfer(data, done).map(|()| data.received()),
@@ -265,7 +266,7 @@ impl Block {
     }
 
     /// Begins what was asked of the ring, and ends what it has answered.
-    fn submit(&mut self, ring: &mut Ring<'_>, memory: &Memory) {
+    fn submit(&mut self, ring: &mut Ring<'_>, memory: &View) {
         let Some(mut requests) = self.requests.take() else { return };
         requests.submit(|request, result| {
             let done = u64::try_from(result).unwrap_or(0);
@@ -296,8 +297,8 @@ impl Data {
 }
 
 /// Tells the driver how a request has ended. Says how many bytes of its memory were written in all.
-fn answer(memory: &Memory, status: u64, how: Status, written: u32) -> u32 {
-    memory.write(status, &[how as u8]).map_or(0, |()| written + 1)
+fn answer(memory: &View, status: u64, how: Status, written: u32) -> u32 {
+    memory::write(memory, status, &[how as u8]).map_or(0, |()| written + 1)
 }
 
 impl Device for Block {
@@ -313,7 +314,7 @@ impl Device for Block {
         self.sectors.to_le_bytes().to_vec()
     }
 
-    fn work(&mut self, rings: &mut [Ring<'_>], memory: &Memory, _: u64) -> bool {
+    fn work(&mut self, rings: &mut [Ring<'_>], memory: &View, _: u64) -> bool {
         let [ring] = rings else { return false };
         self.submit(ring, memory);
         loop {
@@ -330,7 +331,7 @@ impl Device for Block {
             }
             self.submit(ring, memory);
             if self.requests.as_ref().is_some_and(|requests| !requests.has_room()) {
-                // The next answer comes with a signal.
+                // The next answer comes with a call of the waker.
                 return false;
             }
         }
@@ -343,11 +344,11 @@ impl Device for Block {
     }
 }
 
-fn identify(data: &[Descriptor], memory: &Memory) -> u32 {
+fn identify(data: &[Descriptor], memory: &View) -> u32 {
     let mut name = [0; IDENTIFIER_LENGTH];
     name[..14].copy_from_slice(b"mercury-hosted");
     let part = data.iter().find(|part| part.is_write_only() && part.len() as usize >= IDENTIFIER_LENGTH);
-    match part.and_then(|part| memory.write(part.addr().0, &name)) {
+    match part.and_then(|part| memory::write(memory, part.addr().0, &name)) {
         Some(()) => IDENTIFIER_LENGTH as u32,
         None => 0,
     }
@@ -356,10 +357,8 @@ fn identify(data: &[Descriptor], memory: &Memory) -> u32 {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::{
-        super::testing::{self, BUFFERS, Driver, with_driver, with_memory},
-        *,
-    };
+    use super::*;
+    use crate::testing::{self, BUFFERS, Driver, with_driver, with_memory};
     use proptest::prelude::*;
 
     const HEADER: u64 = BUFFERS;
@@ -399,17 +398,16 @@ mod tests {
     }
 
     fn overlapping() -> Block {
-        testing::ignore_signals();
         let mut disk = disk();
-        disk.overlap().unwrap();
+        disk.overlap(testing::waker()).unwrap();
         disk
     }
 
     /// Makes a request of a header, data and a status.
     fn request(driver: &mut Driver<'_>, kind: u32, sector: u64, reads: bool) -> u8 {
         let header = [&kind.to_le_bytes()[..], &[0; 4], &sector.to_le_bytes()].concat();
-        driver.memory.write(HEADER, &header).unwrap();
-        driver.memory.write(STATUS, &[0xFF]).unwrap();
+        driver.put(HEADER, &header).unwrap();
+        driver.put(STATUS, &[0xFF]).unwrap();
         driver.begin(1 << 32, 1);
         driver.offer(0, 0, &[(HEADER, 16, false), (DATA, 512, reads), (STATUS, 1, true)]);
         let mut is_interrupted = driver.notify(0);
@@ -434,9 +432,9 @@ mod tests {
 
     fn sectors(disk: Block) {
         with_driver(disk, |driver| {
-            driver.memory.write(DATA, &[7; 512]).unwrap();
+            driver.put(DATA, &[7; 512]).unwrap();
             assert_eq!(request(driver, request::WRITE, 3, false), 0);
-            driver.memory.write(DATA, &[0; 512]).unwrap();
+            driver.put(DATA, &[0; 512]).unwrap();
             assert_eq!(request(driver, request::READ, 3, true), 0);
             assert_eq!(driver.bytes(DATA, 512), [7; 512]);
             // The requests: after the end; a number that wraps; into read-only memory; of an
@@ -455,12 +453,12 @@ mod tests {
         with_driver(overlapping(), |driver| {
             for _ in 0..50 {
                 let header = [&request::READ.to_le_bytes()[..], &[0; 12]].concat();
-                driver.memory.write(HEADER, &header).unwrap();
+                driver.put(HEADER, &header).unwrap();
                 driver.begin(1 << 32, 1);
                 driver.offer(0, 0, &[(HEADER, 16, false), (DATA, 4096, true), (STATUS, 1, true)]);
                 driver.notify(0);
                 driver.write(0x70, 0);
-                driver.memory.write(DATA, &[9; 4096]).unwrap();
+                driver.put(DATA, &[9; 4096]).unwrap();
                 driver.poll();
                 assert_eq!(driver.bytes(DATA, 4096), [9; 4096]);
             }
@@ -470,8 +468,9 @@ mod tests {
     #[test]
     fn what_the_host_has_not_done_of_a_request_is_done() {
         with_memory(|memory| {
-            memory.write(BUFFERS, &[1; 1024]).unwrap();
-            let part = |at| libc::iovec { iov_base: memory.pointer(at, 512).unwrap().cast(), iov_len: 512 };
+            memory::write(memory, BUFFERS, &[1; 1024]).unwrap();
+            let part =
+                |at| libc::iovec { iov_base: memory::pointer(memory, at, 512).unwrap().cast(), iov_len: 512 };
             let data =
                 Data { parts: vec![part(BUFFERS), part(BUFFERS + 512)], at: 1024, total: 1024, reads: false };
             let disk = disk();

@@ -4,27 +4,27 @@ use std::{
     fs::File,
     io::Write,
     os::fd::{AsRawFd, FromRawFd},
-    sync::{Mutex, PoisonError},
 };
 
-use super::{
+use vm_memory::GuestAddress;
+
+use crate::{
     Block,
+    memory::{self, View},
     rng::Rng,
-    virtio::{self, Device, Transport, View},
+    virtio::{Device, Transport},
 };
-use crate::memory::Memory;
 
 /// Size of the guest's memory in bytes.
 const SIZE: u64 = 1 << 20;
+/// Physical address at which the second region of the memory begins.
+const BORDER: u64 = 0x8000;
 /// Size of the disk in bytes.
 const DISK: usize = 64 << 10;
 /// Largest number of steps of one input.
 const STEPS: usize = 200;
 /// Physical address of the descriptors. The rings lie one and two pages above.
 const RINGS: u64 = 0x1000;
-
-/// The direct map has one address, so that all runs of a process share a memory.
-static MEMORY: Mutex<Option<Memory>> = Mutex::new(None);
 
 /// Inputs to begin with: a queue that is set up, a chain of a request to read a sector, and a notification.
 pub const SEEDS: &[&[u8]] = &[
@@ -50,23 +50,17 @@ impl Input<'_> {
 
 /// Gives the input's device a driver that does what the input says.
 pub fn run(input: &[u8]) {
-    let mut shared = MEMORY.lock().unwrap_or_else(PoisonError::into_inner);
-    if shared.is_none() {
-        *shared = Memory::new(SIZE).ok();
-    }
-    let Some(memory) = shared.as_ref() else { return };
-    let Ok(view) = virtio::view(memory) else { return };
+    // Two regions, the second of which begins among the buffers.
+    let ranges = [(GuestAddress(0), BORDER as usize), (GuestAddress(BORDER), (SIZE - BORDER) as usize)];
+    let Ok(view) = View::from_ranges(&ranges) else { return };
     let mut input = Input(input);
     let Some(device) = device(input.byte()) else { return };
     let Ok(mut transport) = Transport::new(device) else { return };
-    for at in (0..0x8000).step_by(8) {
-        let _ = memory.write_long(at, 0);
-    }
     for _ in 0..STEPS {
         if input.0.is_empty() {
             break;
         }
-        step(&mut input, &mut transport, memory, &view);
+        step(&mut input, &mut transport, &view);
     }
 }
 
@@ -93,47 +87,51 @@ fn tempfile(size: usize) -> Option<File> {
     Some(file)
 }
 
-fn step(input: &mut Input<'_>, transport: &mut Transport, memory: &Memory, view: &View) {
+fn step(input: &mut Input<'_>, transport: &mut Transport, view: &View) {
     match input.byte() % 7 {
         0 => {
             let (at, value) = (input.number(2) & 0x7FFF, input.number(8));
-            let _ = memory.write_long(at & !7, value);
+            let _ = put(view, at & !7, value);
         }
         1 => {
             let (register, value) = (input.byte() * 4 % 0x110, input.number(4));
-            transport.write(register, value, memory, view);
+            transport.write(register, value, view);
         }
         2 => {
-            transport.write(0x50, input.byte() % 3, memory, view);
+            transport.write(0x50, input.byte() % 3, view);
         }
         3 => {
-            transport.work(memory, view);
+            transport.work(view);
         }
         4 => {
             let _ = transport.read(input.byte() * 4, 4);
         }
-        5 => set_up(input.byte() % 2, transport, memory, view),
-        _ => offer(input, memory),
+        5 => set_up(input.byte() % 2, transport, view),
+        _ => offer(input, view),
     }
 }
 
 /// Accepts the features and makes a queue of eight entries, as a driver does.
-fn set_up(queue: u64, transport: &mut Transport, memory: &Memory, view: &View) {
+fn set_up(queue: u64, transport: &mut Transport, view: &View) {
     let registers = [(0x70, 0), (0x24, 1), (0x20, 1), (0x70, 8), (0x30, queue), (0x38, 8)];
     let rings = [(0x80, RINGS), (0x90, RINGS + 0x1000), (0xA0, RINGS + 0x2000), (0x44, 1)];
     for (register, value) in registers.into_iter().chain(rings) {
-        transport.write(register, value, memory, view);
+        transport.write(register, value, view);
     }
 }
 
 /// Writes a descriptor, and puts its number into the ring of available buffers.
-fn offer(input: &mut Input<'_>, memory: &Memory) {
+fn offer(input: &mut Input<'_>, view: &View) {
     let number = input.byte() % 8;
     let (address, length) = (input.number(2) << 8, input.number(2));
     let (flags, next) = (input.byte() % 8, input.byte() % 9);
     let at = RINGS + number * 16;
-    let _ = memory.write_long(at, address);
-    let _ = memory.write_long(at + 8, length | flags << 32 | next << 48);
+    let _ = put(view, at, address);
+    let _ = put(view, at + 8, length | flags << 32 | next << 48);
     let available = RINGS + 0x1000;
-    let _ = memory.write_long(available, (number + 1) << 16 | number << 32 | number << 48);
+    let _ = put(view, available, (number + 1) << 16 | number << 32 | number << 48);
+}
+
+fn put(view: &View, at: u64, value: u64) -> Option<()> {
+    memory::write(view, at, &value.to_le_bytes())
 }

@@ -1,6 +1,6 @@
 //! The host's end of a network card: frames to and from a descriptor that was opened before the
-//! guest ran. A thread of its own waits for the descriptor, and interrupts the guest when frames
-//! have come.
+//! guest ran. A thread of its own waits for the descriptor, and calls the waker when frames have
+//! come.
 //!
 //! No frame is dropped here. A frame that the guest does not take stays with the host's end, and
 //! the other way round.
@@ -14,13 +14,14 @@ use std::{
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
-        mpsc,
     },
-    thread,
 };
 
-use super::{bell::Bell, console::without_signals};
-use crate::error::{Error, Result};
+use crate::{
+    bell::Bell,
+    error::{Error, Result},
+    signals::{Waker, start_thread},
+};
 
 /// The longest frame, without its checksum: the longest packet of IP, after Ethernet's addresses.
 pub const LONGEST: usize = 65535 + 14;
@@ -75,12 +76,12 @@ pub struct Link {
 }
 
 impl Link {
-    /// Begins to listen to a descriptor that does not block. The calling thread gets SIGUSR1 when
-    /// frames have come.
+    /// Begins to listen to a descriptor that does not block. The waker is called when frames have
+    /// come.
     ///
     /// # Errors
     /// If there can be no thread.
-    pub fn start(descriptor: OwnedFd, framing: Framing) -> Result<Self> {
+    pub fn start(descriptor: OwnedFd, framing: Framing, waker: Waker) -> Result<Self> {
         let wrong = |error| Error::new(format!("cannot start a thread for the network: {error}"));
         let file = File::from(descriptor);
         let shared = Arc::new(Shared {
@@ -89,27 +90,15 @@ impl Link {
             ended: AtomicBool::new(false),
             bell: Bell::new()?,
         });
-        // SAFETY: It takes nothing.
-        let (process, listener) = unsafe { (libc::getpid(), libc::gettid()) };
         let mut listening = Listening {
             file: file.try_clone().map_err(wrong)?,
             framing,
             shared: Arc::clone(&shared),
             buffer: vec![0; BUFFER],
             filled: 0,
-            process,
-            listener,
+            waker,
         };
-        // What a thread does at its beginning is forbidden soon.
-        let (ready, begun) = mpsc::channel();
-        let spawn = || {
-            thread::Builder::new().name("network".into()).spawn(move || {
-                let _ = ready.send(());
-                listening.listen();
-            })
-        };
-        without_signals(spawn).map_err(wrong)?;
-        let _ = begun.recv();
+        start_thread("network", move || listening.listen()).map_err(wrong)?;
         Ok(Self { file, framing, shared, unsent: Vec::new(), sent: 0 })
     }
 
@@ -131,8 +120,8 @@ impl Link {
         self.shared.ended.load(Ordering::Acquire)
     }
 
-    /// Sends the rest of the last frame. Returns true if another one may begin. Otherwise a signal
-    /// comes when there is room.
+    /// Sends the rest of the last frame. Returns true if another one may begin. Otherwise the
+    /// waker is called when there is room.
     pub fn flush(&mut self) -> bool {
         while self.sent < self.unsent.len() && !self.has_ended() {
             match self.file.write(&self.unsent[self.sent..]) {
@@ -183,8 +172,7 @@ struct Listening {
     shared: Arc<Shared>,
     buffer: Vec<u8>,
     filled: usize,
-    process: libc::pid_t,
-    listener: libc::pid_t,
+    waker: Waker,
 }
 
 impl Listening {
@@ -197,7 +185,7 @@ impl Listening {
             let happened = self.wait(events);
             if happened & libc::POLLOUT != 0 {
                 self.shared.wants_room.store(false, Ordering::Release);
-                self.tell();
+                (self.waker)();
             }
             let ended = match is_full {
                 true => happened & GONE != 0,
@@ -205,7 +193,7 @@ impl Listening {
             };
             if ended {
                 self.shared.ended.store(true, Ordering::Release);
-                self.tell();
+                (self.waker)();
             }
         }
     }
@@ -263,14 +251,9 @@ impl Listening {
         let is_full = received.bytes >= FULL;
         drop(received);
         if had_none {
-            self.tell();
+            (self.waker)();
         }
         is_full
-    }
-
-    fn tell(&self) {
-        // SAFETY: The thread lives as long as the process.
-        unsafe { libc::syscall(libc::SYS_tgkill, self.process, self.listener, libc::SIGUSR1) };
     }
 }
 

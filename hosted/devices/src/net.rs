@@ -4,11 +4,11 @@
 use mercury_hosted_options::net::Mac;
 use virtio_queue::desc::split::Descriptor;
 
-use super::{
-    link::Link,
+use crate::{
+    link::{self, Link},
+    memory::{self, View},
     virtio::{Device, Ring},
 };
-use crate::memory::Memory;
 
 const FEATURE_MTU: u64 = 1 << 3;
 const FEATURE_MAC: u64 = 1 << 5;
@@ -37,20 +37,20 @@ struct Room {
 }
 
 impl Room {
-    fn new(head: u16, parts: impl Iterator<Item = Descriptor>, memory: &Memory) -> Self {
-        let parts = parts.filter(|part| memory.contains(part.addr().0, part.len().into()));
+    fn new(head: u16, parts: impl Iterator<Item = Descriptor>, memory: &View) -> Self {
+        let parts = parts.filter(|part| memory::contains(memory, part.addr().0, part.len().into()));
         let parts: Vec<_> = parts.map(|part| (part.addr().0, part.len() as usize)).collect();
         let length = parts.iter().map(|part| part.1).sum();
         Self { head, parts, length }
     }
 
     /// Fills it with the beginning of some bytes. Says how many.
-    fn fill(&self, mut bytes: &[u8], memory: &Memory) -> usize {
+    fn fill(&self, mut bytes: &[u8], memory: &View) -> usize {
         let all = bytes.len();
         for &(at, length) in &self.parts {
             let (now, later) = bytes.split_at(length.min(bytes.len()));
             // It was checked when the buffer came.
-            let _ = memory.write(at, now);
+            let _ = memory::write(memory, at, now);
             bytes = later;
         }
         all - bytes.len()
@@ -64,7 +64,7 @@ impl Net {
         Self { link, mac, mtu, is_up: true, waiting: None }
     }
 
-    fn receive(&mut self, ring: &mut Ring<'_>, memory: &Memory, merged: bool) {
+    fn receive(&mut self, ring: &mut Ring<'_>, memory: &View, merged: bool) {
         while let Some(frame) = self.waiting.take().or_else(|| self.link.take()) {
             if !deliver(&frame, ring, memory, merged) {
                 self.waiting = Some(frame);
@@ -73,7 +73,7 @@ impl Net {
         }
     }
 
-    fn transmit(&mut self, ring: &mut Ring<'_>, memory: &Memory) {
+    fn transmit(&mut self, ring: &mut Ring<'_>, memory: &View) {
         while self.link.flush() {
             let Some(chain) = ring.pop() else { return };
             let head = chain.head_index();
@@ -88,7 +88,7 @@ impl Net {
 }
 
 /// Gives the guest a frame. Says whether it had buffers for it. One that is too long for its buffers is lost.
-fn deliver(frame: &[u8], ring: &mut Ring<'_>, memory: &Memory, merged: bool) -> bool {
+fn deliver(frame: &[u8], ring: &mut Ring<'_>, memory: &View, merged: bool) -> bool {
     let mut rooms: Vec<Room> = Vec::new();
     let mut length = 0;
     while length < HEADER + frame.len() {
@@ -117,20 +117,20 @@ fn deliver(frame: &[u8], ring: &mut Ring<'_>, memory: &Memory, merged: bool) -> 
 }
 
 /// Appends a frame that the guest sends, without its header. Returns nothing if it is no frame.
-fn gather(frame: &mut Vec<u8>, parts: impl Iterator<Item = Descriptor>, memory: &Memory) -> Option<()> {
+fn gather(frame: &mut Vec<u8>, parts: impl Iterator<Item = Descriptor>, memory: &View) -> Option<()> {
     let mut header = HEADER;
     for part in parts {
         let skipped = header.min(part.len() as usize);
         header -= skipped;
         let (at, length) = (part.addr().0.checked_add(skipped as u64)?, part.len() as usize - skipped);
-        if !memory.contains(part.addr().0, part.len().into())
-            || frame.len() + length > super::link::LONGEST + 4
+        if !memory::contains(memory, part.addr().0, part.len().into())
+            || frame.len() + length > link::LONGEST + 4
         {
             return None;
         }
         let start = frame.len();
         frame.resize(start + length, 0);
-        memory.read(at, &mut frame[start..]).or((length == 0).then_some(()))?;
+        memory::read(memory, at, &mut frame[start..]).or((length == 0).then_some(()))?;
     }
     Some(())
 }
@@ -153,7 +153,7 @@ impl Device for Net {
         [&self.mac.0[..], &is_up.to_le_bytes(), &pairs.to_le_bytes(), &self.mtu.to_le_bytes()].concat()
     }
 
-    fn work(&mut self, rings: &mut [Ring<'_>], memory: &Memory, accepted: u64) -> bool {
+    fn work(&mut self, rings: &mut [Ring<'_>], memory: &View, accepted: u64) -> bool {
         let [receiving, sending] = rings else { return false };
         self.receive(receiving, memory, accepted & FEATURE_MERGED != 0);
         self.transmit(sending, memory);
@@ -170,12 +170,10 @@ mod tests {
         time::{Duration, Instant},
     };
 
-    use super::{
-        super::{
-            link::Framing,
-            testing::{self, BUFFERS, Driver, with_driver},
-        },
-        *,
+    use super::*;
+    use crate::{
+        link::Framing,
+        testing::{self, BUFFERS, Driver, with_driver},
     };
     use proptest::prelude::*;
 
@@ -185,10 +183,9 @@ mod tests {
 
     /// Makes a card, and the other end of its cable.
     fn card() -> (Net, UnixStream) {
-        testing::ignore_signals();
         let (ours, others) = UnixStream::pair().unwrap();
         ours.set_nonblocking(true).unwrap();
-        (Net::new(Link::start(ours.into(), Framing::Stream).unwrap(), MAC, 1500), others)
+        (Net::new(Link::start(ours.into(), Framing::Stream, testing::waker()).unwrap(), MAC, 1500), others)
     }
 
     fn frame(length: usize, seed: usize) -> Vec<u8> {
@@ -286,7 +283,7 @@ mod tests {
             let start = Instant::now();
             let mut was_full = false;
             for sent in &frames {
-                driver.memory.write(BUFFERS + 12, sent).unwrap();
+                driver.put(BUFFERS + 12, sent).unwrap();
                 driver.offer(1, 0, &[(BUFFERS, 12, false), (BUFFERS + 12, 9000, false)]);
                 driver.notify(1);
                 while driver.used(1).is_empty() {
@@ -312,8 +309,8 @@ mod tests {
         let (card, mut cable) = card();
         with_driver(card, |driver| {
             driver.begin(ACCEPTED, 2);
-            driver.memory.write(BUFFERS, &[0; 12]).unwrap();
-            driver.memory.write(BUFFERS + 12, &frame(60, 3)).unwrap();
+            driver.put(BUFFERS, &[0; 12]).unwrap();
+            driver.put(BUFFERS + 12, &frame(60, 3)).unwrap();
             // Too short; too long; not there; without its header; and at last one that is.
             let last = [(BUFFERS, 6, false), (BUFFERS + 6, 66, false)];
             let long = [(BUFFERS, 40_000, false), (BUFFERS, 40_000, false)];

@@ -11,14 +11,15 @@ use std::{
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
-        mpsc,
     },
-    thread,
 };
 
 use io_uring::{IoUring, opcode, register::Restriction, squeue, types};
 
-use super::{bell::Bell, console::without_signals};
+use crate::{
+    bell::Bell,
+    signals::{Waker, start_thread},
+};
 
 /// At once; the ring has room for the answers to twice as many.
 const MOST: u32 = 128;
@@ -54,12 +55,12 @@ impl<T> std::fmt::Debug for Requests<T> {
 }
 
 impl<T> Requests<T> {
-    /// Makes a ring for a file. From now on the calling thread gets SIGUSR1 when an answer has come
-    /// for which it does not wait.
+    /// Makes a ring for a file. From now on the waker is called when an answer has come for which
+    /// nobody waits.
     ///
     /// # Errors
     /// If the host has no such rings, or does not let this process have one, or not a restricted one.
-    pub fn new(file: &File) -> io::Result<Self> {
+    pub fn new(file: &File, waker: Waker) -> io::Result<Self> {
         let ring = IoUring::builder().setup_r_disabled().build(MOST)?;
         let bell = Arc::new(Bell::new().map_err(|error| io::Error::other(error.to_string()))?);
         let submitter = ring.submitter();
@@ -74,7 +75,7 @@ impl<T> Requests<T> {
         ])?;
         submitter.register_enable_rings()?;
         let has_ended = Arc::default();
-        listen(Arc::clone(&bell), Arc::clone(&has_ended))?;
+        listen(Arc::clone(&bell), Arc::clone(&has_ended), waker)?;
         let free = (0..MOST as usize).collect();
         Ok(Self { ring, bell, has_ended, asked: (0..MOST).map(|_| None).collect(), free })
     }
@@ -119,7 +120,7 @@ impl<T> Requests<T> {
     /// Begins the requests, and hands over each answer that is already there: the asker's value,
     /// and the result as of the system call, with an error's number below zero.
     pub fn submit(&mut self, mut answer: impl FnMut(T, i32)) {
-        // What is answered at once needs no signal.
+        // What is answered at once needs no waker.
         self.ring.completion().disable_eventfd();
         let submitted = self.ring.submit();
         self.take(&mut answer);
@@ -160,24 +161,14 @@ impl<T> Drop for Requests<T> {
     }
 }
 
-/// Starts a thread that turns the bell into a signal for the calling thread.
-fn listen(bell: Arc<Bell>, has_ended: Arc<AtomicBool>) -> io::Result<()> {
-    // SAFETY: It takes nothing.
-    let (process, listener) = unsafe { (libc::getpid(), libc::gettid()) };
-    let (ready, begun) = mpsc::channel();
-    without_signals(|| {
-        thread::Builder::new().name("disk".into()).spawn(move || {
-            let _ = ready.send(());
-            while !has_ended.load(Ordering::Acquire) {
-                bell.wait();
-                // SAFETY: The thread lives as long as the process.
-                unsafe { libc::syscall(libc::SYS_tgkill, process, listener, libc::SIGUSR1) };
-            }
-        })
-    })?;
-    // What a thread does at its beginning is forbidden soon.
-    let _ = begun.recv();
-    Ok(())
+/// Starts a thread that calls the waker when the bell rings.
+fn listen(bell: Arc<Bell>, has_ended: Arc<AtomicBool>, waker: Waker) -> io::Result<()> {
+    start_thread("disk", move || {
+        while !has_ended.load(Ordering::Acquire) {
+            bell.wait();
+            waker();
+        }
+    })
 }
 
 #[cfg(test)]
@@ -186,9 +177,8 @@ mod tests {
     use super::*;
 
     fn ring() -> (Requests<u32>, tempfile::NamedTempFile) {
-        super::super::testing::ignore_signals();
         let file = tempfile::NamedTempFile::new().unwrap();
-        (Requests::new(file.as_file()).unwrap(), file)
+        (Requests::new(file.as_file(), crate::testing::waker()).unwrap(), file)
     }
 
     fn answers(ring: &mut Requests<u32>) -> Vec<(u32, i32)> {

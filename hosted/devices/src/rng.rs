@@ -1,7 +1,9 @@
 //! A source of randomness (virtio 1.2, 5.4): the host's.
 
-use super::virtio::{Device, Ring};
-use crate::memory::Memory;
+use crate::{
+    memory::{self, View},
+    virtio::{Device, Ring},
+};
 
 /// At most so much for a buffer: the driver asks again.
 const MOST: u64 = 4096;
@@ -15,7 +17,7 @@ impl Device for Rng {
         4
     }
 
-    fn work(&mut self, rings: &mut [Ring<'_>], memory: &Memory, _: u64) -> bool {
+    fn work(&mut self, rings: &mut [Ring<'_>], memory: &View, _: u64) -> bool {
         let [ring] = rings else { return false };
         while let Some(chain) = ring.pop() {
             let head = chain.head_index();
@@ -35,8 +37,8 @@ impl Device for Rng {
 }
 
 /// Fills a range. Says how much of it, or `None` if the guest has not such memory.
-fn fill(memory: &Memory, at: u64, length: u64) -> Option<u64> {
-    let start = memory.pointer(at, length)?;
+fn fill(view: &View, at: u64, length: u64) -> Option<u64> {
+    let start = memory::pointer(view, at, length)?;
     // SAFETY: The guest's memory has the range, and stays mapped. The host's kernel writes there by
     // the address, as other processors of the guest may. Rust has no reference to the range.
     let done = unsafe { libc::getrandom(start.cast(), length as usize, 0) };
@@ -45,10 +47,8 @@ fn fill(memory: &Memory, at: u64, length: u64) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
-    use super::{
-        super::testing::{self, BUFFERS, with_driver},
-        *,
-    };
+    use super::*;
+    use crate::testing::{self, BUFFERS, with_driver};
     use proptest::prelude::*;
 
     #[test]

@@ -1,14 +1,16 @@
 //! A driver for the tests of devices: rings at fixed places of a small memory.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Arc;
 
 use proptest::prelude::*;
+use vm_memory::GuestAddress;
 
-use super::virtio::{self, Device, Transport, View};
-use crate::memory::Memory;
+use crate::{
+    memory::{self, View},
+    signals::Waker,
+    virtio::{Device, Transport},
+};
 
-/// Tests share the one address of the direct map.
-static MEMORY: Mutex<Option<Memory>> = Mutex::new(None);
 const SIZE: u64 = 1 << 20;
 /// Entries of each queue.
 const ENTRIES: u16 = 8;
@@ -23,34 +25,21 @@ pub type Part = (u64, u32, bool);
 
 pub struct Driver<'a> {
     pub transport: Transport,
-    pub memory: &'a Memory,
-    view: View,
+    memory: &'a View,
     next: [u16; 4],
     seen: [u16; 4],
 }
 
-/// Ignores the signal for new input. Tests check for input themselves.
-pub fn ignore_signals() {
-    static ONCE: std::sync::Once = std::sync::Once::new();
-    // SAFETY: This program has no other use for the signal.
-    ONCE.call_once(|| unsafe {
-        libc::signal(libc::SIGUSR1, libc::SIG_IGN);
-    });
+/// Returns a waker that does nothing: tests poll.
+pub fn waker() -> Waker {
+    Arc::new(|| {})
 }
 
-pub fn with_memory<T>(test: impl FnOnce(&Memory) -> T) -> T {
-    let mut shared = MEMORY.lock().unwrap_or_else(PoisonError::into_inner);
-    let memory = shared.get_or_insert_with(|| Memory::new(SIZE).unwrap());
-    test(memory)
-}
-
-/// Gives a test the memory itself, which the test gives back.
-pub fn with_own_memory<T>(test: impl FnOnce(Memory) -> (Memory, T)) -> T {
-    let mut shared = MEMORY.lock().unwrap_or_else(PoisonError::into_inner);
-    let memory = shared.take().unwrap_or_else(|| Memory::new(SIZE).unwrap());
-    let (memory, result) = test(memory);
-    *shared = Some(memory);
-    result
+/// Gives a test a memory of two regions, the border of which lies among the buffers.
+pub fn with_memory<T>(test: impl FnOnce(&View) -> T) -> T {
+    const BORDER: u64 = BUFFERS + 0x8000;
+    let ranges = [(GuestAddress(0), BORDER as usize), (GuestAddress(BORDER), (SIZE - BORDER) as usize)];
+    test(&View::from_ranges(&ranges).unwrap())
 }
 
 pub fn with_driver<T>(device: impl Device + 'static, test: impl FnOnce(&mut Driver<'_>) -> T) -> T {
@@ -58,14 +47,13 @@ pub fn with_driver<T>(device: impl Device + 'static, test: impl FnOnce(&mut Driv
 }
 
 impl<'a> Driver<'a> {
-    fn new(device: Box<dyn Device>, memory: &'a Memory) -> Self {
-        let view = virtio::view(memory).unwrap();
+    fn new(device: Box<dyn Device>, memory: &'a View) -> Self {
         let transport = Transport::new(device).unwrap();
-        Self { transport, memory, view, next: [0; 4], seen: [0; 4] }
+        Self { transport, memory, next: [0; 4], seen: [0; 4] }
     }
 
     pub fn write(&mut self, register: u64, value: u64) -> bool {
-        self.transport.write(register, value, self.memory, &self.view)
+        self.transport.write(register, value, self.memory)
     }
 
     /// Accepts features and makes some queues.
@@ -78,7 +66,7 @@ impl<'a> Driver<'a> {
         for queue in 0..queues {
             let rings = RINGS + queue * STEP;
             for page in 1..3 {
-                self.memory.write(rings + page * 0x1000, &[0; 0x100]).unwrap();
+                self.put(rings + page * 0x1000, &[0; 0x100]).unwrap();
             }
             let registers = [
                 (0x30, queue),
@@ -104,12 +92,12 @@ impl<'a> Driver<'a> {
             bytes.extend(u32::to_le_bytes(*length));
             bytes.extend(u16::to_le_bytes(flags));
             bytes.extend(u16::to_le_bytes(index + 1));
-            self.memory.write(rings + u64::from(index) * 16, &bytes).unwrap();
+            self.put(rings + u64::from(index) * 16, &bytes).unwrap();
         }
         let slot = u64::from(self.next[queue] % ENTRIES);
-        self.memory.write(rings + 0x1004 + slot * 2, &head.to_le_bytes()).unwrap();
+        self.put(rings + 0x1004 + slot * 2, &head.to_le_bytes()).unwrap();
         self.next[queue] += 1;
-        self.memory.write(rings + 0x1002, &self.next[queue].to_le_bytes()).unwrap();
+        self.put(rings + 0x1002, &self.next[queue].to_le_bytes()).unwrap();
     }
 
     /// Says that there is something in a queue; says whether that is answered by an interrupt.
@@ -119,7 +107,7 @@ impl<'a> Driver<'a> {
 
     /// Lets the device take events from outside.
     pub fn poll(&mut self) -> bool {
-        self.transport.work(self.memory, &self.view)
+        self.transport.work(self.memory)
     }
 
     /// Returns the buffers that the device has given back since the last call: their first
@@ -128,7 +116,7 @@ impl<'a> Driver<'a> {
         let rings = RINGS + queue as u64 * STEP;
         let word = |at: u64| {
             let mut bytes = [0; 4];
-            self.memory.read(at, &mut bytes).unwrap();
+            memory::read(self.memory, at, &mut bytes).unwrap();
             u32::from_le_bytes(bytes)
         };
         let end = (word(rings + 0x2000) >> 16) as u16;
@@ -138,9 +126,14 @@ impl<'a> Driver<'a> {
         used
     }
 
+    /// Writes to the guest's memory.
+    pub fn put(&self, at: u64, bytes: &[u8]) -> Option<()> {
+        memory::write(self.memory, at, bytes)
+    }
+
     pub fn bytes(&self, at: u64, length: usize) -> Vec<u8> {
         let mut bytes = vec![0; length];
-        self.memory.read(at, &mut bytes).unwrap();
+        memory::read(self.memory, at, &mut bytes).unwrap();
         bytes
     }
 }
@@ -159,7 +152,7 @@ pub fn anything() -> impl Strategy<Value = (Writes, Writes)> {
 /// Does that to a device.
 pub fn torture(driver: &mut Driver<'_>, (words, writes): (Writes, Writes)) {
     for (at, value) in words {
-        driver.memory.write_long(at, value).unwrap();
+        driver.put(at, &value.to_le_bytes()).unwrap();
     }
     for (register, value) in writes {
         driver.write(register & !3, value);
@@ -186,11 +179,11 @@ pub fn give_chains(driver: &mut Driver<'_>, queues: u64, chains: &[(u64, u32, u1
             bytes.extend(length.to_le_bytes());
             bytes.extend(flags.to_le_bytes());
             bytes.extend(next.to_le_bytes());
-            driver.memory.write(rings + index as u64 * 16, &bytes).unwrap();
+            driver.put(rings + index as u64 * 16, &bytes).unwrap();
         }
         let heads: Vec<u8> = (0..ENTRIES).flat_map(u16::to_le_bytes).collect();
-        driver.memory.write(rings + 0x1004, &heads).unwrap();
-        driver.memory.write(rings + 0x1002, &ENTRIES.to_le_bytes()).unwrap();
+        driver.put(rings + 0x1004, &heads).unwrap();
+        driver.put(rings + 0x1002, &ENTRIES.to_le_bytes()).unwrap();
         driver.notify(queue as usize);
     }
 }

@@ -14,11 +14,12 @@ use std::{
 
 use mercury_hosted_options::net::{Forward, Mac, Uplink};
 
-use super::{
+use crate::{
+    error::{Error, Result},
     link::{Framing, Link},
     net::Net,
+    signals::Waker,
 };
-use crate::error::{Error, Result};
 
 /// A card that is wanted.
 #[derive(Clone, Debug)]
@@ -63,12 +64,12 @@ impl NetOption {
 }
 
 impl Opened {
-    /// The card for it; from now on the calling thread gets signals.
+    /// Makes the card for it. From now on the waker is called when frames have come.
     ///
     /// # Errors
     /// If there can be no thread.
-    pub fn start(self) -> Result<Net> {
-        Ok(Net::new(Link::start(self.descriptor, self.framing)?, self.mac, self.mtu))
+    pub fn start(self, waker: Waker) -> Result<Net> {
+        Ok(Net::new(Link::start(self.descriptor, self.framing, waker)?, self.mac, self.mtu))
     }
 }
 
@@ -98,7 +99,7 @@ fn passt(reaches_host: bool, forwards: &[Forward]) -> Result<(OwnedFd, u16)> {
     // SAFETY: Both are system calls that take numbers, which a new process may make.
     unsafe {
         command.pre_exec(move || {
-            // This process has fixed addresses; nothing else needs them.
+            // The monitor may have switched off the randomness of addresses.
             libc::personality(0);
             match libc::fcntl(number, libc::F_SETFD, 0) {
                 0 => Ok(()),

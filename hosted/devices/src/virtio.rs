@@ -3,11 +3,10 @@
 use std::fmt;
 
 use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueT};
-use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap, MmapRegion};
 
 use crate::{
     error::{Error, Result},
-    memory::Memory,
+    memory::View,
 };
 
 /// Bytes of a device's registers.
@@ -50,25 +49,6 @@ mod register {
     pub const CONFIGURATION: u64 = 0x100;
 }
 
-/// The guest's memory as the queues' library sees it.
-pub type View = GuestMemoryMmap<()>;
-
-/// Another view of the same memory.
-///
-/// # Errors
-/// If the library does not like it.
-pub fn view(memory: &Memory) -> Result<View> {
-    let wrong = |what: &str| Error::new(format!("cannot give devices the guest's memory: {what}"));
-    let start = memory.pointer(0, memory.size()).ok_or_else(|| wrong("there is none"))?;
-    let protection = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: The guest's memory is mapped there for as long as the process lives.
-    let region =
-        unsafe { MmapRegion::build_raw(start, memory.size() as usize, protection, libc::MAP_SHARED) };
-    let region = region.map_err(|error| wrong(&error.to_string()))?;
-    let region = GuestRegionMmap::new(region, GuestAddress(0)).ok_or_else(|| wrong("its size"))?;
-    View::from_regions(vec![region]).map_err(|error| wrong(&error.to_string()))
-}
-
 /// A device with its registers in front of it.
 pub trait Device: fmt::Debug {
     /// Its number among virtio's devices.
@@ -91,7 +71,7 @@ pub trait Device: fmt::Debug {
 
     /// Does the driver's requests, and delivers events from outside. Returns true if the
     /// configuration has changed.
-    fn work(&mut self, rings: &mut [Ring<'_>], memory: &Memory, accepted: u64) -> bool;
+    fn work(&mut self, rings: &mut [Ring<'_>], memory: &View, accepted: u64) -> bool;
 
     /// Forgets what it was asked for: nothing of the guest's memory is used afterwards.
     fn reset(&mut self) {}
@@ -197,7 +177,7 @@ impl Transport {
     }
 
     /// Writes a register. Says whether the driver is to be interrupted.
-    pub fn write(&mut self, offset: u64, value: u64, memory: &Memory, view: &View) -> bool {
+    pub fn write(&mut self, offset: u64, value: u64, memory: &View) -> bool {
         let value = value as u32;
         match offset {
             register::FEATURES_SELECT => self.offered_half = value,
@@ -207,7 +187,7 @@ impl Transport {
                 self.accepted = self.accepted & !(0xFFFF_FFFF << shift) | u64::from(value) << shift;
             }
             register::QUEUE_SELECT => self.selected = value,
-            register::NOTIFY => return self.work(memory, view),
+            register::NOTIFY => return self.work(memory),
             register::ACKNOWLEDGE => self.interrupt &= !value,
             register::STATUS if value == 0 => self.reset(),
             register::STATUS if self.accepted & !self.features() != 0 => self.status = value & !FEATURES_OK,
@@ -237,8 +217,8 @@ impl Transport {
     }
 
     /// Lets the device work. Says whether the driver is to be interrupted.
-    pub fn work(&mut self, memory: &Memory, view: &View) -> bool {
-        let mut rings: Vec<Ring<'_>> = self.queues.iter_mut().map(|queue| Ring::new(queue, view)).collect();
+    pub fn work(&mut self, memory: &View) -> bool {
+        let mut rings: Vec<Ring<'_>> = self.queues.iter_mut().map(|queue| Ring::new(queue, memory)).collect();
         let has_changed = self.device.work(&mut rings, memory, self.accepted);
         if rings.iter().any(|ring| ring.was_used) {
             self.interrupt |= interrupt::USED_BUFFER;

@@ -2,7 +2,4 @@
 //!
 //! Each function must return for every input. A panic is a finding, and so is a hang.
 
-pub use crate::{
-    devices::fuzz::{SEEDS as VIRTIO_SEEDS, run as virtio},
-    gdb::fuzz::{SEEDS as GDB_SEEDS, run as gdb},
-};
+pub use crate::gdb::fuzz::{SEEDS as GDB_SEEDS, run as gdb};

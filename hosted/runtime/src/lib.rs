@@ -34,7 +34,6 @@ pub mod constants;
 pub mod cpuid;
 pub mod devices;
 pub mod entry;
-pub mod error;
 #[doc(hidden)]
 pub mod fuzz;
 pub mod gdb;
@@ -53,6 +52,11 @@ mod sandbox;
 pub mod signal;
 pub mod sites;
 pub mod smp;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod testing;
 pub mod thunks;
 pub mod user_access;
 pub mod vcpu;
+
+pub use mercury_devices::error;

@@ -437,7 +437,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::devices::testing::with_memory;
+    use crate::testing::with_memory;
 
     /// Returns true if the host has a mapping at an address.
     fn is_mapped(address: u64) -> bool {

@@ -247,7 +247,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::devices::testing::with_memory;
+    use crate::testing::with_memory;
 
     /// One table of each level, and an address whose entries are the first in each.
     const TABLES: [u64; 4] = [0x8_0000, 0x8_1000, 0x8_2000, 0x8_3000];

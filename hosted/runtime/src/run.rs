@@ -17,7 +17,7 @@ use crate::{
     block,
     boot::{self, Bringup},
     cpuid,
-    devices::{Block, Console, Devices, NetOption, OpenUplink, Slots, now},
+    devices::{Block, Console, Devices, NetOption, OpenUplink, Slots, now, signal_waker},
     entry,
     error::{Error, Result},
     gdb::{self, Debugger, Opened},
@@ -364,7 +364,7 @@ impl Start<'_> {
             processors,
             bound,
         };
-        let net = uplink.map(|uplink| uplink.start()).transpose()?;
+        let net = uplink.map(|uplink| uplink.start(signal_waker())).transpose()?;
         let slots = Slots::new(disks, net)?;
         self.describe(&slots, &initramfs, clock_khz)?;
         let devices = Devices::new(Console::open()?, memory, slots)?;
@@ -374,7 +374,7 @@ impl Start<'_> {
     /// Has the host serve several requests of a disk at once, if it can.
     fn overlap_requests(&self, disks: &mut [Block]) {
         for disk in disks {
-            if let Err(error) = disk.overlap()
+            if let Err(error) = disk.overlap(signal_waker())
                 && self.options.verbose
             {
                 eprintln!(

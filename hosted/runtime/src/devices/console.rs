@@ -6,11 +6,12 @@ use std::{
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicBool, Ordering},
-        mpsc,
     },
-    thread,
 };
 
+use mercury_devices::signals::{Waker, start_thread};
+
+use super::signal_waker;
 use crate::error::{Error, Result};
 
 /// Ctrl-A, and then `x`, ends the machine.
@@ -44,21 +45,10 @@ impl Console {
     pub fn open() -> Result<Self> {
         let typed = Arc::new(Typed::default());
         let is_terminal = make_raw();
-        // SAFETY: It takes nothing.
-        let (process, listener) = unsafe { (libc::getpid(), libc::gettid()) };
-        let shared = Arc::clone(&typed);
-        // What a thread does at its beginning is forbidden soon.
-        let (ready, begun) = mpsc::channel();
-        let spawn = || {
-            thread::Builder::new().name("console".into()).spawn(move || {
-                let _ = ready.send(());
-                listen(&shared, is_terminal, process, listener);
-            })
-        };
-        without_signals(spawn)
+        let (shared, waker) = (Arc::clone(&typed), signal_waker());
+        start_thread("console", move || listen(&shared, is_terminal, &waker))
             .map_err(|error| Error::new(format!("cannot start a thread for the console: {error}")))
             .map_err(|error| error.hint("the host limits your processes and threads: raise ulimit -u"))?;
-        let _ = begun.recv();
         Ok(Self { typed, output: Vec::new() })
     }
 
@@ -115,19 +105,6 @@ pub fn restore_terminal() {
     }
 }
 
-/// Makes a thread that gets no signals: all of them are for the processor's thread.
-pub fn without_signals<T>(make: impl FnOnce() -> T) -> T {
-    // SAFETY: The sets are filled by the calls, and the thread's mask is put back.
-    unsafe {
-        let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
-        libc::sigfillset(&raw mut all);
-        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut before);
-        let made = make();
-        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, std::ptr::null_mut());
-        made
-    }
-}
-
 /// Has the terminal give every key at once, and Ctrl-C to the guest. Returns false if there is no terminal.
 fn make_raw() -> bool {
     // SAFETY: The structure is filled before it is used.
@@ -143,7 +120,7 @@ fn make_raw() -> bool {
     true
 }
 
-fn listen(typed: &Typed, is_terminal: bool, process: libc::pid_t, listener: libc::pid_t) {
+fn listen(typed: &Typed, is_terminal: bool, waker: &Waker) {
     let mut buffer = [0; 1024];
     let mut escaped = false;
     while let Ok(count @ 1..) = io::stdin().read(&mut buffer) {
@@ -161,7 +138,6 @@ fn listen(typed: &Typed, is_terminal: bool, process: libc::pid_t, listener: libc
                 escaped = false;
             }
         }
-        // SAFETY: The thread lives as long as the process.
-        unsafe { libc::syscall(libc::SYS_tgkill, process, listener, libc::SIGUSR1) };
+        waker();
     }
 }

@@ -1,31 +1,23 @@
 //! The devices of a small PC by their ports: interrupt controllers, timer, clock, serial port.
-//! Devices of virtio have registers in memory.
+//! Devices of virtio (`mercury-devices`) have registers in memory.
 
-mod bell;
-mod block;
 mod clock;
 pub(crate) mod console;
-pub(crate) mod fuzz;
-mod link;
-mod net;
 mod pic;
 mod pit;
-mod requests;
-mod rng;
 mod serial;
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-pub(crate) mod testing;
-mod uplink;
-mod virtio;
 
-use std::{io, ptr};
+use std::{io, ptr, sync::Arc};
 
-pub use block::Block;
 pub use console::Console;
-pub(crate) use console::without_signals;
-pub use net::Net;
-pub use uplink::{NetOption, Opened as OpenUplink};
+pub use mercury_devices::{Block, Net, NetOption, OpenUplink};
+use mercury_devices::{
+    Rng,
+    memory::View,
+    signals::Waker,
+    virtio::{Device, Transport, WINDOW},
+};
+use vm_memory::{GuestAddress, GuestRegionMmap, MmapRegion};
 
 use crate::{
     error::{Error, Result},
@@ -35,9 +27,7 @@ use crate::{
 use clock::Clock;
 use pic::Pics;
 use pit::Pit;
-use rng::Rng;
 use serial::Serial;
-use virtio::{Device, Transport, View, WINDOW};
 
 const TIMER_LINE: u8 = 0;
 const SERIAL_LINE: u8 = 4;
@@ -105,7 +95,7 @@ impl Devices {
         let slots = slots.0.into_iter().map(|(device, line)| Ok((Transport::new(device)?, line)));
         Ok(Self {
             slots: slots.collect::<Result<_>>()?,
-            view: virtio::view(memory)?,
+            view: view(memory)?,
             window: window(memory),
             console,
             pics: Pics::default(),
@@ -126,17 +116,17 @@ impl Devices {
     }
 
     /// Writes a register in memory. `None` if there is no device.
-    pub fn write_memory(&mut self, physical: u64, value: u64, memory: &Memory) -> Option<()> {
+    pub fn write_memory(&mut self, physical: u64, value: u64) -> Option<()> {
         let offset = physical.checked_sub(self.window)?;
         let (transport, line) = self.slots.get_mut((offset / WINDOW) as usize)?;
-        if transport.write(offset % WINDOW, value, memory, &self.view) {
+        if transport.write(offset % WINDOW, value, &self.view) {
             self.pics.raise(*line);
         }
         Some(())
     }
 
     /// Takes events from outside.
-    pub fn poll(&mut self, memory: &Memory) {
+    pub fn poll(&mut self) {
         if self.pit.expired(now()) {
             self.pics.raise(TIMER_LINE);
         }
@@ -147,7 +137,7 @@ impl Devices {
         }
         self.raise_serial();
         for (transport, line) in &mut self.slots {
-            if transport.work(memory, &self.view) {
+            if transport.work(&self.view) {
                 self.pics.raise(*line);
             }
         }
@@ -233,6 +223,30 @@ impl Devices {
 fn window(memory: &Memory) -> u64 {
     const GIB: u64 = 1 << 30;
     memory.size().next_multiple_of(GIB) + GIB
+}
+
+/// Returns the guest's memory as devices see it.
+fn view(memory: &Memory) -> Result<View> {
+    let wrong = |what: &str| Error::new(format!("cannot give devices the guest's memory: {what}"));
+    let start = memory.pointer(0, memory.size()).ok_or_else(|| wrong("there is none"))?;
+    let protection = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: The guest's memory is mapped there for as long as the process lives.
+    let region =
+        unsafe { MmapRegion::build_raw(start, memory.size() as usize, protection, libc::MAP_SHARED) };
+    let region = region.map_err(|error| wrong(&error.to_string()))?;
+    let region = GuestRegionMmap::new(region, GuestAddress(0)).ok_or_else(|| wrong("its size"))?;
+    View::from_regions(vec![region]).map_err(|error| wrong(&error.to_string()))
+}
+
+/// Returns a waker that sends the calling thread SIGUSR1.
+#[must_use]
+pub fn signal_waker() -> Waker {
+    // SAFETY: It takes nothing.
+    let (process, listener) = unsafe { (libc::getpid(), libc::gettid()) };
+    // SAFETY: The thread lives as long as the process.
+    Arc::new(move || unsafe {
+        libc::syscall(libc::SYS_tgkill, process, listener, libc::SIGUSR1);
+    })
 }
 
 /// Nanoseconds of the host's clock that never goes back.

@@ -17,16 +17,14 @@ use std::{
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
-        mpsc,
     },
-    thread,
     time::Duration,
 };
 
+use mercury_devices::signals::start_thread;
 use mercury_hosted_options::gdb::{Address, GdbOption};
 
 use crate::{
-    devices::without_signals,
     error::{Error, Result},
     signal::is_end_wanted,
 };
@@ -109,17 +107,8 @@ impl Listener {
         let (process, listener) = unsafe { (libc::getpid(), libc::gettid()) };
         let number = socket.as_raw_fd();
         let waiting = Waiting { socket, shared: Arc::clone(&shared), process, listener };
-        // What a thread does at its beginning is forbidden soon.
-        let (ready, begun) = mpsc::channel();
-        let spawn = || {
-            thread::Builder::new().name("gdb".into()).spawn(move || {
-                let _ = ready.send(());
-                waiting.wait();
-            })
-        };
-        without_signals(spawn)
+        start_thread("gdb", move || waiting.wait())
             .map_err(|error| Error::new(format!("cannot start a thread for gdb: {error}")))?;
-        let _ = begun.recv();
         Ok(Self { socket: number, shared })
     }
 

@@ -37,7 +37,7 @@ impl Machine {
             return;
         }
         self.attend();
-        self.devices.poll(&self.memory);
+        self.devices.poll();
         if let Some(local) = &mut self.local {
             local.processor.acknowledge_call();
             local.apic.poll();
@@ -94,7 +94,7 @@ impl Machine {
         }
         let Some(one) = self.processor() else { return };
         if one.is_first() {
-            self.devices.serve(&one, &self.memory);
+            self.devices.serve(&one);
             if self.has_interrupt() {
                 pending().store(1, Ordering::Release);
             }

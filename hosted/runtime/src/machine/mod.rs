@@ -652,7 +652,7 @@ pub extern "C" fn handle_pending() {
 #[allow(clippy::unwrap_used)]
 pub(crate) mod tests {
     use super::*;
-    use crate::{block::Segments, devices::testing};
+    use crate::{block::Segments, testing};
 
     /// Gives a test a machine that has a block, memory and nothing else, with a descriptor table at
     /// the memory's beginning.

@@ -180,7 +180,7 @@ impl Machine {
                 local.apic.write(offset, value as u32);
                 Some(())
             }
-            _ => self.devices.write_memory(physical, value, &self.memory),
+            _ => self.devices.write_memory(physical, value),
         }
     }
 

@@ -569,7 +569,7 @@ mod tests {
     use std::sync::atomic::AtomicU64;
 
     use super::*;
-    use crate::devices::testing::with_memory;
+    use crate::testing::with_memory;
 
     /// Makes address-space processes without a process of the host.
     fn empty(count: usize) -> Vec<SpaceProcess> {

@@ -9,7 +9,6 @@ use super::Processor;
 use crate::{
     devices::Devices,
     machine::End,
-    memory::Memory,
     process::{wait, wake},
 };
 
@@ -90,18 +89,18 @@ impl Bus {
     }
 
     /// Writes a register in memory. `None` if there is no device.
-    pub fn write_memory(&mut self, physical: u64, value: u64, memory: &Memory) -> Option<()> {
+    pub fn write_memory(&mut self, physical: u64, value: u64) -> Option<()> {
         match self {
-            Self::Own(devices) => devices.write_memory(physical, value, memory),
+            Self::Own(devices) => devices.write_memory(physical, value),
             Self::Other(one) => one.ask(what::WRITE, physical, 0, value).map(|_| ()),
             Self::Absent => None,
         }
     }
 
     /// Takes events from outside.
-    pub fn poll(&mut self, memory: &Memory) {
+    pub fn poll(&mut self) {
         if let Some(devices) = self.own() {
-            devices.poll(memory);
+            devices.poll();
         }
     }
 
@@ -140,7 +139,7 @@ impl Bus {
     }
 
     /// Does what the other processors ask for.
-    pub fn serve(&mut self, first: &Processor, memory: &Memory) {
+    pub fn serve(&mut self, first: &Processor) {
         let Self::Own(devices) = self else { return };
         for number in 1..first.count {
             let asked = &first.cpu(number).question;
@@ -157,7 +156,7 @@ impl Bus {
                     Some(0)
                 }
                 what::READ => devices.read_memory(address, size),
-                _ => devices.write_memory(address, value, memory).map(|()| 0),
+                _ => devices.write_memory(address, value).map(|()| 0),
             };
             asked.value.store(answer.unwrap_or(0), Ordering::Relaxed);
             let stage = if answer.is_some() { stage::ANSWERED } else { stage::REFUSED };

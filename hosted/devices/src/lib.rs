@@ -1,0 +1,32 @@
+//! Virtio devices with registers in memory (virtio-mmio), for monitors of virtual machines: a disk, a
+//! network card and a source of randomness.
+//!
+//! The devices know a guest's memory as [`memory::View`], which may have several regions. They know
+//! nothing of processors and interrupt controllers: [`virtio::Transport`] returns true when the driver
+//! is to be interrupted, and [`signals::Waker`] tells the monitor that a device has work.
+
+// Names of registers and fields need no sentence.
+#![allow(missing_docs)]
+
+mod bell;
+mod block;
+pub mod error;
+#[doc(hidden)]
+pub mod fuzz;
+mod link;
+pub mod memory;
+mod net;
+mod requests;
+mod rng;
+pub mod signals;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod testing;
+mod uplink;
+pub mod virtio;
+
+pub use bell::Bell;
+pub use block::Block;
+pub use net::Net;
+pub use rng::Rng;
+pub use uplink::{NetOption, Opened as OpenUplink};
