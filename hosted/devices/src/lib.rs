@@ -1,5 +1,5 @@
 //! Virtio devices with registers in memory (virtio-mmio), for monitors of virtual machines: a disk, a
-//! network card and a source of randomness.
+//! network card and a source of randomness. Beside them, two devices of a PC: the clock and a serial port.
 //!
 //! The devices know a guest's memory as [`memory::View`], which may have several regions. They know
 //! nothing of processors and interrupt controllers: [`virtio::Transport`] returns true when the driver
@@ -10,6 +10,7 @@
 
 mod bell;
 mod block;
+pub mod clock;
 pub mod error;
 #[doc(hidden)]
 pub mod fuzz;
@@ -18,6 +19,7 @@ pub mod memory;
 mod net;
 mod requests;
 mod rng;
+pub mod serial;
 pub mod signals;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]

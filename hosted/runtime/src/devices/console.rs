@@ -52,12 +52,6 @@ impl Console {
         Ok(Self { typed, output: Vec::new() })
     }
 
-    /// Makes a console without input.
-    #[cfg(test)]
-    pub fn silent() -> Self {
-        Self { typed: Arc::default(), output: Vec::new() }
-    }
-
     /// Takes the typed bytes, at most so many.
     pub fn take(&mut self, most: usize) -> Vec<u8> {
         let mut bytes = self.typed.bytes.lock().unwrap_or_else(PoisonError::into_inner);

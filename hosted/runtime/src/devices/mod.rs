@@ -1,11 +1,10 @@
 //! The devices of a small PC by their ports: interrupt controllers, timer, clock, serial port.
-//! Devices of virtio (`mercury-devices`) have registers in memory.
+//! Devices of virtio have registers in memory. The crate `mercury-devices` has those that another monitor
+//! uses as well.
 
-mod clock;
 pub(crate) mod console;
 mod pic;
 mod pit;
-mod serial;
 
 use std::{io, ptr, sync::Arc};
 
@@ -13,7 +12,9 @@ pub use console::Console;
 pub use mercury_devices::{Block, Net, NetOption, OpenUplink};
 use mercury_devices::{
     Rng,
+    clock::Clock,
     memory::View,
+    serial::Serial,
     signals::Waker,
     virtio::{Device, Transport, WINDOW},
 };
@@ -24,12 +25,11 @@ use crate::{
     machine::End,
     memory::Memory,
 };
-use clock::Clock;
 use pic::Pics;
 use pit::Pit;
-use serial::Serial;
 
 const TIMER_LINE: u8 = 0;
+const SERIAL: u16 = 0x3F8;
 const SERIAL_LINE: u8 = 4;
 /// Lines for disks, which nothing else of a PC has.
 const DISK_LINES: [u8; 6] = [5, 7, 9, 10, 11, 12];
@@ -188,7 +188,7 @@ impl Devices {
             0x64 => 0,
             0x70 | 0x71 => self.clock.read(port),
             0x3F8..=0x3FF => {
-                let byte = self.serial.read(port);
+                let byte = self.serial.read((port - SERIAL) as u8);
                 self.receive_typed();
                 self.raise_serial();
                 byte
@@ -209,7 +209,8 @@ impl Devices {
             }
             0x70 | 0x71 => self.clock.write(port, byte),
             0x3F8..=0x3FF => {
-                self.serial.write(port, byte, &mut self.console);
+                let sent = self.serial.write((port - SERIAL) as u8, byte);
+                self.console.put(&sent);
                 self.receive_typed();
                 self.raise_serial();
             }

@@ -1,16 +1,22 @@
-//! The first serial port (rust-vmm's model of a 16550A), with the terminal at its other end.
+//! A serial port (rust-vmm's model of a 16550A). The monitor carries its bytes.
 
-use std::{cell::Cell, convert::Infallible, fmt, io, rc::Rc};
+use std::{
+    convert::Infallible,
+    fmt, io,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+};
 
 use vm_superio::{Serial as Uart, Trigger, serial::NoEvents};
 
-use super::Console;
-
-const BASE: u16 = 0x3F8;
-const INTERRUPT_ENABLE: u16 = 1;
-const INTERRUPT_IDENTIFICATION: u16 = 2;
-const LINE_CONTROL: u16 = 3;
-const LINE_STATUS: u16 = 5;
+/// Number of the port's registers.
+pub const REGISTERS: u16 = 8;
+const INTERRUPT_ENABLE: u8 = 1;
+const INTERRUPT_IDENTIFICATION: u8 = 2;
+const LINE_CONTROL: u8 = 3;
+const LINE_STATUS: u8 = 5;
 /// Of the identification: nothing wants attention.
 const NONE: u8 = 1;
 /// Of the identification: data has come.
@@ -20,24 +26,30 @@ const READY: u8 = 1;
 
 /// Remembers that the port wants attention.
 #[derive(Clone, Debug, Default)]
-struct Line(Rc<Cell<bool>>);
+struct Line(Arc<AtomicBool>);
 
 impl Trigger for Line {
     type E = Infallible;
 
     fn trigger(&self) -> Result<(), Infallible> {
-        self.0.set(true);
+        self.0.store(true, Ordering::Relaxed);
         Ok(())
     }
 }
 
-/// The bytes that the guest has sent, until the terminal gets them.
+/// The bytes that the guest has sent, until the monitor takes them.
 #[derive(Clone, Debug, Default)]
-struct Sent(Rc<std::cell::RefCell<Vec<u8>>>);
+struct Sent(Arc<Mutex<Vec<u8>>>);
+
+impl Sent {
+    fn take(&self) -> Vec<u8> {
+        std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
 
 impl io::Write for Sent {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.borrow_mut().extend(bytes);
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).extend(bytes);
         Ok(bytes.len())
     }
 
@@ -87,31 +99,32 @@ impl Serial {
 
     /// Returns true if the port wants attention. The answer is given once.
     pub fn wants_attention(&mut self) -> bool {
-        self.line.0.take()
+        self.line.0.swap(false, Ordering::Relaxed)
     }
 
-    /// Reads a port. The port says so as long as there is data. The model forgets the data when its
+    /// Reads a register. The port says so as long as there is data. The model forgets the data when its
     /// first byte is read. A driver that stops reading in the middle would wait for the rest until
     /// the next key.
-    pub fn read(&mut self, port: u16) -> u8 {
-        let value = self.uart.read((port - BASE) as u8);
-        let asks_why = port - BASE == INTERRUPT_IDENTIFICATION;
-        if asks_why && self.listens && self.uart.read(LINE_STATUS as u8) & READY != 0 {
+    pub fn read(&mut self, register: u8) -> u8 {
+        let value = self.uart.read(register);
+        let asks_why = register == INTERRUPT_IDENTIFICATION;
+        if asks_why && self.listens && self.uart.read(LINE_STATUS) & READY != 0 {
             return value & !NONE | RECEIVED;
         }
         value
     }
 
-    pub fn write(&mut self, port: u16, value: u8, console: &mut Console) {
-        match port - BASE {
+    /// Writes a register. Returns the bytes that the guest has sent.
+    #[must_use]
+    pub fn write(&mut self, register: u8, value: u8) -> Vec<u8> {
+        match register {
             INTERRUPT_ENABLE if !self.shows_divisor => self.listens = value & 1 != 0,
             LINE_CONTROL => self.shows_divisor = value & 0x80 != 0,
             _ => {}
         }
         // The line and what is sent are memory, and never fail.
-        let _ = self.uart.write((port - BASE) as u8, value);
-        let sent = std::mem::take(&mut *self.sent.0.borrow_mut());
-        console.put(&sent);
+        let _ = self.uart.write(register, value);
+        self.sent.take()
     }
 }
 
@@ -120,22 +133,32 @@ mod tests {
     use super::*;
 
     #[test]
+    fn sent_bytes_come_out_and_the_port_asks_for_more() {
+        let mut serial = Serial::default();
+        assert_eq!(serial.write(INTERRUPT_ENABLE, 2), []);
+        assert_eq!(serial.write(0, b'a'), b"a");
+        assert!(serial.wants_attention());
+        assert!(!serial.wants_attention());
+        assert_eq!(serial.room(), 0);
+    }
+
+    #[test]
     fn a_driver_that_stops_reading_is_told_that_there_is_more() {
         let mut serial = Serial::default();
-        let why = |serial: &mut Serial| serial.read(BASE + INTERRUPT_IDENTIFICATION) & (RECEIVED | NONE);
-        serial.write(BASE + INTERRUPT_ENABLE, 1, &mut Console::silent());
+        let why = |serial: &mut Serial| serial.read(INTERRUPT_IDENTIFICATION) & (RECEIVED | NONE);
+        assert_eq!(serial.write(INTERRUPT_ENABLE, 1), []);
         assert_eq!(why(&mut serial), NONE);
         serial.receive(b"typed");
         assert!(serial.wants_attention());
         for byte in b"typed" {
             assert_eq!(why(&mut serial), RECEIVED);
-            assert_eq!(serial.read(BASE), *byte);
+            assert_eq!(serial.read(0), *byte);
         }
         assert_eq!(why(&mut serial), NONE);
         // A driver that wants no interrupts is told nothing.
         serial.receive(b"more");
-        serial.write(BASE + INTERRUPT_ENABLE, 0, &mut Console::silent());
-        serial.read(BASE + INTERRUPT_IDENTIFICATION);
+        assert_eq!(serial.write(INTERRUPT_ENABLE, 0), []);
+        serial.read(INTERRUPT_IDENTIFICATION);
         assert_eq!(why(&mut serial), NONE);
     }
 }
