@@ -289,6 +289,9 @@ impl Block {
     }
 }
 
+// SAFETY: The parts are the guest's memory, which any thread may use: Rust has no reference to it.
+unsafe impl Send for Data {}
+
 impl Data {
     /// Bytes that the guest's memory has got of it.
     fn received(&self) -> u32 {

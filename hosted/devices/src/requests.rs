@@ -48,6 +48,9 @@ pub struct Requests<T> {
     free: Vec<usize>,
 }
 
+// SAFETY: The parts are places of memory that the ring uses. No thread uses them by these addresses.
+unsafe impl<T: Send> Send for Requests<T> {}
+
 impl<T> std::fmt::Debug for Requests<T> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Requests").field("free", &self.free.len()).finish_non_exhaustive()

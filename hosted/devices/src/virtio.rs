@@ -50,7 +50,7 @@ mod register {
 }
 
 /// A device with its registers in front of it.
-pub trait Device: fmt::Debug {
+pub trait Device: fmt::Debug + Send {
     /// Its number among virtio's devices.
     fn number(&self) -> u32;
 
