@@ -1,0 +1,73 @@
+//! The signals that ask a guest to end. A thread waits for them, so that they come at no other moment.
+
+use crate::state::{self, State};
+use mercury_control::{
+    error::{Error, Result},
+    exit::Exit,
+};
+use mercury_devices::signals::start_thread;
+use mercury_guest::run::Handle;
+use std::sync::{Arc, Mutex, PoisonError};
+
+const SIGNALS: [libc::c_int; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
+
+/// The signals, blocked in this thread and in all that it starts.
+pub struct Signals(libc::sigset_t);
+
+impl Signals {
+    /// Blocks them.
+    ///
+    /// # Errors
+    /// The host does not.
+    pub fn block() -> Result<Self> {
+        // SAFETY: The set is filled before it is used.
+        let (set, refused) = unsafe {
+            let mut set = std::mem::zeroed();
+            libc::sigemptyset(&raw mut set);
+            SIGNALS.iter().for_each(|signal| {
+                libc::sigaddset(&raw mut set, *signal);
+            });
+            (set, libc::pthread_sigmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut()))
+        };
+        if refused != 0 {
+            return Err(Error::new(Exit::Failed, "cannot block signals"));
+        }
+        Ok(Self(set))
+    }
+
+    /// Starts the thread. Until a guest is handed over, a signal ends the program: nothing has gone on.
+    ///
+    /// # Errors
+    /// The host has no room for a thread.
+    pub fn watch(self, state: &State) -> Result<Stopping> {
+        let stopping = Stopping::default();
+        let (guest, folder) = (Arc::clone(&stopping.0), state.folder().to_owned());
+        start_thread("signals", move || {
+            loop {
+                let mut signal = 0;
+                // SAFETY: The set was made by `block`.
+                unsafe { libc::sigwait(&raw const self.0, &raw mut signal) };
+                match &*guest.lock().unwrap_or_else(PoisonError::into_inner) {
+                    Some(guest) => guest.stop(),
+                    None => {
+                        state::remove(&folder);
+                        std::process::exit(Exit::Interrupted as i32);
+                    }
+                }
+            }
+        })
+        .map_err(|error| Error::new(Exit::Failed, format!("cannot start a thread for signals: {error}")))?;
+        Ok(stopping)
+    }
+}
+
+/// The guest that a signal ends.
+#[derive(Default)]
+pub struct Stopping(Arc<Mutex<Option<Handle>>>);
+
+impl Stopping {
+    /// Lets signals end this guest.
+    pub fn hand_over(&self, guest: Handle) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(guest);
+    }
+}

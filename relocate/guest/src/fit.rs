@@ -1,0 +1,255 @@
+//! What stands against a machine as a guest of this host. Everything is found before memory is touched.
+
+use crate::{acpi::Tables, features, layout::Layout};
+use kvm_bindings::kvm_cpuid_entry2;
+use mercury_abi::restart::SavedCpu;
+use mercury_control::{
+    error::{Error, Result},
+    exit::Exit,
+};
+use mercury_image::Machine;
+use std::collections::BTreeSet;
+
+/// Address at which KVM has its IOAPIC.
+const IOAPIC: u64 = 0xFEC0_0000;
+/// Largest number of a local APIC that fits into interrupts without remapping.
+const APIC_ID_MAX: u32 = 254;
+/// Vendor identifier of virtio's PCI devices.
+const VIRTIO: &str = "1af4:";
+
+/// Facts about the host.
+#[derive(Debug)]
+pub struct Host<'a> {
+    /// CPUID that KVM offers to a guest.
+    pub cpuid: &'a [kvm_cpuid_entry2],
+    /// Largest number of processors of a guest.
+    pub cpus_max: usize,
+    /// Memory that is available, in bytes.
+    pub available: u64,
+}
+
+/// Returns every reason for which the machine cannot go on here as a guest.
+#[must_use]
+pub fn reasons(machine: &Machine, layout: &Layout, tables: &Tables, host: &Host<'_>) -> Vec<String> {
+    let mut found = Vec::new();
+    processor(machine, host, &mut found);
+    processors(machine, layout, host, &mut found);
+    devices(machine, &mut found);
+    storage(machine, &mut found);
+    if tables.ioapic_phys.is_some_and(|phys| phys != IOAPIC) {
+        found.push("its first IOAPIC is not at 0xfec00000, where KVM has it".to_owned());
+    }
+    let kept = machine.kept_pages().saturating_mul(mercury_image::PAGE as u64);
+    if kept > host.available {
+        let mib = |bytes: u64| bytes >> 20;
+        let (kept, available) = (mib(kept), mib(host.available));
+        found.push(format!("it needs {kept} MiB of memory, and {available} MiB are available"));
+    }
+    if !machine.parents.is_empty() {
+        found.push("its image is incremental: merge it with its parents first (`mercury merge`)".to_owned());
+    }
+    found
+}
+
+/// Refuses a machine that cannot be a guest, with all reasons.
+///
+/// # Errors
+/// There is a reason.
+pub fn refuse(reasons: &[String]) -> Result<()> {
+    if reasons.is_empty() {
+        return Ok(());
+    }
+    let text = format!("the machine of the image cannot be a guest here:\n  {}", reasons.join("\n  "));
+    Err(Error::new(Exit::Impossible, text).hint(
+        "restore it on its own hardware (`mercury restore`), or choose another host; nothing was changed",
+    ))
+}
+
+fn processor(machine: &Machine, host: &Host<'_>, found: &mut Vec<String>) {
+    let theirs = &machine.processor;
+    let Some((vendor, family)) = identity(host.cpuid) else {
+        found.push("KVM does not say which processor it offers".to_owned());
+        return;
+    };
+    if (vendor.as_str(), family) != (theirs.vendor.as_str(), theirs.signature[0]) {
+        found.push(format!(
+            "its processor is {} (family {}), and this host's is {vendor} (family {family})",
+            theirs.vendor, theirs.signature[0]
+        ));
+        return;
+    }
+    let missing = features::missing(&theirs.flags, host.cpuid);
+    if !missing.is_empty() {
+        found.push(format!("its kernel uses features that KVM does not offer here: {}", missing.join(" ")));
+    }
+    let has_levels =
+        host.cpuid.iter().any(|one| one.function == 7 && one.index == 0 && one.ecx & 1 << 16 != 0);
+    if machine.resume.five_level && !has_levels {
+        found.push("its kernel uses five levels of page tables, which KVM does not offer here".to_owned());
+    }
+}
+
+/// Returns the vendor and the family.
+fn identity(cpuid: &[kvm_cpuid_entry2]) -> Option<(String, u32)> {
+    let leaf = |number| cpuid.iter().find(|entry| entry.function == number);
+    let (first, second) = (leaf(0)?, leaf(1)?);
+    let text: Vec<u8> =
+        [first.ebx, first.edx, first.ecx].iter().flat_map(|word| word.to_le_bytes()).collect();
+    let family = second.eax >> 8 & 0xF;
+    let family = if family == 0xF { family + (second.eax >> 20 & 0xFF) } else { family };
+    Some((String::from_utf8_lossy(&text).into_owned(), family))
+}
+
+fn processors(machine: &Machine, layout: &Layout, host: &Host<'_>, found: &mut Vec<String>) {
+    let cpus = &machine.cpus;
+    if cpus.is_empty() {
+        found.push("its image names no processor".to_owned());
+    }
+    if cpus.len() > host.cpus_max {
+        found.push(format!("it has {} processors, and KVM allows {}", cpus.len(), host.cpus_max));
+    }
+    for cpu in cpus {
+        if cpu.apic_id > APIC_ID_MAX {
+            found.push(format!("CPU {} has APIC {}, and {APIC_ID_MAX} is the largest", cpu.cpu, cpu.apic_id));
+        }
+        let is_aligned = cpu.saved_phys.is_multiple_of(8);
+        if !is_aligned || !layout.contains(cpu.saved_phys, size_of::<SavedCpu>() as u64) {
+            found.push(format!("the registers of CPU {} are not in its memory", cpu.cpu));
+        }
+    }
+    let different: BTreeSet<u32> = cpus.iter().map(|cpu| cpu.apic_id).collect();
+    if different.len() != cpus.len() {
+        found.push("its image names two processors with one APIC".to_owned());
+    }
+}
+
+fn devices(machine: &Machine, found: &mut Vec<String>) {
+    let virtio: Vec<&str> = machine
+        .devices
+        .iter()
+        .filter(|one| one.id.starts_with(VIRTIO))
+        .map(|one| one.address.as_str())
+        .collect();
+    if !virtio.is_empty() {
+        found.push(format!(
+            "it has virtio devices on PCI ({}), whose drivers wait for ever when they are gone",
+            virtio.join(", ")
+        ));
+    }
+    for device in &machine.devices {
+        if let Some(driver @ ("vfio-pci" | "pci-stub")) = device.driver.as_deref() {
+            found.push(format!("its device {} is given to a guest of its own ({driver})", device.address));
+        }
+    }
+    for iommu in machine.iommus.iter().flatten() {
+        found.push(format!(
+            "it uses the IOMMU {}, which guests do not have yet: boot it with iommu=off",
+            iommu.name
+        ));
+    }
+}
+
+fn storage(machine: &Machine, found: &mut Vec<String>) {
+    for one in &machine.file_systems {
+        found.push(format!(
+            "{} is mounted from its disk {}, which a guest does not have yet: unmount it before the checkpoint",
+            one.mounted_at, one.device
+        ));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mercury_image::{Cpu, Device, FileSystem, Iommu, Kind, Processor, Range, Resume};
+
+    /// Returns what KVM offers on AMD's family 23.
+    fn cpuid() -> Vec<kvm_cpuid_entry2> {
+        let word = |text: &[u8; 4]| u32::from_le_bytes(*text);
+        let vendor = kvm_cpuid_entry2 {
+            ebx: word(b"Auth"),
+            edx: word(b"enti"),
+            ecx: word(b"cAMD"),
+            ..kvm_cpuid_entry2::default()
+        };
+        let features =
+            kvm_cpuid_entry2 { function: 1, eax: 0x0080_0F12, edx: 1 << 26, ..kvm_cpuid_entry2::default() };
+        vec![vendor, features]
+    }
+
+    fn machine() -> Machine {
+        Machine {
+            processor: Processor {
+                vendor: "AuthenticAMD".into(),
+                signature: [23, 1, 2],
+                flags: vec!["sse2".into()],
+                ..Processor::default()
+            },
+            cpus: vec![Cpu { cpu: 0, apic_id: 0, saved_phys: 0x10_0000 }],
+            ranges: vec![Range { start_phys: 0x10_0000, pages: 256, kind: Kind::Kept }],
+            iommus: Some(Vec::new()),
+            ..Machine::default()
+        }
+    }
+
+    fn found(change: impl FnOnce(&mut Machine)) -> Vec<String> {
+        let mut machine = machine();
+        change(&mut machine);
+        let layout = Layout::of(&machine).expect("a layout");
+        let cpuid = cpuid();
+        let host = Host { cpuid: &cpuid, cpus_max: 8, available: 1 << 20 };
+        let tables = Tables { ioapic_phys: Some(IOAPIC), ..Tables::default() };
+        reasons(&machine, &layout, &tables, &host)
+    }
+
+    #[test]
+    fn a_machine_that_fits_has_no_reason_against_it() {
+        assert_eq!(found(|_| ()), [""; 0]);
+        assert!(refuse(&[]).is_ok());
+    }
+
+    #[test]
+    fn each_obstacle_is_named() {
+        let device = |id: &str, driver: &str| Device {
+            address: "0000:00:05.0".into(),
+            id: id.into(),
+            driver: Some(driver.into()),
+            ..Device::default()
+        };
+        type Change = Box<dyn FnOnce(&mut Machine)>;
+        let changes: [(Change, &str); 14] = [
+            (Box::new(|one| one.processor.vendor = "GenuineIntel".into()), "GenuineIntel (family 23)"),
+            (Box::new(|one| one.processor.signature[0] = 25), "this host's is AuthenticAMD (family 23)"),
+            (Box::new(|one| one.processor.flags.push("avx2".into())), "does not offer here: avx2"),
+            (Box::new(|one| one.resume = Resume { five_level: true, ..one.resume }), "five levels"),
+            (Box::new(|one| one.cpus.clear()), "names no processor"),
+            (Box::new(|one| one.cpus = vec![one.cpus[0]; 9]), "KVM allows 8"),
+            (Box::new(|one| one.cpus = vec![one.cpus[0]; 2]), "two processors with one APIC"),
+            (Box::new(|one| one.cpus[0].apic_id = 255), "APIC 255"),
+            (Box::new(|one| one.cpus[0].saved_phys = 0x1F_FFF8), "registers of CPU 0"),
+            (Box::new(move |one| one.devices = vec![device("1af4:1041", "virtio-pci")]), "(0000:00:05.0)"),
+            (Box::new(move |one| one.devices = vec![device("10de:1234", "vfio-pci")]), "vfio-pci"),
+            (
+                Box::new(|one| one.iommus = Some(vec![Iommu { name: "ivhd0".into(), ..Iommu::default() }])),
+                "ivhd0",
+            ),
+            (
+                Box::new(|one| {
+                    one.file_systems = vec![FileSystem {
+                        mounted_at: "/srv".into(),
+                        device: "/dev/sda1".into(),
+                        ..FileSystem::default()
+                    }];
+                }),
+                "/srv is mounted from its disk /dev/sda1",
+            ),
+            (Box::new(|one| one.ranges[0].pages = 257), "are available"),
+        ];
+        for (change, expected) in changes {
+            let reasons = found(change);
+            let refused = refuse(&reasons).expect_err("refused");
+            assert!(refused.message.contains(expected), "{expected}: {}", refused.message);
+            assert_eq!(refused.exit, Exit::Impossible);
+        }
+    }
+}

@@ -1,0 +1,31 @@
+//! The machine of a checkpoint as a guest of KVM, on a host that has none of its hardware.
+//!
+//! The guest's memory lies at the machine's physical addresses. Each processor begins in the resume code
+//! of the kernel in the image, with the registers that the image holds. From there the kernel restores
+//! itself as on bare metal. Its own devices are gone; the driver in the image finds virtio devices of the
+//! monitor in their place ([`mercury_abi::guest`]).
+//!
+//! - [`image`] opens an image, and loads it into the guest's memory. [`fit`] names what stands against
+//!   this host. Both trust nothing in the image.
+//! - [`layout`] decides where the guest has memory. [`memory`] gives it to KVM.
+//! - [`acpi`] finds the ports of the machine's platform in the firmware's tables.
+//! - [`entry`] and [`cpu`] make the state in which a processor begins.
+//! - [`platform`]: the devices that a running kernel touches, and virtio's.
+//! - [`wires`]: sockets of serial ports. [`run`] does these in order, and ends the guest.
+
+// Ranges of addresses stand in lists.
+#![allow(clippy::single_range_in_vec_init)]
+
+pub mod acpi;
+pub mod cpu;
+pub mod entry;
+mod features;
+pub mod fit;
+#[doc(hidden)]
+pub mod fuzz;
+pub mod image;
+pub mod layout;
+pub mod memory;
+pub mod platform;
+pub mod run;
+pub mod wires;

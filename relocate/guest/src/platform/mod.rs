@@ -1,0 +1,412 @@
+//! The devices that a running kernel touches: few of a PC's, and virtio's. Everything else reads as all
+//! ones, as an empty bus does.
+
+mod pci;
+mod power;
+
+use crate::{
+    acpi::Tables,
+    layout::{PAGE_BYTES, WINDOWS},
+    wires::Wire,
+};
+use mercury_abi::guest::{
+    GUEST_SLOTS_MAX, GuestDescription, GuestSlot, MERCURY_GUEST_MAGIC, MERCURY_GUEST_VERSION,
+};
+use mercury_control::{
+    error::{Error, Result},
+    exit::Exit,
+};
+use mercury_devices::{
+    clock::Clock,
+    memory::View,
+    serial::{REGISTERS, Serial},
+    virtio::{Device, Transport, WINDOW},
+};
+use mercury_image::Device as PciDevice;
+use pci::Pci;
+use power::Power;
+use std::{ops::Range, sync::Arc};
+
+/// Ports of devices that every PC has.
+mod port {
+    pub const SERIAL: [u16; 2] = [0x3F8, 0x2F8];
+    pub const CLOCK: [u16; 2] = [0x70, 0x71];
+    /// Data and status of the keyboard controller.
+    pub const KEYBOARD: [u16; 2] = [0x60, 0x64];
+    /// Address of PCI's configuration, and data.
+    pub const PCI_ADDRESS: u16 = 0xCF8;
+    pub const PCI_DATA: std::ops::RangeInclusive<u16> = 0xCFC..=0xCFF;
+    pub const RESET: u16 = 0xCF9;
+}
+/// Interrupts of the serial ports.
+const SERIAL_LINES: [u32; 2] = [4, 3];
+/// Interrupts for virtio devices, in the order in which they are chosen: of devices that a machine hardly
+/// has, and of those that are gone.
+const FREE_LINES: [u32; 10] = [5, 10, 11, 7, 6, 14, 15, 12, 20, 21];
+/// The keyboard controller's command that pulls the processor's reset line.
+const KEYBOARD_RESET: u8 = 0xFE;
+/// Bit of the reset register that resets the processor.
+const RESET_NOW: u8 = 1 << 2;
+
+/// The end of a guest.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum End {
+    /// The kernel has powered the machine off.
+    PoweredOff,
+    /// The kernel has reset the machine, which has no firmware to start it again.
+    Reset,
+    /// An operator has ended the guest.
+    Stopped,
+    /// The guest cannot go on, and why.
+    Failed(String),
+}
+
+/// The interrupt controllers.
+pub trait Lines: Send {
+    /// Raises an edge at a global system interrupt.
+    fn pulse(&self, line: u32);
+}
+
+/// The machine's own hardware, as far as it decides what its kernel sees.
+#[derive(Debug)]
+pub struct Board<'a> {
+    /// The firmware's tables.
+    pub tables: &'a Tables,
+    /// PCI devices, of which only bridges stay.
+    pub devices: &'a [PciDevice],
+    /// Addresses that read as zeros: memory of the firmware that the image does not hold. All ones would be
+    /// records of errors there.
+    pub zeros: Vec<Range<u64>>,
+}
+
+/// A virtio device and its interrupt.
+#[derive(Debug)]
+struct Slot {
+    transport: Transport,
+    line: u32,
+    number: u32,
+}
+
+/// A serial port, and what is connected to it.
+#[derive(Debug)]
+struct Port {
+    serial: Serial,
+    wire: Arc<Wire>,
+}
+
+/// The devices of a guest.
+pub struct Platform {
+    lines: Box<dyn Lines>,
+    power: Power,
+    clock: Clock,
+    serials: Vec<Port>,
+    pci: Pci,
+    zeros: Vec<Range<u64>>,
+    slots: Vec<Slot>,
+    view: View,
+    ended: Option<End>,
+}
+
+impl std::fmt::Debug for Platform {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Platform")
+            .field("slots", &self.slots)
+            .field("ended", &self.ended)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Platform {
+    /// Makes the devices.
+    ///
+    /// # Errors
+    /// There are more virtio devices than interrupts.
+    pub fn new(
+        lines: Box<dyn Lines>,
+        board: Board<'_>,
+        wires: [Arc<Wire>; 2],
+        devices: Vec<Box<dyn Device>>,
+        view: View,
+    ) -> Result<Self> {
+        let tables = board.tables;
+        let is_free = |line: &u32| *line != tables.ports.interrupt && !tables.overridden.contains(line);
+        let mut free = FREE_LINES.into_iter().filter(is_free);
+        let mut slots = Vec::new();
+        for device in devices {
+            let line = free.next().filter(|_| slots.len() < GUEST_SLOTS_MAX).ok_or_else(|| {
+                let text = format!("a guest has at most {} devices", slots.len());
+                Error::new(Exit::Failed, text).hint("give it fewer with --disk")
+            })?;
+            let number = device.number();
+            let wrong = |error: mercury_devices::error::Error| Error::new(Exit::Failed, error.message());
+            slots.push(Slot { transport: Transport::new(device).map_err(wrong)?, line, number });
+        }
+        let serials = wires.map(|wire| Port { serial: Serial::default(), wire });
+        Ok(Self {
+            lines,
+            power: Power::new(tables.ports.clone()),
+            clock: Clock::default(),
+            serials: serials.into(),
+            pci: Pci::new(board.devices),
+            zeros: board.zeros,
+            slots,
+            view,
+            ended: None,
+        })
+    }
+
+    /// Returns the description of the virtio devices for the driver.
+    #[must_use]
+    pub fn description(&self) -> GuestDescription {
+        let mut description = GuestDescription {
+            magic: MERCURY_GUEST_MAGIC,
+            version: MERCURY_GUEST_VERSION,
+            count: self.slots.len() as u32,
+            slots: [GuestSlot::default(); GUEST_SLOTS_MAX],
+        };
+        let windows = (WINDOWS.start..WINDOWS.end).step_by(PAGE_BYTES as usize);
+        for ((entry, slot), window_phys) in description.slots.iter_mut().zip(&self.slots).zip(windows) {
+            *entry = GuestSlot {
+                window_phys,
+                window_bytes: WINDOW as u32,
+                gsi: slot.line,
+                device: slot.number,
+                reserved: 0,
+            };
+        }
+        description
+    }
+
+    /// Returns the end of the guest, if it has come.
+    #[must_use]
+    pub fn ended(&self) -> Option<&End> {
+        self.ended.as_ref()
+    }
+
+    /// Ends the guest. The first end stays.
+    pub fn end(&mut self, end: End) {
+        self.ended.get_or_insert(end);
+    }
+
+    /// Reads a port.
+    pub fn read_port(&mut self, port: u16, data: &mut [u8]) {
+        if let Some((number, register)) = serial_of(port) {
+            let port = &mut self.serials[number];
+            data.iter_mut().for_each(|byte| *byte = port.serial.read(register));
+            return self.feed(number);
+        }
+        if let Some(()) = self.power.read(port, data) {
+            return;
+        }
+        match port {
+            _ if port::CLOCK.contains(&port) => data.fill(self.clock.read(port)),
+            _ if port::KEYBOARD.contains(&port) => data.fill(0),
+            port::PCI_ADDRESS if data.len() == 4 => data.copy_from_slice(&self.pci.address().to_le_bytes()),
+            _ if port::PCI_DATA.contains(&port) => self.pci.read(port & 3, data),
+            _ => data.fill(0xFF),
+        }
+    }
+
+    /// Writes a port.
+    pub fn write_port(&mut self, port: u16, data: &[u8]) {
+        let Some(&first) = data.first() else { return };
+        if let Some((number, register)) = serial_of(port) {
+            let port = &mut self.serials[number];
+            for byte in data {
+                let sent = port.serial.write(register, *byte);
+                port.wire.send(&sent);
+            }
+            return self.feed(number);
+        }
+        if let Some(end) = self.power.write(port, data) {
+            return self.end(end);
+        }
+        match port {
+            _ if port::CLOCK.contains(&port) => self.clock.write(port, first),
+            port::PCI_ADDRESS => {
+                if let Ok(bytes) = data.try_into() {
+                    self.pci.select(u32::from_le_bytes(bytes));
+                }
+            }
+            _ if port::PCI_DATA.contains(&port) => self.pci.write(port & 3, data),
+            port::RESET if first & RESET_NOW != 0 => self.end(End::Reset),
+            _ if (port, first) == (port::KEYBOARD[1], KEYBOARD_RESET) => self.end(End::Reset),
+            _ => {}
+        }
+    }
+
+    /// Reads registers in memory.
+    pub fn read_memory(&self, phys: u64, data: &mut [u8]) {
+        let is_zero = self.zeros.iter().any(|range| range.contains(&phys));
+        data.fill(if is_zero { 0 } else { 0xFF });
+        let Some((slot, offset)) = self.slot_at(phys) else { return };
+        let value = self.slots[slot].transport.read(offset, data.len());
+        let length = data.len().min(8);
+        data[..length].copy_from_slice(&value.to_le_bytes()[..length]);
+    }
+
+    /// Writes registers in memory.
+    pub fn write_memory(&mut self, phys: u64, data: &[u8]) {
+        let Some((slot, offset)) = self.slot_at(phys) else { return };
+        let mut value = [0; 8];
+        let length = data.len().min(8);
+        value[..length].copy_from_slice(&data[..length]);
+        let slot = &mut self.slots[slot];
+        if slot.transport.write(offset, u64::from_le_bytes(value), &self.view) {
+            self.lines.pulse(slot.line);
+        }
+    }
+
+    fn slot_at(&self, phys: u64) -> Option<(usize, u64)> {
+        let offset = phys.checked_sub(WINDOWS.start)?;
+        let slot = usize::try_from(offset / WINDOW).ok()?;
+        (slot < self.slots.len()).then_some((slot, offset % WINDOW))
+    }
+
+    /// Takes events from outside: typed bytes, frames of the network, answers of disks.
+    pub fn poll(&mut self) {
+        (0..self.serials.len()).for_each(|number| self.feed(number));
+        for slot in &mut self.slots {
+            if slot.transport.work(&self.view) {
+                self.lines.pulse(slot.line);
+            }
+        }
+    }
+
+    /// Gives a serial port the bytes that wait for it, and its interrupt to the processors.
+    fn feed(&mut self, number: usize) {
+        let port = &mut self.serials[number];
+        let room = port.serial.room();
+        if room > 0 {
+            port.serial.receive(&port.wire.take(room));
+        }
+        if port.serial.wants_attention() {
+            self.lines.pulse(SERIAL_LINES[number]);
+        }
+    }
+}
+
+/// Returns the number of a serial port, and its register.
+fn serial_of(port: u16) -> Option<(usize, u8)> {
+    port::SERIAL.into_iter().enumerate().find_map(|(number, base)| {
+        let register = port.checked_sub(base).filter(|register| *register < REGISTERS)?;
+        Some((number, register as u8))
+    })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::acpi::tests::firmware;
+    use mercury_devices::Rng;
+    use std::sync::Mutex;
+    use vm_memory::GuestAddress;
+
+    #[derive(Clone, Default)]
+    struct Recorded(Arc<Mutex<Vec<u32>>>);
+
+    impl Lines for Recorded {
+        fn pulse(&self, line: u32) {
+            self.0.lock().unwrap().push(line);
+        }
+    }
+
+    fn platform(devices: usize) -> (Result<Platform>, Recorded, [Arc<Wire>; 2]) {
+        let lines = Recorded::default();
+        let tables = Tables::find(&firmware()).unwrap();
+        let wires = [Arc::new(Wire::loose()), Arc::new(Wire::loose())];
+        let view = View::from_ranges(&[(GuestAddress(0), 0x1000)]).unwrap();
+        let devices = (0..devices).map(|_| Box::new(Rng) as Box<dyn Device>).collect();
+        let zeros = std::iter::once(0x7FF_0000..0x7FF_1000).collect();
+        let board = Board { tables: &tables, devices: &[], zeros };
+        let made = Platform::new(Box::new(lines.clone()), board, wires.clone(), devices, view);
+        (made, lines, wires)
+    }
+
+    #[test]
+    fn devices_have_windows_and_interrupts_that_nothing_else_uses() {
+        let description = platform(2).0.unwrap().description();
+        assert_eq!((description.magic, description.count), (MERCURY_GUEST_MAGIC, 2));
+        let [first, second, third, ..] = description.slots;
+        // The firmware describes 5 otherwise, and 9 is its own.
+        assert_eq!((first.window_phys, first.gsi, first.device), (WINDOWS.start, 10, 4));
+        assert_eq!((second.window_phys, second.gsi), (WINDOWS.start + 0x1000, 11));
+        assert_eq!(third, GuestSlot::default());
+        assert!(platform(10).0.unwrap_err().message.contains("at most 9"));
+    }
+
+    #[test]
+    fn registers_of_virtio_devices_are_at_their_windows_and_all_else_is_an_empty_bus() {
+        let (platform, lines, _) = platform(1);
+        let mut platform = platform.unwrap();
+        let read = |platform: &Platform, phys: u64| {
+            let mut data = [0; 4];
+            platform.read_memory(phys, &mut data);
+            u32::from_le_bytes(data)
+        };
+        assert_eq!(read(&platform, WINDOWS.start), 0x7472_6976);
+        assert_eq!(read(&platform, WINDOWS.start + 8), 4);
+        for phys in [WINDOWS.start + 0x1000, WINDOWS.start - 4, 0xE000_0000, u64::MAX] {
+            assert_eq!(read(&platform, phys), u32::MAX, "{phys:#x}");
+            platform.write_memory(phys, &[1; 4]);
+        }
+        assert_eq!(read(&platform, 0x7FF_0010), 0);
+        platform.write_memory(WINDOWS.start + 0x70, &7_u32.to_le_bytes());
+        assert_eq!(read(&platform, WINDOWS.start + 0x70), 7);
+        assert!(lines.0.lock().unwrap().is_empty());
+    }
+
+    #[test]
+    fn ports_of_what_is_gone_read_as_ones() {
+        let mut platform = platform(0).0.unwrap();
+        let read = |platform: &mut Platform, port: u16| {
+            let mut data = [0; 4];
+            platform.read_port(port, &mut data);
+            u32::from_le_bytes(data)
+        };
+        platform.write_port(0xCF8, &0x8000_F804_u32.to_le_bytes());
+        assert_eq!(read(&mut platform, 0xCF8), 0x8000_F804);
+        assert_eq!(read(&mut platform, 0xCFC), u32::MAX);
+        assert_eq!(read(&mut platform, 0x1F7), u32::MAX);
+        assert_eq!(read(&mut platform, 0x64), 0);
+        assert_eq!(read(&mut platform, 0x600), 0);
+    }
+
+    #[test]
+    fn serial_ports_carry_bytes_both_ways() {
+        let (platform, lines, wires) = platform(0);
+        let mut platform = platform.unwrap();
+        platform.write_port(0x2F9, &[1]);
+        platform.write_port(0x2F8, b"ok");
+        wires[1].receive(b"typed");
+        platform.poll();
+        let mut byte = [0];
+        platform.read_port(0x2F8, &mut byte);
+        assert_eq!((wires[1].sent(), byte), (b"ok".to_vec(), [b't']));
+        assert_eq!(*lines.0.lock().unwrap(), [3]);
+        assert!(wires[0].sent().is_empty());
+    }
+
+    #[test]
+    fn each_way_to_reset_or_power_off_ends_the_guest_once() {
+        let cases: [(u16, &[u8], End); 5] = [
+            (0xCF9, &[0x0E], End::Reset),
+            (0xCF9, &[0x0F], End::Reset),
+            (0x64, &[0xFE], End::Reset),
+            (0x604, &[0, 0x34], End::PoweredOff),
+            (0x604, &[0, 0x20], End::PoweredOff),
+        ];
+        for (port, data, end) in cases {
+            let mut platform = platform(0).0.unwrap();
+            platform.write_port(0xCF9, &[2]);
+            platform.write_port(0x64, &[0xD1]);
+            platform.write_port(0x604, &[1, 0]);
+            assert_eq!(platform.ended(), None);
+            platform.write_port(port, data);
+            assert_eq!(platform.ended(), Some(&end));
+            platform.end(End::Stopped);
+            assert_eq!(platform.ended(), Some(&end));
+        }
+    }
+}

@@ -1,0 +1,479 @@
+//! A guest from its image to its end.
+
+use crate::{
+    acpi::{Firmware, Tables},
+    cpu, entry,
+    fit::{self, Host},
+    image::Image,
+    layout::{KVM_PAGES, Layout, MONITOR},
+    memory,
+    platform::{Board, End, Lines, Platform},
+    wires::Wire,
+};
+use kvm_bindings::{CpuId, KVM_PIT_SPEAKER_DUMMY, kvm_pit_config};
+use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
+use mercury_abi::guest::GuestDescription;
+use mercury_control::{
+    error::{Error, Result},
+    exit::Exit,
+};
+use mercury_devices::{
+    Bell, Block, NetOption, Rng,
+    memory::{View, write},
+    signals::{Waker, start_thread},
+    virtio::Device,
+};
+use mercury_image::Machine;
+use std::{
+    fs,
+    ops::Range,
+    os::unix::thread::JoinHandleExt,
+    path::{Path, PathBuf},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    thread::{self, JoinHandle},
+    time::Duration,
+};
+
+/// Device of the host that makes guests.
+const KVM: &str = "/dev/kvm";
+/// Time after which a processor that has missed a signal is called again.
+const AGAIN: Duration = Duration::from_millis(10);
+/// Time for the readers of consoles at the end.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
+/// A disk of the guest's.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Disk {
+    /// A raw image or a block device.
+    pub path: PathBuf,
+    /// True if the guest only reads it.
+    pub read_only: bool,
+}
+
+/// The other ends of the serial ports.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Console {
+    /// The first port is standard input and output, the second a socket.
+    Terminal {
+        /// Path of the second port's socket.
+        second: PathBuf,
+    },
+    /// Both are sockets.
+    Sockets {
+        /// Path of the first port's socket.
+        first: PathBuf,
+        /// Path of the second port's socket.
+        second: PathBuf,
+    },
+}
+
+/// The options of a guest.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Disks, in their order.
+    pub disks: Vec<Disk>,
+    /// The network card.
+    pub net: Option<NetOption>,
+    /// The other ends of the serial ports.
+    pub console: Console,
+}
+
+/// A guest that can be started: its image fits this host, and nothing was changed.
+#[derive(Debug)]
+pub struct Guest {
+    kvm: Kvm,
+    image: Image,
+    firmware: Firmware,
+    tables: Tables,
+    layout: Layout,
+    cpuid: CpuId,
+}
+
+impl Guest {
+    /// Opens an image, and checks that its machine can be a guest here.
+    ///
+    /// # Errors
+    /// Names every reason against it.
+    pub fn prepare(path: &Path) -> Result<Self> {
+        let image = Image::open(path)?;
+        let firmware = image.firmware()?;
+        let tables = Tables::find(&firmware)?;
+        let layout = Layout::of(image.machine())?;
+        let kvm = open_kvm()?;
+        let cpuid = cpu::offered(&kvm, image.machine())?;
+        let host =
+            Host { cpuid: cpuid.as_slice(), cpus_max: kvm.get_max_vcpus(), available: available_memory()? };
+        fit::refuse(&fit::reasons(image.machine(), &layout, &tables, &host))?;
+        Ok(Self { kvm, image, firmware, tables, layout, cpuid })
+    }
+
+    /// Returns the description of the machine.
+    #[must_use]
+    pub fn machine(&self) -> &Machine {
+        self.image.machine()
+    }
+
+    /// Loads the machine and lets it go on. It runs until [`Running::wait`] returns.
+    ///
+    /// # Errors
+    /// A disk, the network, the image or KVM is in the way. The machine has not gone on.
+    pub fn start(mut self, options: &Options) -> Result<Running> {
+        let bell = Arc::new(Bell::new().map_err(failed)?);
+        let ring = Arc::clone(&bell);
+        let waker: Waker = Arc::new(move || ring.ring());
+        let devices = open_devices(options, &waker)?;
+        let wires = open_wires(&options.console, &waker)?;
+        let view = memory::map(&self.layout)?;
+        self.image.load(&self.firmware, &view)?;
+        let machine = self.image.machine();
+        let vm = Arc::new(make_vm(&self.kvm, &view)?);
+        let board = Board {
+            tables: &self.tables,
+            devices: &machine.devices,
+            zeros: unbacked(machine, &self.layout, &self.tables),
+        };
+        let lines = Box::new(Chip(Arc::clone(&vm)));
+        let platform = Platform::new(lines, board, wires.clone(), devices, view.clone())?;
+        describe(&view, &platform.description())?;
+        let tables = entry::Tables::make(&view, machine)?;
+        let make = |one| cpu::make(&vm, &self.cpuid, &tables, machine, one);
+        let processors = machine.cpus.iter().map(make).collect::<Result<Vec<VcpuFd>>>()?;
+        let shared = Arc::new(Shared { platform: Mutex::new(platform), has_ended: Condvar::new(), bell });
+        listen(&shared)?;
+        ignore_call();
+        let threads = processors.into_iter().zip(0_u32..).map(|(vcpu, number)| {
+            let shared = Arc::clone(&shared);
+            let spawned =
+                thread::Builder::new().name(format!("cpu-{number}")).spawn(move || execute(vcpu, &shared));
+            spawned
+                .map_err(|error| Error::new(Exit::Impossible, format!("cannot start a processor: {error}")))
+        });
+        let threads = threads.collect::<Result<Vec<_>>>()?;
+        Ok(Running { shared, threads, wires, view, _vm: vm })
+    }
+}
+
+/// A guest that runs.
+#[derive(Debug)]
+pub struct Running {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+    wires: [Arc<Wire>; 2],
+    view: View,
+    _vm: Arc<VmFd>,
+}
+
+impl Running {
+    /// Returns a handle by which another thread can end the guest.
+    #[must_use]
+    pub fn handle(&self) -> Handle {
+        Handle { shared: Arc::clone(&self.shared), view: self.view.clone() }
+    }
+
+    /// Waits for the guest's end, and ends its processors and devices.
+    #[must_use]
+    pub fn wait(self) -> End {
+        let end = {
+            let mut platform = self.shared.platform();
+            loop {
+                if let Some(end) = platform.ended() {
+                    break end.clone();
+                }
+                platform = self.shared.has_ended.wait(platform).unwrap_or_else(PoisonError::into_inner);
+            }
+        };
+        for thread in self.threads {
+            while !thread.is_finished() {
+                // SAFETY: The thread is not joined yet. The signal only interrupts it.
+                unsafe { libc::pthread_kill(thread.as_pthread_t(), libc::SIGUSR1) };
+                thread::sleep(AGAIN);
+            }
+            let _ = thread.join();
+        }
+        self.wires.iter().for_each(|wire| wire.finish(LAST_WORDS));
+        end
+    }
+}
+
+/// A handle on a guest that runs.
+#[derive(Clone, Debug)]
+pub struct Handle {
+    shared: Arc<Shared>,
+    view: View,
+}
+
+impl Handle {
+    /// Ends the guest.
+    pub fn stop(&self) {
+        self.shared.end(End::Stopped);
+    }
+
+    /// Returns the memory of the host that the monitor takes beside the guest's, in bytes. `None` if the host
+    /// does not say.
+    #[must_use]
+    pub fn own_memory(&self) -> Option<u64> {
+        use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
+        let guest: Vec<Range<u64>> = self
+            .view
+            .iter()
+            .filter_map(|region| {
+                let start =
+                    mercury_devices::memory::pointer(&self.view, region.start_addr().0, region.len())?;
+                let start = start.addr() as u64;
+                Some(start..start + region.len())
+            })
+            .collect();
+        Some(resident(&fs::read_to_string("/proc/self/smaps").ok()?, &guest))
+    }
+}
+
+/// Adds up the resident memory of all mappings but some.
+fn resident(smaps: &str, without: &[Range<u64>]) -> u64 {
+    let mut is_counted = false;
+    let mut bytes = 0;
+    for line in smaps.lines() {
+        let first = line.split_whitespace().next().unwrap_or_default();
+        if let Some((start, end)) = first.split_once('-') {
+            let number = |text| u64::from_str_radix(text, 16).unwrap_or(0);
+            let (start, end) = (number(start), number(end));
+            is_counted = !without.iter().any(|range| range.start < end && start < range.end);
+        } else if first == "Rss:" && is_counted {
+            let kib: u64 = line.split_whitespace().nth(1).and_then(|text| text.parse().ok()).unwrap_or(0);
+            bytes += kib << 10;
+        }
+    }
+    bytes
+}
+
+/// What processors and devices share.
+#[derive(Debug)]
+struct Shared {
+    platform: Mutex<Platform>,
+    has_ended: Condvar,
+    bell: Arc<Bell>,
+}
+
+impl Shared {
+    fn platform(&self) -> MutexGuard<'_, Platform> {
+        self.platform.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn end(&self, end: End) {
+        self.platform().end(end);
+        self.has_ended.notify_all();
+    }
+}
+
+/// KVM's interrupt controllers.
+#[derive(Debug)]
+struct Chip(Arc<VmFd>);
+
+impl Lines for Chip {
+    fn pulse(&self, line: u32) {
+        // It fails only for a line that no controller has.
+        let _ = self.0.set_irq_line(line, true);
+        let _ = self.0.set_irq_line(line, false);
+    }
+}
+
+fn open_kvm() -> Result<Kvm> {
+    Kvm::new().map_err(|error| {
+        let refused = Error::new(Exit::Impossible, format!("cannot open {KVM}: {error}"));
+        match error.errno() {
+            libc::ENOENT | libc::ENODEV => refused.hint(
+                "load the module kvm_amd or kvm_intel, and switch virtualization on in the firmware's setup",
+            ),
+            libc::EACCES | libc::EPERM => refused.hint("join the group kvm, or use root"),
+            _ => refused,
+        }
+    })
+}
+
+fn make_vm(kvm: &Kvm, view: &View) -> Result<VmFd> {
+    let wrong = |what: &'static str| {
+        move |error: kvm_ioctls::Error| Error::new(Exit::Impossible, format!("KVM does not {what}: {error}"))
+    };
+    let vm = kvm.create_vm().map_err(wrong("make a guest"))?;
+    let pages = KVM_PAGES.start;
+    vm.set_identity_map_address(pages).map_err(wrong("take a page for identical addresses"))?;
+    vm.set_tss_address(pages as usize + 0x1000).map_err(wrong("take pages for a task"))?;
+    vm.create_irq_chip().map_err(wrong("make interrupt controllers"))?;
+    let timer = kvm_pit_config { flags: KVM_PIT_SPEAKER_DUMMY, ..kvm_pit_config::default() };
+    vm.create_pit2(timer).map_err(wrong("make a timer"))?;
+    memory::give(&vm, view)?;
+    Ok(vm)
+}
+
+fn open_devices(options: &Options, waker: &Waker) -> Result<Vec<Box<dyn Device>>> {
+    let mut devices: Vec<Box<dyn Device>> = Vec::new();
+    if let Some(net) = &options.net {
+        devices.push(Box::new(net.open().and_then(|open| open.start(Arc::clone(waker))).map_err(failed)?));
+    }
+    for disk in &options.disks {
+        let mut block = Block::open(&disk.path, disk.read_only).map_err(failed)?;
+        // Without rings of the host's, requests are done one after the other.
+        let _ = block.overlap(Arc::clone(waker));
+        devices.push(Box::new(block));
+    }
+    devices.push(Box::new(Rng));
+    Ok(devices)
+}
+
+fn failed(error: mercury_devices::error::Error) -> Error {
+    let exit = if error.is_hosts() { Exit::Impossible } else { Exit::Failed };
+    let plain = Error::new(exit, error.message());
+    match error.remedy() {
+        Some(hint) => plain.hint(hint),
+        None => plain,
+    }
+}
+
+fn open_wires(console: &Console, waker: &Waker) -> Result<[Arc<Wire>; 2]> {
+    let socket = |path: &Path| Wire::socket(path, Arc::clone(waker));
+    Ok(match console {
+        Console::Terminal { second } => {
+            let second = socket(second)?;
+            [Wire::terminal(Arc::clone(waker))?, second]
+        }
+        Console::Sockets { first, second } => [socket(first)?, socket(second)?],
+    })
+}
+
+/// Returns reserved memory of the firmware that the guest does not have, without PCI's configuration space.
+fn unbacked(machine: &Machine, layout: &Layout, tables: &Tables) -> Vec<Range<u64>> {
+    let reserved = machine.firmware.iter().filter(|range| range.kind != "System RAM");
+    let reserved = reserved.map(|range| range.start_phys..range.last_phys.saturating_add(1));
+    let touches = |one: &Range<u64>, other: &Range<u64>| one.start < other.end && other.start < one.end;
+    // Registers of interrupt controllers are reserved as well; KVM has them.
+    reserved
+        .filter(|range| !layout.ranges().iter().any(|other| touches(range, other)))
+        .filter(|range| !tables.configuration.iter().any(|other| touches(range, other)))
+        .collect()
+}
+
+/// Writes the description of the virtio devices into the monitor's memory.
+fn describe(view: &View, description: &GuestDescription) -> Result<()> {
+    let mut bytes = Vec::new();
+    bytes.extend(description.magic.to_le_bytes());
+    bytes.extend(description.version.to_le_bytes());
+    bytes.extend(description.count.to_le_bytes());
+    for slot in &description.slots {
+        bytes.extend(slot.window_phys.to_le_bytes());
+        for word in [slot.window_bytes, slot.gsi, slot.device, slot.reserved] {
+            bytes.extend(word.to_le_bytes());
+        }
+    }
+    debug_assert_eq!(bytes.len(), size_of::<GuestDescription>());
+    write(view, MONITOR.start, &bytes)
+        .ok_or_else(|| Error::new(Exit::Failed, "the monitor's memory is missing: this is a bug"))
+}
+
+/// Returns the host's memory that is available, in bytes.
+fn available_memory() -> Result<u64> {
+    const FILE: &str = "/proc/meminfo";
+    let wrong = |why: &str| Error::new(Exit::Impossible, format!("cannot read {FILE}: {why}"));
+    let text = fs::read_to_string(FILE).map_err(|error| wrong(&error.to_string()))?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
+    let kib = line.and_then(|line| line.trim().split(' ').next()?.parse::<u64>().ok());
+    kib.map(|kib| kib << 10).ok_or_else(|| wrong("it does not say what is available"))
+}
+
+/// Starts the thread that takes events from outside.
+fn listen(shared: &Arc<Shared>) -> Result<()> {
+    let shared = Arc::clone(shared);
+    let spawned = start_thread("devices", move || {
+        loop {
+            shared.bell.wait();
+            let mut platform = shared.platform();
+            if platform.ended().is_some() {
+                return;
+            }
+            platform.poll();
+        }
+    });
+    spawned
+        .map_err(|error| Error::new(Exit::Impossible, format!("cannot start a thread for devices: {error}")))
+}
+
+/// Lets a signal interrupt a processor, and do nothing else.
+fn ignore_call() {
+    extern "C" fn nothing(_: libc::c_int) {}
+    // SAFETY: The handler does nothing, and stays. No flag asks for a restart of system calls.
+    unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = nothing as extern "C" fn(libc::c_int) as libc::sighandler_t;
+        libc::sigaction(libc::SIGUSR1, &raw const action, std::ptr::null_mut());
+    }
+}
+
+/// Executes a processor until the guest ends.
+fn execute(mut vcpu: VcpuFd, shared: &Shared) {
+    loop {
+        let exit = vcpu.run();
+        let mut platform = shared.platform();
+        match exit {
+            Ok(VcpuExit::IoIn(port, data)) => platform.read_port(port, data),
+            Ok(VcpuExit::IoOut(port, data)) => platform.write_port(port, data),
+            Ok(VcpuExit::MmioRead(phys, data)) => platform.read_memory(phys, data),
+            Ok(VcpuExit::MmioWrite(phys, data)) => platform.write_memory(phys, data),
+            Ok(VcpuExit::Intr | VcpuExit::Hlt) => {}
+            Ok(VcpuExit::Shutdown) => platform.end(End::Failed("its kernel has faulted three times".into())),
+            Ok(other) => platform.end(End::Failed(format!("KVM has stopped a processor: {other:?}"))),
+            Err(error) if [libc::EINTR, libc::EAGAIN].contains(&error.errno()) => {}
+            Err(error) => platform.end(End::Failed(format!("KVM does not run a processor: {error}"))),
+        }
+        if platform.ended().is_some() {
+            shared.has_ended.notify_all();
+            shared.bell.ring();
+            return;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mercury_image::{FirmwareRange, Kind, Range as ImageRange};
+
+    #[test]
+    fn reserved_memory_reads_as_zeros_where_nobody_has_it() {
+        let range =
+            |start_phys, last_phys, kind: &str| FirmwareRange { start_phys, last_phys, kind: kind.into() };
+        let machine = Machine {
+            ranges: vec![ImageRange { start_phys: 0x10_0000, pages: 16, kind: Kind::Kept }],
+            firmware: vec![
+                range(0x10_0000, 0x10_FFFF, "System RAM"),
+                range(0x11_0000, 0x11_0FFF, "Reserved"),
+                range(0xB000_0000, 0xBFFF_FFFF, "Reserved"),
+                range(0xA_0000, 0xA_0FFF, "Reserved"),
+            ],
+            ..Machine::default()
+        };
+        let layout = Layout::of(&machine).expect("a layout");
+        let configuration = std::iter::once(0xB000_0000..0xC000_0000).collect();
+        let tables = Tables { configuration, ..Tables::default() };
+        let expected: Vec<Range<u64>> = std::iter::once(0x11_0000..0x11_1000).collect();
+        assert_eq!(unbacked(&machine, &layout, &tables), expected);
+    }
+
+    #[test]
+    fn the_monitor_s_memory_is_all_but_the_guest_s() {
+        let smaps = "1000-3000 rw-p 00000000 00:00 0\nSize: 8 kB\nRss: 8 kB\nVmFlags: rd\n\
+                     7f00-9f00 rw-p 00000000 00:00 0\nRss: 100 kB\na000-b000 r-xp 0 0:0 1 /bin/x\nRss: 4 kB\n";
+        let guest: Vec<Range<u64>> = std::iter::once(0x7000..0x8000).collect();
+        assert_eq!(resident(smaps, &guest), 12 << 10);
+    }
+
+    #[test]
+    fn the_description_has_the_layout_that_the_driver_reads() {
+        let view = View::from_ranges(&[(vm_memory::GuestAddress(MONITOR.start), 0x1000)]).expect("memory");
+        let mut description =
+            GuestDescription { magic: 1, version: 2, count: 3, ..GuestDescription::default() };
+        description.slots[1].gsi = 7;
+        describe(&view, &description).expect("described");
+        let mut bytes = [0; size_of::<GuestDescription>()];
+        mercury_devices::memory::read(&view, MONITOR.start, &mut bytes).expect("there");
+        let gsi = std::mem::offset_of!(GuestDescription, slots) + 24 + 12;
+        assert_eq!((bytes[0], bytes[8], bytes[12], bytes[gsi]), (1, 2, 3, 7));
+    }
+}
