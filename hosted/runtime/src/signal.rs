@@ -6,9 +6,10 @@ use std::{
     sync::atomic::{AtomicBool, AtomicI32, Ordering},
 };
 
+use mercury_devices::terminal;
+
 use crate::{
     block::{self, Segments},
-    devices::console,
     entry,
     error::{Error, Result},
     isolation::{self, filter::X86_64},
@@ -422,7 +423,7 @@ fn die(signal: i32, registers: &[libc::greg_t; 23]) -> ! {
         of(libc::REG_RSP)
     );
     // The monitor was interrupted, and has the machine.
-    console::restore_terminal();
+    terminal::restore();
     if machine::is_there() {
         eprintln!("{}", machine::describe(block::get()));
     }

@@ -1,12 +1,9 @@
 //! The program `mercury-guest`: it runs the machine of a checkpoint as a guest of KVM on this host. It needs
 //! no root if the user may open `/dev/kvm`.
 
-mod control;
 mod signals;
-mod state;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
-use control::Control;
+use clap::{Args, Parser, Subcommand};
 use mercury_control::{
     error::{Error, Result},
     exit::{Exit, TABLE},
@@ -16,13 +13,18 @@ use mercury_control::{
 use mercury_devices::NetOption;
 use mercury_guest::{
     platform::End,
-    run::{Console, Disk, Guest, Options},
+    run::{self, Disk, Guest, Options},
 };
-use mercury_hosted_options::net::{Forward, Mac, Uplink};
+use mercury_guests::{Console, Folder, GuestArgs, Name, Phase, Root, Status};
+use mercury_hosted_options::net::Uplink;
 use serde::Serialize;
 use signals::Signals;
-use state::{Facts, State};
-use std::{path::PathBuf, process::ExitCode};
+use std::{
+    fs,
+    path::PathBuf,
+    process::ExitCode,
+    time::{SystemTime, UNIX_EPOCH},
+};
 
 /// Runs the machine of a checkpoint as a guest on this host
 #[derive(Debug, Parser)]
@@ -45,44 +47,8 @@ enum GuestCommand {
 struct RunArgs {
     /// The image: a file, or the block device that `mercury checkpoint` wrote
     image: PathBuf,
-    /// Name of the guest [default: the host name in the image]
-    #[arg(long)]
-    name: Option<String>,
-    /// Network card: passt, `passt,host`, tap=NAME or none
-    #[arg(long, value_parser = network, default_value = "none")]
-    net: Network,
-    /// Ethernet address of the network card
-    #[arg(long)]
-    mac: Option<Mac>,
-    /// Port of this host that passt forwards to the guest, such as 8080:80
-    #[arg(long)]
-    forward: Vec<Forward>,
-    /// Disk of the guest: a raw image or a block device, with `,ro` if the guest only reads it
-    #[arg(long)]
-    disk: Vec<String>,
-    /// The other end of the first serial port
-    #[arg(long, value_enum, default_value_t = ConsoleKind::Socket)]
-    console: ConsoleKind,
-    /// Folder for the sockets and the status [default: /run/mercury/guests/NAME, or below XDG_RUNTIME_DIR]
-    #[arg(long)]
-    state: Option<PathBuf>,
-}
-
-/// The other end of the first serial port.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum ConsoleKind {
-    /// Standard input and output
-    Stdio,
-    /// A socket in the folder of the guest
-    Socket,
-}
-
-/// The network card, if there is one.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Network(Option<Uplink>);
-
-fn network(text: &str) -> std::result::Result<Network, String> {
-    if text == "none" { Ok(Network(None)) } else { text.parse().map(|uplink| Network(Some(uplink))) }
+    #[command(flatten)]
+    guest: GuestArgs,
 }
 
 fn main() -> ExitCode {
@@ -98,39 +64,66 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &RunArgs, format: Format) -> Result<Ended> {
-    if args.net.0.is_none() && (args.mac.is_some() || !args.forward.is_empty()) {
-        return Err(Error::new(Exit::Usage, "--mac and --forward need a network card")
-            .hint("add --net passt or --net tap=NAME"));
-    }
     // Before any thread, so that each has the signals blocked.
     let signals = Signals::block()?;
     let guest = Guest::prepare(&args.image)?;
     let machine = guest.machine();
-    let name = args.name.clone().unwrap_or_else(|| machine.host.clone());
-    let state = State::make(&name, args.state.as_deref())?;
-    let mut facts = Facts::new(&name, &args.image, machine);
-    state.write(&facts)?;
-    let stopping = signals.watch(&state)?;
-    let options = Options {
-        disks: args.disk.iter().map(|disk| disk_of(disk)).collect(),
-        net: args.net.0.clone().map(|uplink| NetOption {
-            uplink,
-            mac: args.mac,
-            forwards: args.forward.clone(),
-        }),
-        console: console(args.console, &state),
+    let name = args.guest.name.clone().unwrap_or_else(|| Name::of_machine(&machine.host));
+    let folder = claim(&name)?;
+    let mut status = Status {
+        name: name.clone(),
+        pid: std::process::id(),
+        phase: Phase::Loading,
+        image: fs::canonicalize(&args.image).unwrap_or_else(|_| args.image.clone()),
+        machine: machine.host.clone(),
+        kernel: machine.release.clone(),
+        cpus: machine.cpus.len() as u32,
+        memory_bytes: guest.memory(),
+        since: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
     };
-    let running = guest.start(&options)?;
-    let control = Control::new(running.handle(), facts.running());
+    let write = |status: &Status| {
+        let wrong = |error| Error::new(Exit::Failed, format!("cannot write the state of the guest: {error}"));
+        folder.write(status).map_err(wrong)
+    };
+    write(&status)?;
+    let stopping = signals.watch()?;
+    let running = guest.start(&options(&args.guest, &folder))?;
     stopping.hand_over(running.handle());
-    control.listen(&state)?;
-    state.write(&control.facts())?;
-    if format == Format::Text {
-        eprintln!("{name} goes on as a guest; its sockets are in {}", state.folder().display());
+    status.phase = Phase::Running;
+    write(&status)?;
+    if format == Format::Text && args.guest.console == Console::Socket {
+        eprintln!("{name} goes on as a guest; `mercury guests console {name}` is its console");
     }
+    let monitor = running.handle();
     let end = running.wait();
-    drop(state);
-    Ok(Ended::new(name, &end))
+    Ok(Ended::new(name, &end, monitor.own_memory()))
+}
+
+/// Makes the folder of the guest.
+fn claim(name: &Name) -> Result<Folder> {
+    let claimed = Root::own().claim(name);
+    let claimed = claimed.map_err(|error| {
+        Error::new(Exit::Failed, format!("cannot make the folder of the guest {name}: {error}"))
+            .hint("make the folder /run/mercury/guests, or $XDG_RUNTIME_DIR, writable")
+    })?;
+    claimed.ok_or_else(|| {
+        Error::new(Exit::Busy, format!("a guest of the name {name} runs here")).hint(format!(
+            "name this one with --name, or stop the other one with `mercury guests stop {name}`"
+        ))
+    })
+}
+
+fn options(args: &GuestArgs, folder: &Folder) -> Options {
+    let net = |uplink: Uplink| NetOption { uplink, mac: args.mac, forwards: args.forward.clone() };
+    let second = folder.second_port();
+    Options {
+        disks: args.disk.iter().map(|disk| disk_of(disk)).collect(),
+        net: args.net.clone().map(net),
+        console: match args.console {
+            Console::Terminal => run::Console::Terminal { second },
+            Console::Socket => run::Console::Sockets { first: folder.console(), second },
+        },
+    }
 }
 
 fn disk_of(text: &str) -> Disk {
@@ -138,34 +131,29 @@ fn disk_of(text: &str) -> Disk {
     Disk { path: path.into(), read_only }
 }
 
-fn console(kind: ConsoleKind, state: &State) -> Console {
-    let second = state.folder().join("serial1.sock");
-    match kind {
-        ConsoleKind::Stdio => Console::Terminal { second },
-        ConsoleKind::Socket => Console::Sockets { first: state.folder().join("console.sock"), second },
-    }
-}
-
 /// The end of the guest.
 #[derive(Debug, Serialize)]
 struct Ended {
-    name: String,
+    name: Name,
     /// How it ended.
     end: &'static str,
     /// Why it could not go on.
     #[serde(skip_serializing_if = "Option::is_none")]
     reason: Option<String>,
+    /// Memory that the monitor took at the end beside the guest's.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    monitor_bytes: Option<u64>,
 }
 
 impl Ended {
-    fn new(name: String, end: &End) -> Self {
+    fn new(name: Name, end: &End, monitor_bytes: Option<u64>) -> Self {
         let (end, reason) = match end {
             End::PoweredOff => ("powered-off", None),
             End::Reset => ("reset", None),
             End::Stopped => ("stopped", None),
             End::Failed(why) => ("failed", Some(why.clone())),
         };
-        Self { name, end, reason }
+        Self { name, end, reason, monitor_bytes }
     }
 
     fn exit(&self) -> Exit {
@@ -203,10 +191,10 @@ mod tests {
                 GuestCommand::Run(args) => args,
             })
         };
-        let args = parse(&[]).expect("options");
-        assert_eq!((args.net, args.console), (Network(None), ConsoleKind::Socket));
-        let args = parse(&["--net", "tap=tap0", "--console", "stdio", "--disk", "a,ro"]).expect("options");
-        assert_eq!(args.net, Network(Some(Uplink::Tap("tap0".into()))));
+        assert_eq!(parse(&[]).expect("options").guest.console, Console::Terminal);
+        let args =
+            parse(&["--net", "tap=tap0", "--console", "socket", "--disk", "a,ro"]).expect("options").guest;
+        assert_eq!((args.console, args.net), (Console::Socket, Some(Uplink::Tap("tap0".into()))));
         assert_eq!(disk_of(&args.disk[0]), Disk { path: "a".into(), read_only: true });
         assert_eq!(disk_of("/dev/sdb"), Disk { path: "/dev/sdb".into(), read_only: false });
         assert!(parse(&["--net", "bridge"]).is_err() && parse(&["--console", "vga"]).is_err());
@@ -215,7 +203,7 @@ mod tests {
     #[test]
     fn each_end_has_its_words_and_its_status() {
         let ended = |end| {
-            let ended = Ended::new("node7".into(), &end);
+            let ended = Ended::new(Name::of_machine("node7"), &end, None);
             let text = serde_json::to_string(&ended).expect("JSON");
             (ended.exit(), text)
         };

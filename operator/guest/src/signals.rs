@@ -1,6 +1,5 @@
 //! The signals that ask a guest to end. A thread waits for them, so that they come at no other moment.
 
-use crate::state::{self, State};
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
@@ -39,9 +38,9 @@ impl Signals {
     ///
     /// # Errors
     /// The host has no room for a thread.
-    pub fn watch(self, state: &State) -> Result<Stopping> {
+    pub fn watch(self) -> Result<Stopping> {
         let stopping = Stopping::default();
-        let (guest, folder) = (Arc::clone(&stopping.0), state.folder().to_owned());
+        let guest = Arc::clone(&stopping.0);
         start_thread("signals", move || {
             loop {
                 let mut signal = 0;
@@ -49,10 +48,8 @@ impl Signals {
                 unsafe { libc::sigwait(&raw const self.0, &raw mut signal) };
                 match &*guest.lock().unwrap_or_else(PoisonError::into_inner) {
                     Some(guest) => guest.stop(),
-                    None => {
-                        state::remove(&folder);
-                        std::process::exit(Exit::Interrupted as i32);
-                    }
+                    // The next guest of this name removes what is left in its folder.
+                    None => std::process::exit(Exit::Interrupted as i32),
                 }
             }
         })

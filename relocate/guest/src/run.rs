@@ -21,6 +21,7 @@ use mercury_devices::{
     Bell, Block, NetOption, Rng,
     memory::{View, write},
     signals::{Waker, start_thread},
+    terminal,
     virtio::Device,
 };
 use mercury_image::Machine;
@@ -113,6 +114,12 @@ impl Guest {
         self.image.machine()
     }
 
+    /// Returns the size of the guest's memory in bytes.
+    #[must_use]
+    pub fn memory(&self) -> u64 {
+        self.layout.bytes()
+    }
+
     /// Loads the machine and lets it go on. It runs until [`Running::wait`] returns.
     ///
     /// # Errors
@@ -149,6 +156,9 @@ impl Guest {
                 .map_err(|error| Error::new(Exit::Impossible, format!("cannot start a processor: {error}")))
         });
         let threads = threads.collect::<Result<Vec<_>>>()?;
+        if matches!(options.console, Console::Terminal { .. }) {
+            terminal::make_raw();
+        }
         Ok(Running { shared, threads, wires, view, _vm: vm })
     }
 }
@@ -191,6 +201,7 @@ impl Running {
             let _ = thread.join();
         }
         self.wires.iter().for_each(|wire| wire.finish(LAST_WORDS));
+        terminal::restore();
         end
     }
 }
@@ -385,10 +396,11 @@ fn listen(shared: &Arc<Shared>) -> Result<()> {
         loop {
             shared.bell.wait();
             let mut platform = shared.platform();
+            platform.poll();
             if platform.ended().is_some() {
+                shared.has_ended.notify_all();
                 return;
             }
-            platform.poll();
         }
     });
     spawned

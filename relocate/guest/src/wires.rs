@@ -8,11 +8,12 @@ use mercury_control::{
 use mercury_devices::{
     Bell,
     signals::{Waker, start_thread},
+    terminal::Keys,
 };
 use std::{
     collections::VecDeque,
     fs,
-    io::{self, ErrorKind, Read, Write},
+    io::{self, ErrorKind, IsTerminal, Read, Write},
     os::{
         fd::{AsRawFd, RawFd},
         unix::net::{UnixListener, UnixStream},
@@ -43,13 +44,20 @@ pub struct Wire {
     bell: Option<Bell>,
     /// True while the other end may still read what is sent.
     is_open: AtomicBool,
+    /// True after the person at the terminal has left the guest.
+    was_left: AtomicBool,
 }
 
 impl Wire {
     /// Makes a wire that leads nowhere.
     #[must_use]
     pub fn loose() -> Self {
-        Self { buffers: Mutex::default(), bell: None, is_open: AtomicBool::new(false) }
+        Self {
+            buffers: Mutex::default(),
+            bell: None,
+            is_open: AtomicBool::new(false),
+            was_left: AtomicBool::new(false),
+        }
     }
 
     /// Connects standard input and output. The waker is called when bytes have come.
@@ -57,7 +65,7 @@ impl Wire {
     /// # Errors
     /// The host has no room for a thread.
     pub fn terminal(waker: Waker) -> Result<Arc<Self>> {
-        Self::start(End::Terminal { reads: true }, waker)
+        Self::start(End::Terminal { reads: true, keys: terminal_keys() }, waker)
     }
 
     /// Makes a socket at a path. The waker is called when bytes have come.
@@ -79,7 +87,12 @@ impl Wire {
         let wrong = |why: String| Error::new(Exit::Failed, format!("cannot start a console: {why}"));
         let bell = Bell::new().map_err(|error| wrong(error.message().to_owned()))?;
         let is_open = AtomicBool::new(matches!(end, End::Terminal { .. }));
-        let wire = Arc::new(Self { buffers: Mutex::default(), bell: Some(bell), is_open });
+        let wire = Arc::new(Self {
+            buffers: Mutex::default(),
+            bell: Some(bell),
+            is_open,
+            was_left: AtomicBool::new(false),
+        });
         let shared = Arc::clone(&wire);
         start_thread("console", move || {
             loop {
@@ -131,6 +144,11 @@ impl Wire {
         self.buffers().received.extend(bytes);
     }
 
+    /// Returns true if the person at the terminal has left the guest.
+    pub fn was_left(&self) -> bool {
+        self.was_left.load(Ordering::Acquire)
+    }
+
     /// Waits until a reader has what was sent, at most so long.
     pub fn finish(&self, patience: Duration) {
         let start = Instant::now();
@@ -152,8 +170,15 @@ impl Wire {
 /// The other end.
 #[derive(Debug)]
 enum End {
-    Terminal { reads: bool },
-    Socket { listener: UnixListener, client: Option<UnixStream> },
+    /// `keys` is there if it is a terminal indeed, and not a file or a pipe.
+    Terminal {
+        reads: bool,
+        keys: Option<Keys>,
+    },
+    Socket {
+        listener: UnixListener,
+        client: Option<UnixStream>,
+    },
 }
 
 impl End {
@@ -190,7 +215,9 @@ impl End {
     /// Returns the descriptors of input and output; -1 if there is none.
     fn descriptors(&self) -> (RawFd, RawFd) {
         match self {
-            Self::Terminal { reads } => (if *reads { libc::STDIN_FILENO } else { -1 }, libc::STDOUT_FILENO),
+            Self::Terminal { reads, .. } => {
+                (if *reads { libc::STDIN_FILENO } else { -1 }, libc::STDOUT_FILENO)
+            }
             Self::Socket { client: Some(client), .. } => (client.as_raw_fd(), client.as_raw_fd()),
             Self::Socket { listener, client: None } => (listener.as_raw_fd(), -1),
         }
@@ -200,9 +227,15 @@ impl End {
     fn read(&mut self, wire: &Wire) -> bool {
         let mut bytes = [0; 4096];
         let count = match self {
-            Self::Terminal { reads } => {
+            Self::Terminal { reads, keys } => {
                 let count = io::stdin().lock().read(&mut bytes);
                 *reads = matches!(count, Ok(1..)) || is_temporary(&count);
+                if let (Some(keys), Ok(count)) = (keys, &count) {
+                    let (typed, leaves) = keys.read(&bytes[..*count]);
+                    wire.receive(&typed);
+                    wire.was_left.fetch_or(leaves, Ordering::Release);
+                    return true;
+                }
                 count
             }
             Self::Socket { client: Some(stream), .. } => {
@@ -257,6 +290,11 @@ impl End {
             wire.is_open.store(false, Ordering::Release);
         }
     }
+}
+
+/// Returns what reads the keys of a person, if standard input is a terminal.
+fn terminal_keys() -> Option<Keys> {
+    io::stdin().is_terminal().then(Keys::default)
 }
 
 fn is_temporary(result: &io::Result<usize>) -> bool {

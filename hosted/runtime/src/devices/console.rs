@@ -9,14 +9,14 @@ use std::{
     },
 };
 
-use mercury_devices::signals::{Waker, start_thread};
+use mercury_devices::{
+    signals::{Waker, start_thread},
+    terminal::{self, Keys},
+};
 
 use super::signal_waker;
 use crate::error::{Error, Result};
 
-/// Ctrl-A, and then `x`, ends the machine.
-const ESCAPE: u8 = 1;
-const LEAVE: u8 = b'x';
 /// Written out at the latest then.
 const FULL: usize = 4096;
 
@@ -33,9 +33,6 @@ pub struct Console {
     output: Vec<u8>,
 }
 
-/// The terminal's settings before the machine began, while it has others.
-static SAVED: Mutex<Option<libc::termios>> = Mutex::new(None);
-
 impl Console {
     /// Makes the terminal deliver every key, and begins to listen. The calling thread gets SIGUSR1
     /// for input.
@@ -44,7 +41,7 @@ impl Console {
     /// If there can be no thread.
     pub fn open() -> Result<Self> {
         let typed = Arc::new(Typed::default());
-        let is_terminal = make_raw();
+        let is_terminal = terminal::make_raw();
         let (shared, waker) = (Arc::clone(&typed), signal_waker());
         start_thread("console", move || listen(&shared, is_terminal, &waker))
             .map_err(|error| Error::new(format!("cannot start a thread for the console: {error}")))
@@ -86,51 +83,19 @@ impl Console {
     /// Gives the terminal back as it was.
     pub fn restore(&mut self) {
         self.flush();
-        restore_terminal();
+        terminal::restore();
     }
-}
-
-/// Gives the terminal back as it was, whatever this thread has been interrupted in.
-pub fn restore_terminal() {
-    let saved = SAVED.try_lock().ok().and_then(|mut saved| saved.take());
-    if let Some(saved) = saved {
-        // SAFETY: These are the settings that were read from it.
-        unsafe { libc::tcsetattr(libc::STDIN_FILENO, libc::TCSANOW, &raw const saved) };
-    }
-}
-
-/// Has the terminal give every key at once, and Ctrl-C to the guest. Returns false if there is no terminal.
-fn make_raw() -> bool {
-    // SAFETY: The structure is filled before it is used.
-    unsafe {
-        let mut settings: libc::termios = std::mem::zeroed();
-        if libc::tcgetattr(libc::STDIN_FILENO, &raw mut settings) != 0 {
-            return false;
-        }
-        *SAVED.lock().unwrap_or_else(PoisonError::into_inner) = Some(settings);
-        libc::cfmakeraw(&raw mut settings);
-        libc::tcsetattr(libc::STDIN_FILENO, libc::TCSANOW, &raw const settings);
-    }
-    true
 }
 
 fn listen(typed: &Typed, is_terminal: bool, waker: &Waker) {
     let mut buffer = [0; 1024];
-    let mut escaped = false;
+    let mut keys = Keys::default();
     while let Ok(count @ 1..) = io::stdin().read(&mut buffer) {
-        {
-            let mut bytes = typed.bytes.lock().unwrap_or_else(PoisonError::into_inner);
-            for &byte in &buffer[..count] {
-                match (is_terminal && escaped, byte) {
-                    (true, LEAVE) => typed.ended.store(true, Ordering::Release),
-                    (false, ESCAPE) if is_terminal => {
-                        escaped = true;
-                        continue;
-                    }
-                    _ => bytes.push_back(byte),
-                }
-                escaped = false;
-            }
+        let read = &buffer[..count];
+        let (read, leaves) = if is_terminal { keys.read(read) } else { (read.to_vec(), false) };
+        typed.bytes.lock().unwrap_or_else(PoisonError::into_inner).extend(read);
+        if leaves {
+            typed.ended.store(true, Ordering::Release);
         }
         waker();
     }

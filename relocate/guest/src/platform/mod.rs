@@ -266,6 +266,9 @@ impl Platform {
     /// Takes events from outside: typed bytes, frames of the network, answers of disks.
     pub fn poll(&mut self) {
         (0..self.serials.len()).for_each(|number| self.feed(number));
+        if self.serials.iter().any(|port| port.wire.was_left()) {
+            self.end(End::Stopped);
+        }
         for slot in &mut self.slots {
             if slot.transport.work(&self.view) {
                 self.lines.pulse(slot.line);
