@@ -9,6 +9,7 @@ use crate::{
     facts::VerifyArgs,
     fault::FaultArgs,
     generate::GenerateArgs,
+    guests::GuestsCommand,
     inspect::InspectArgs,
     log::LogArgs,
     maintenance::MaintenanceArgs,
@@ -103,7 +104,9 @@ pub enum Command {
         own address, and the machine goes on from the instant of the image. A restore environment (a \
         small kernel in memory that the image leaves free) loads the image. By default this command \
         checks the image, prepares that environment and starts it. This system ends then, without being \
-        shut down; save your work."
+        shut down; save your work.\n\nWith --as-guest this system stays as it is, and the machine goes on \
+        in it as a virtual machine: on virtual devices, with its processes. The processor must be one that \
+        this host's KVM can offer. The command ends with the guest; `mercury guests` shows and stops it."
     )]
     Restore(RestoreArgs),
     /// Make this machine a destination that receives another one (see migrate)
@@ -178,6 +181,9 @@ pub enum Command {
         earlier images are no longer needed."
     )]
     Merge(MergeArgs),
+    /// List the machines that go on as guests of this one, reach their consoles, stop them
+    #[command(subcommand)]
+    Guests(GuestsCommand),
     /// Run a pre-virtualized Linux as an ordinary process
     #[command(subcommand)]
     Hosted(HostedCommand),

@@ -3,8 +3,9 @@
 use crate::{
     args::{Cli, Command},
     bench::{self, BenchCommand},
-    daemon, doctor, explain, facts, fault, generate, hosted, inspect, log, maintenance, metrics, status,
-    switch,
+    daemon, doctor, explain, facts, fault, generate, guests,
+    guests::GuestsCommand,
+    hosted, inspect, log, maintenance, metrics, status, switch,
 };
 use clap::CommandFactory;
 use mercury_control::{
@@ -44,6 +45,7 @@ fn dispatch(command: &Command, format: Format, name: &str) -> Result<Exit> {
         Command::Checkpoint(args) => checkpoint::run(&args.into(), say),
         Command::Snapshot(args) => snapshot::run(&args.into(), say),
         Command::Rollback => snapshot::rollback(),
+        Command::Restore(args) if args.as_guest => guests::start(),
         Command::Restore(args) => restore::run(&args.into(), say),
         Command::Receive(args) => receive::run(&args.into(), say),
         Command::Migrate(args) => migrate::run(&args.into(), say),
@@ -55,6 +57,7 @@ fn dispatch(command: &Command, format: Format, name: &str) -> Result<Exit> {
         Command::Merge(args) => merge::run(&args.into(), say),
         Command::Answer => Ok(migrate::arrival::answer()),
         Command::Guard => Ok(guard::run(|| Arc::new(Reach::open()))),
+        Command::Guests(command) => guests::run(command, say),
         Command::Hosted(_) => hosted::run(),
         Command::Log(args) => log::run(args, say),
         Command::Metrics(args) => metrics::run(args, say),
@@ -90,6 +93,9 @@ fn command_name(command: &Command) -> &'static str {
         Command::Merge(_) => "merge",
         Command::Answer => "answer",
         Command::Guard => "guard",
+        Command::Guests(GuestsCommand::List) => "guests list",
+        Command::Guests(GuestsCommand::Console(_)) => "guests console",
+        Command::Guests(GuestsCommand::Stop(_)) => "guests stop",
         Command::Hosted(HostedCommand::Run(_)) => "hosted run",
         Command::Hosted(HostedCommand::Gdb(_)) => "hosted gdb",
         Command::Log(_) => "log",

@@ -20,16 +20,22 @@ const PROGRAM: &str = "mercury-hosted";
 
 /// Replaces this process by `mercury-hosted`, with the same words. Returns only if the program cannot be started.
 pub fn run() -> Result<Exit> {
-    let words = without_command(std::env::args_os().skip(1));
-    let beside = std::env::current_exe().ok().map(|this| this.with_file_name(PROGRAM));
-    let program = beside.filter(|path| path.exists()).map_or_else(|| PROGRAM.into(), OsString::from);
+    become_program(PROGRAM, without_command(std::env::args_os().skip(1)))
+}
+
+/// Replaces this process by another program of Mercury's. Returns only if the program cannot be started.
+///
+/// # Errors
+/// If the program cannot be started.
+pub(crate) fn become_program(name: &str, words: Vec<OsString>) -> Result<Exit> {
+    let beside = std::env::current_exe().ok().map(|this| this.with_file_name(name));
+    let program = beside.filter(|path| path.exists()).map_or_else(|| name.into(), OsString::from);
     let error = Command::new(&program).args(words).exec();
     let refused = Error::new(Exit::Failed, format!("cannot start {}: {error}", program.display()));
     Err(match error.kind() {
-        ErrorKind::NotFound => refused.hint(
-            "hosted machines need the program mercury-hosted: install it beside mercury or in a folder of PATH",
-        ),
-        _ => refused.hint("make sure that you may execute mercury-hosted, and that enough memory is free"),
+        ErrorKind::NotFound => refused
+            .hint(format!("this needs the program {name}: install it beside mercury or in a folder of PATH")),
+        _ => refused.hint(format!("make sure that you may execute {name}, and that enough memory is free")),
     })
 }
 

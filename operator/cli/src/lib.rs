@@ -6,7 +6,7 @@
 //! * [`commands`]: calls the command, and reports its result;
 //! * [`switch`], [`status`], [`log`], [`facts`], [`fault`], [`doctor`], [`bench`], [`metrics`]: the commands
 //!   about the mode switch;
-//! * [`inspect`], [`maintenance`], [`daemon`], [`hosted`], [`explain`]: commands with work of their own;
+//! * [`inspect`], [`maintenance`], [`daemon`], [`guests`], [`hosted`], [`explain`]: commands with work of their own;
 //! * [`relocate`]: the options of the commands whose work is in the crate `mercury-relocation`:
 //!   checkpoint, restore, snapshot, migrate.
 //!
@@ -25,6 +25,7 @@ pub mod explain;
 pub mod facts;
 pub mod fault;
 pub mod generate;
+pub mod guests;
 pub mod help;
 pub mod hosted;
 pub mod inspect;

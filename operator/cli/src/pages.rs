@@ -12,6 +12,8 @@ pub enum Group {
     Checkpoint,
     /// Commands of moves between machines.
     Move,
+    /// Commands of machines that go on as guests.
+    Guests,
     /// Commands of hosted machines.
     Hosted,
     /// Commands for state, codes, measurements.
@@ -20,7 +22,8 @@ pub enum Group {
 
 impl Group {
     /// All groups in the order of the help.
-    pub const ALL: [Self; 5] = [Self::Switch, Self::Checkpoint, Self::Move, Self::Hosted, Self::Information];
+    pub const ALL: [Self; 6] =
+        [Self::Switch, Self::Checkpoint, Self::Move, Self::Guests, Self::Hosted, Self::Information];
 
     /// Returns the heading in the help.
     #[must_use]
@@ -29,6 +32,7 @@ impl Group {
             Self::Switch => "Mode switch",
             Self::Checkpoint => "Checkpoint, snapshot and restore",
             Self::Move => "Move to another machine",
+            Self::Guests => "Machines that go on as guests",
             Self::Hosted => "Hosted machines",
             Self::Information => "Information",
         }
@@ -108,6 +112,10 @@ const MENU: File = file("/boot/grub/custom.cfg", "The file that --boot-menu writ
 const KEY_FILE: File = file(
     "/etc/mercury/spare.key",
     "The pairing token that `mercury receive` has printed on the destination. Only root may read it.",
+);
+const GUESTS: File = file(
+    "/run/mercury/guests/NAME, $XDG_RUNTIME_DIR/mercury/guests/NAME",
+    "State and sockets of a guest, of root's guests and of other users'.",
 );
 const CONTROL: File = file("/run/mercury/control", "The socket at which mercuryd takes orders.");
 const DEFAULTS: File =
@@ -214,10 +222,14 @@ pub const PAGES: &[Page] = &[
                 "Make an entry for the image in the boot menu",
                 "mercury restore --prepare /boot/mercury --boot-menu /dev/sdb",
             ),
+            example(
+                "Let the machine go on as a guest of this system, with its network through passt",
+                "mercury restore --as-guest --net passt /net/node7",
+            ),
         ],
     )
-    .files(&[KERNEL, INITRD, MENU])
-    .see(&["kexec(8)"]),
+    .files(&[KERNEL, INITRD, MENU, file("/dev/kvm", "KVM, for --as-guest.")])
+    .see(&["kexec(8)", "mercury-guests(8)", "passt(1)"]),
     Page::of(
         "inspect",
         Group::Checkpoint,
@@ -333,6 +345,28 @@ pub const PAGES: &[Page] = &[
         file("/etc/mercury/mark.places", "Places of tombstones on disks."),
     ])
     .see(&["update-initramfs(8)"]),
+    Page::of(
+        "guests",
+        Group::Guests,
+        &[
+            example("Let the machine of an image go on as a guest", "mercury restore --as-guest /net/node7"),
+            example("List the guests", "mercury guests list"),
+        ],
+    )
+    .files(&[GUESTS])
+    .see(&["mercury-restore(8)"]),
+    Page::new(
+        "guests list",
+        &[
+            example("List the guests", "mercury guests list"),
+            example("Print their names", "mercury --json guests list | jq -r '.guests[].name'"),
+        ],
+    )
+    .files(&[GUESTS]),
+    Page::new("guests console", &[example("Log in to a guest; Ctrl-A x leaves", "mercury guests console node7")])
+        .files(&[GUESTS]),
+    Page::new("guests stop", &[example("End a guest as a power cut would", "mercury guests stop node7")])
+        .files(&[GUESTS]),
     Page::of(
         "hosted",
         Group::Hosted,

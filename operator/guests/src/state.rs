@@ -87,6 +87,12 @@ impl Root {
         Self(path.to_owned())
     }
 
+    /// Returns the path of the folder.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
     /// Returns all guests that run, by name.
     ///
     /// # Errors

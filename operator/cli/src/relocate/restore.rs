@@ -3,10 +3,12 @@
 use crate::shared::ModuleArgs;
 use clap::Args;
 use mercury_control::size::mebibytes;
+use mercury_guests::GuestArgs;
 use mercury_relocation::{options::RestoreOptions, restore::MEMORY_LEAST_MIB};
 use std::path::PathBuf;
 
 #[derive(Debug, Default, Args)]
+#[command(mut_group("GuestArgs", |group| group.requires("as_guest")))]
 pub struct RestoreArgs {
     /// The image: a block device, or a file on NFS, or on ext4, XFS, btrfs or FAT on a partition
     pub image: PathBuf,
@@ -27,8 +29,14 @@ pub struct RestoreArgs {
     /// Restore although disks are not as they were at the instant. This destroys file systems
     #[arg(long)]
     pub force_disks: bool,
+    /// Let the machine go on as a virtual machine of this system, which stays as it is. Needs KVM, and no
+    /// root if you may open /dev/kvm
+    #[arg(long, conflicts_with_all = ["prepare", "here", "force_disks", "module", "memory"])]
+    pub as_guest: bool,
     #[command(flatten)]
     pub module: ModuleArgs,
+    #[command(flatten, next_help_heading = "Options with --as-guest")]
+    pub guest: GuestArgs,
 }
 
 impl From<&RestoreArgs> for RestoreOptions {

@@ -1,0 +1,331 @@
+//! Machines that go on as guests of this system: `mercury restore --as-guest`, and `mercury guests`.
+//!
+//! The monitor is a program of its own, `mercury-guest`, for the reason that hosted machines have one
+//! ([`crate::hosted`]). It keeps the guest's state in a folder ([`mercury_guests::Folder`]).
+
+pub mod console;
+
+use crate::hosted::become_program;
+use clap::{Args, Subcommand};
+use console::Left;
+use mercury_control::{
+    error::{Error, Result},
+    exit::Exit,
+    output::{Format, Render, Text},
+    say::Say,
+};
+use mercury_guests::{Guest, Name, Phase, Root, Status};
+use rustix::{
+    io::Errno,
+    process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
+};
+use serde::Serialize;
+use std::{
+    ffi::{OsStr, OsString},
+    io,
+    os::unix::net::UnixStream,
+    thread,
+    time::{Duration, Instant},
+};
+
+/// The monitor's program.
+const PROGRAM: &str = "mercury-guest";
+/// Time in which a guest ends, and the interval between two looks.
+const ENDS_WITHIN: Duration = Duration::from_secs(20);
+const LOOK: Duration = Duration::from_millis(20);
+
+/// The commands below `mercury guests`.
+#[derive(Debug, Subcommand)]
+pub enum GuestsCommand {
+    /// List your guests: state, size, kernel, image
+    #[command(
+        long_about = "Lists your guests: state, size, kernel, image. Root sees root's guests, and other users \
+        their own."
+    )]
+    List,
+    /// Join this terminal to a guest's console; Ctrl-A x leaves
+    #[command(
+        long_about = "Joins this terminal to a guest's first serial port, until the guest ends or you \
+        leave. Ctrl-A x leaves; Ctrl-A Ctrl-A types Ctrl-A. One terminal at a time can have the console."
+    )]
+    Console(ConsoleArgs),
+    /// End a guest at once, as a power cut would
+    #[command(
+        long_about = "Ends a guest at once, as a power cut would end a machine. To shut it down in order, \
+        power it off from inside."
+    )]
+    Stop(StopArgs),
+}
+
+#[derive(Debug, Args)]
+pub struct ConsoleArgs {
+    /// The guest
+    pub name: Name,
+}
+
+#[derive(Debug, Args)]
+pub struct StopArgs {
+    /// The guest
+    pub name: Name,
+}
+
+/// Replaces this process by `mercury-guest`, which runs the image's machine. The options have been
+/// checked.
+///
+/// # Errors
+/// If the program cannot be started.
+pub fn start() -> Result<Exit> {
+    become_program(PROGRAM, monitors_words(std::env::args_os().skip(1)))
+}
+
+/// Returns the words for `mercury-guest`: `run` in place of `restore`, without `--as-guest`. No option
+/// before the command has a value.
+fn monitors_words(words: impl Iterator<Item = OsString>) -> Vec<OsString> {
+    let mut words: Vec<OsString> = words.collect();
+    if let Some(command) = words.iter_mut().find(|word| *word == OsStr::new("restore")) {
+        *command = "run".into();
+    }
+    if let Some(at) = words.iter().position(|word| word == OsStr::new("--as-guest")) {
+        words.remove(at);
+    }
+    words
+}
+
+/// Runs a command below `mercury guests`.
+///
+/// # Errors
+/// If no guest has the name, or the guest does not answer.
+pub fn run(command: &GuestsCommand, say: Say<'_>) -> Result<Exit> {
+    let root = Root::own();
+    match command {
+        GuestsCommand::List => list(&root).map(|guests| say.done(&guests)),
+        GuestsCommand::Console(args) => visit(&root, &args.name, say),
+        GuestsCommand::Stop(args) => stop(&root, &args.name).map(|stopped| say.done(&stopped)),
+    }
+}
+
+fn list(root: &Root) -> Result<Guests> {
+    let guests = root.guests().map_err(|error| unreadable(root, &error))?;
+    Ok(Guests { guests: guests.into_iter().map(|guest| guest.status).collect() })
+}
+
+fn find(root: &Root, name: &Name) -> Result<Guest> {
+    let found = root.find(name).map_err(|error| unreadable(root, &error))?;
+    found.ok_or_else(|| {
+        Error::new(Exit::State, format!("no guest of the name {name} runs"))
+            .hint("`mercury guests list` shows your guests; other users have guests of their own")
+    })
+}
+
+fn unreadable(root: &Root, error: &io::Error) -> Error {
+    Error::new(Exit::Failed, format!("cannot read the state of guests in {}: {error}", root.path().display()))
+        .hint("run this as the user who runs the guests")
+}
+
+fn visit(root: &Root, name: &Name, say: Say<'_>) -> Result<Exit> {
+    let guest = find(root, name)?;
+    let failed = |error: io::Error| {
+        Error::new(Exit::Failed, format!("cannot reach the console of {name}: {error}"))
+            .hint("a guest has a console here if it was started with --console socket")
+    };
+    let socket = UnixStream::connect(guest.console()).map_err(failed)?;
+    if say.format == Format::Text {
+        eprintln!("this is the console of {name}; Ctrl-A x leaves");
+    }
+    match console::visit(&socket).map_err(failed)? {
+        Left::ByUser => eprintln!("\r\nleft; {name} goes on"),
+        Left::ByGuest => eprintln!("\r\n{name} has ended"),
+    }
+    Ok(Exit::Done)
+}
+
+fn stop(root: &Root, name: &Name) -> Result<Stopped> {
+    let guest = find(root, name)?;
+    let failed = |reason: String| {
+        let pid = guest.status.pid;
+        Error::new(Exit::Failed, format!("cannot stop {name}: {reason}"))
+            .hint(format!("`kill -KILL {pid}` ends its monitor whatever it does"))
+    };
+    signal(&guest).map_err(|error| failed(error.to_string()))?;
+    let start = Instant::now();
+    while guest.lives().map_err(|error| unreadable(root, &error))? {
+        if start.elapsed() > ENDS_WITHIN {
+            return Err(failed(format!("its monitor has not ended within {} s", ENDS_WITHIN.as_secs())));
+        }
+        thread::sleep(LOOK);
+    }
+    Ok(Stopped { stopped: name.clone() })
+}
+
+/// Asks a guest's monitor to end. A process that has got the monitor's ID since then gets no signal.
+fn signal(guest: &Guest) -> io::Result<()> {
+    let gone = || io::Error::other("its state names no process");
+    let pid = i32::try_from(guest.status.pid).ok().and_then(Pid::from_raw).ok_or_else(gone)?;
+    let monitor = match pidfd_open(pid, PidfdFlags::empty()) {
+        Err(Errno::SRCH) => return Ok(()),
+        monitor => monitor?,
+    };
+    if guest.lives()? {
+        pidfd_send_signal(monitor, Signal::TERM)?;
+    }
+    Ok(())
+}
+
+/// All guests of a user.
+#[derive(Debug, Serialize)]
+struct Guests {
+    guests: Vec<Status>,
+}
+
+impl Render for Guests {
+    fn render(&self, text: &mut Text) {
+        if self.guests.is_empty() {
+            text.line("no guest runs: `mercury restore --as-guest IMAGE` starts one");
+            return;
+        }
+        let heading =
+            ["guest", "state", "CPUs", "memory", "kernel", "PID", "image"].map(str::to_owned).to_vec();
+        let row = |one: &Status| {
+            let memory = format!("{} MiB", one.memory_bytes >> 20);
+            let image = one.image.display().to_string();
+            let (cpus, pid) = (one.cpus.to_string(), one.pid.to_string());
+            let state = match one.phase {
+                Phase::Loading => "loading",
+                Phase::Running => "running",
+            };
+            vec![one.name.to_string(), state.to_owned(), cpus, memory, one.kernel.clone(), pid, image]
+        };
+        let rows: Vec<_> = [heading].into_iter().chain(self.guests.iter().map(row)).collect();
+        text.table(&rows);
+    }
+}
+
+/// A guest that was stopped.
+#[derive(Debug, Serialize)]
+struct Stopped {
+    stopped: Name,
+}
+
+impl Render for Stopped {
+    fn render(&self, text: &mut Text) {
+        text.line(format!("stopped {}", self.stopped));
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::args::Cli;
+    use clap::Parser;
+    use mercury_guests::Folder;
+    use std::process::{Child, Command};
+
+    fn held(root: &Root, pid: u32) -> Folder {
+        let folder = root.claim(&"db".parse().unwrap()).unwrap().unwrap();
+        let status = Status {
+            name: "db".parse().unwrap(),
+            pid,
+            phase: Phase::Running,
+            image: "/net/db".into(),
+            machine: "db1".into(),
+            kernel: "6.1.0-56-amd64".into(),
+            cpus: 2,
+            memory_bytes: 1 << 30,
+            since: 1,
+        };
+        folder.write(&status).unwrap();
+        folder
+    }
+
+    #[test]
+    fn the_monitor_gets_the_words_of_restore() {
+        let passed = |line: &str| monitors_words(line.split(' ').map(OsString::from)).join(OsStr::new(" "));
+        assert_eq!(passed("restore --as-guest --net passt x"), "run --net passt x");
+        assert_eq!(passed("--json restore restore --as-guest"), "--json run restore");
+        assert_eq!(passed("restore --as-guest -- --as-guest"), "run -- --as-guest");
+    }
+
+    #[test]
+    fn options_of_a_guest_need_one() {
+        let read = |line: &str| Cli::try_parse_from(format!("mercury restore {line}").split(' '));
+        for right in [
+            "x",
+            "--as-guest x",
+            "x --as-guest --name db --net passt --forward 2222:22 --disk a,ro --disk b --console socket",
+            "x --as-guest --net tap=tap0 --mac 52:54:00:12:34:56",
+        ] {
+            assert!(read(right).is_ok(), "{right}: {:?}", read(right).err());
+        }
+        for wrong in [
+            "--name db x",
+            "--net passt x",
+            "--disk a x",
+            "--console socket x",
+            "--as-guest --name a/b x",
+            "--as-guest --net bridge x",
+            "--as-guest --forward 1:1 x",
+            "--as-guest --here x",
+            "--as-guest --prepare /boot/x x",
+            "--as-guest --force-disks x",
+            "--as-guest --memory 256M x",
+            "--as-guest",
+        ] {
+            assert!(read(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn guests_are_listed() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = Root::at(folder.path());
+        let text = |root: &Root| {
+            let mut text = Text::new(false);
+            list(root).unwrap().render(&mut text);
+            text.finish()
+        };
+        assert!(text(&root).contains("no guest runs"));
+        let _held = held(&root, 7);
+        let shown = text(&root);
+        let words: Vec<&str> = shown.lines().nth(1).unwrap().split_whitespace().collect();
+        assert_eq!(words, ["db", "running", "2", "1024", "MiB", "6.1.0-56-amd64", "7", "/net/db"]);
+    }
+
+    /// Ends the folder with the process that stands for its monitor.
+    fn end_with(mut monitor: Child, folder: Folder) -> thread::JoinHandle<()> {
+        thread::spawn(move || {
+            monitor.wait().unwrap();
+            thread::sleep(Duration::from_millis(100));
+            drop(folder);
+        })
+    }
+
+    #[test]
+    fn a_guest_that_is_stopped_has_ended_when_the_command_ends() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = Root::at(folder.path());
+        let name: Name = "db".parse().unwrap();
+        assert_eq!(stop(&root, &name).unwrap_err().exit, Exit::State);
+        let monitor = Command::new("sleep").arg("100").spawn().unwrap();
+        let folder = held(&root, monitor.id());
+        let ended = end_with(monitor, folder);
+        assert_eq!(stop(&root, &name).unwrap().stopped, name);
+        assert!(root.find(&name).unwrap().is_none());
+        ended.join().unwrap();
+    }
+
+    #[test]
+    fn a_process_with_the_id_of_a_monitor_that_has_gone_gets_no_signal() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = Root::at(folder.path());
+        let mut other = Command::new("sleep").arg("100").spawn().unwrap();
+        let folder = held(&root, other.id());
+        let guest = root.find(&"db".parse().unwrap()).unwrap().unwrap();
+        drop(folder);
+        signal(&guest).unwrap();
+        thread::sleep(Duration::from_millis(50));
+        assert!(other.try_wait().unwrap().is_none());
+        other.kill().unwrap();
+        other.wait().unwrap();
+    }
+}
