@@ -3,7 +3,7 @@
 //! of its own.
 //!
 //! ```text
-//! /mercury/bin       first in the search path: mercury, mercury-workload, the agent, poweroff, scripts
+//! /mercury/bin       first in the search path: mercury, mercury-guest, mercury-workload, the agent, poweroff, scripts
 //! /mercury/lib       what those need
 //! /mercury/share     the manual pages of mercury, and its completion for bash
 //! /mercury/lib/modules/<kernel version>/mercury.ko          and modules-faults/ beside it
@@ -105,6 +105,7 @@ fn build_programs() -> Result<(PathBuf, Files)> {
     let mut files = vec![
         (PathBuf::from("bin/mercury-lab-agent"), agent.clone()),
         (PathBuf::from("bin/mercury"), mercury.clone()),
+        (PathBuf::from("bin/mercury-guest"), build_program("mercury-guest-command", GUEST)?),
         (PathBuf::from("bin/mercury-workload"), build_program("mercury-lab-workload", "mercury-workload")?),
     ];
     files.extend(generate_help(&mercury)?);
@@ -185,6 +186,9 @@ pub fn build_program(package: &str, name: &str) -> Result<PathBuf> {
 
 /// The program that `mercury hosted` executes, beside it.
 pub const HOSTED: &str = "mercury-hosted";
+
+/// The program that `mercury restore --as-guest` executes, beside it.
+pub const GUEST: &str = "mercury-guest";
 
 /// Builds `mercury-hosted`, and `mercury` beside it, which executes it. Returns the path of `mercury`.
 ///

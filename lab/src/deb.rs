@@ -45,13 +45,14 @@ fn package(folder: &Path, version: Option<&str>) -> Result<PathBuf> {
     let _lock = Lock::wait("deb")?;
     let command = artefacts::build_hosted()?;
     let hosted = command.with_file_name(artefacts::HOSTED);
+    let guest = artefacts::build_program("mercury-guest-command", artefacts::GUEST)?;
     let afterburner = artefacts::build_program("mercury-afterburner", "afterburner")?;
     let hypervisor = hypervisor::build(Variant::Production)?;
     let fresh = folder.join("new");
     host::remove_tree(&fresh)?;
     let mut build = Command::new(paths::root().join("packaging/build-deb"));
     build.arg("--command").arg(command).arg("--hosted").arg(hosted).arg("--afterburner").arg(afterburner);
-    build.arg("--hypervisor").arg(hypervisor).arg("--output").arg(&fresh);
+    build.arg("--guest").arg(guest).arg("--hypervisor").arg(hypervisor).arg("--output").arg(&fresh);
     if let Some(version) = version {
         build.args(["--version", version]);
     }
