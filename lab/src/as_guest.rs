@@ -16,7 +16,7 @@ use crate::{
     kernel::Kernel,
     link::{Link, System},
     machine::Machine,
-    restart,
+    operator, restart,
     spec::{Bus, Nic, Qemu, Spec},
 };
 
@@ -127,6 +127,14 @@ impl<'a> Guest<'a> {
     pub fn console(&self) -> String {
         let log = self.link.scene.dir().join(file::GUEST_CONSOLE).with_extension("log");
         String::from_utf8_lossy(&std::fs::read(log).unwrap_or_default()).into_owned()
+    }
+
+    /// Checks that the kernel of the guest has no complaint.
+    ///
+    /// # Errors
+    /// With the complaints.
+    pub fn check_log(&self) -> Result<()> {
+        operator::check_log(&self.link)
     }
 
     /// Runs a command line that must succeed in the guest. Returns its standard output.

@@ -9,6 +9,7 @@ use serde_json::Value;
 use crate::{
     command::Background,
     error::{Error, Result},
+    link::{Link, System},
     machine::Machine,
 };
 
@@ -32,6 +33,22 @@ const STARTS_WITHIN: Duration = Duration::from_secs(60);
 pub fn complaints(log: &str) -> Vec<&str> {
     let Some(complaint) = COMPLAINT.as_ref() else { return vec!["the pattern is none"] };
     log.lines().filter(|line| complaint.is_match(line)).collect()
+}
+
+/// Checks that the log of a system's kernel has no complaint, nor its taint flags.
+///
+/// # Errors
+/// With the complaints.
+pub fn check_log(system: &Link) -> Result<()> {
+    let log = system.sh("dmesg")?;
+    let taint: u64 = system.sh("cat /proc/sys/kernel/tainted")?.parse().unwrap_or(u64::MAX);
+    let found = complaints(&log);
+    if found.is_empty() && taint & TAINTS == 0 {
+        return Ok(());
+    }
+    let found = found.join("\n");
+    let text = format!("tainted {taint:#x}; in its log:\n{found}\n\nall of it:\n{log}");
+    Err(system.blame(Error::Unhealthy(text)))
 }
 
 /// A refusal by a `mercury` command.
@@ -137,16 +154,7 @@ impl Machine {
     /// # Errors
     /// With the complaints.
     pub fn check_log(&self) -> Result<()> {
-        let log = self.sh("dmesg")?;
-        let taint: u64 = self.sh("cat /proc/sys/kernel/tainted")?.parse().unwrap_or(u64::MAX);
-        let found = complaints(&log);
-        if found.is_empty() && taint & TAINTS == 0 {
-            return Ok(());
-        }
-        let found = found.join("\n");
-        Err(self.blame(Error::Unhealthy(format!(
-            "tainted {taint:#x}; in its log:\n{found}\n\nall of it:\n{log}"
-        ))))
+        check_log(self.link())
     }
 
     /// Checks that the console shows no complaint. The console is all that is left of a machine
