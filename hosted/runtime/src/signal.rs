@@ -99,7 +99,8 @@ pub fn forget_children() {
 }
 
 /// Returns true if one of the children has ended. One signal may report several children.
-fn has_child_ended() -> bool {
+#[must_use]
+pub fn has_child_ended() -> bool {
     let pids = CHILDREN.iter().map(|child| child.load(Ordering::SeqCst)).take_while(|pid| *pid != 0);
     let has_ended = |pid| {
         let mut status = 0;
@@ -124,7 +125,7 @@ pub const CHILD_HAS_ENDED: &str = "a process has ended that a processor or the g
 /// way to this process.
 #[must_use]
 pub fn how_child_has_ended() -> String {
-    has_child_ended();
+    let _ = has_child_ended();
     let status = CHILD_STATUS.load(Ordering::Acquire);
     let how = match (libc::WIFSIGNALED(status), libc::WTERMSIG(status)) {
         (true, libc::SIGSYS) => ": by the host, for a system call that is forbidden".to_owned(),

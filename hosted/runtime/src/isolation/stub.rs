@@ -617,9 +617,12 @@ impl Stub {
                 self.report = report.id;
                 return Ok(());
             }
-            let interrupted = io::Error::last_os_error().kind() == io::ErrorKind::Interrupted;
-            if !interrupted || signal::is_child_gone() {
-                return Err(gone());
+            match io::Error::last_os_error().raw_os_error() {
+                Some(libc::EINTR) if !signal::is_child_gone() => {}
+                // The call was interrupted before it arrived here: a program has jumped to it, with
+                // signals unblocked. The handler reports next.
+                Some(libc::ENOENT) if !signal::has_child_ended() => {}
+                _ => return Err(gone()),
             }
         }
     }
