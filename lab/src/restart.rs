@@ -58,6 +58,8 @@ pub mod script {
     pub const RING: &str = include_str!("../guest/restart/ring");
     /// Builds with `make` and gcc.
     pub const BUILDS: &str = include_str!("../guest/restart/builds");
+    /// A reader of a file, past the page cache.
+    pub const READS: &str = include_str!("../guest/restart/reads");
 }
 
 /// A folder of files on this host, which is removed when this value is dropped.

@@ -52,8 +52,9 @@ fn who_comes_second_is_told_why_and_disturbs_nobody() -> Result<()> {
     let again = migrate(&words, "");
     is_refused(machine, &again, BUSY)?;
     is_refused(machine, "mercury migrate --dry-run --without-mark", BUSY)?;
-    is_refused(machine, "mercury checkpoint /run/image", BUSY)?;
+    is_refused(machine, "mercury checkpoint --force-devices /run/image", BUSY)?;
     // Another reason comes first: the root is on NFS.
+    is_refused(machine, "mercury checkpoint /run/image", "is on NFS 4.2")?;
     is_refused(machine, "mercury snapshot", "is on NFS 4.2")?;
     machine.sh("mercury evacuate --reason errors")?;
     let said = machine.sh("until mercury evacuate --status | grep 'and has not:' -A5; do sleep 0.2; done")?;
@@ -120,7 +121,7 @@ fn a_disk_that_vanishes_ends_the_move() -> Result<()> {
 
     // A move begins while an image is written. No destination waits at that address.
     let (_, key) = words.split_once(' ').unwrap();
-    let writes = machine.spawn(&format!("mercury checkpoint {first}"))?;
+    let writes = machine.spawn(&format!("mercury checkpoint --force-devices {first}"))?;
     let nowhere = migrate(&format!("10.9.0.1:9 {key}"), "");
     let tries =
         format!("for i in $(seq 300); do {nowhere} 2>&1 | grep '{BUSY}' && exit; sleep 0.1; done; exit 1");

@@ -52,6 +52,7 @@ struct Question {
 
 use Operation::{Checkpoint, Migrate, PowerOff, Snapshot};
 
+const SERVED: &str = "none whose version does not survive a second life";
 const COMPARABLE: &str = "the fingerprints of all file systems can be compared";
 
 const QUESTIONS: &[Question] = &[
@@ -132,12 +133,13 @@ const QUESTIONS: &[Question] = &[
         lifted_by: Some(Lifted::Disks),
         ask: |_, sysroot| refuse_disks(sysroot),
     },
+    Question { name: "NFS", fine: SERVED, before: &[Snapshot], lifted_by: None, ask: refuse_sessions },
     Question {
         name: "NFS",
-        fine: "none whose version does not survive a rollback",
-        before: &[Snapshot],
-        lifted_by: None,
-        ask: |_, sysroot| refuse_sessions(sysroot),
+        fine: SERVED,
+        before: &[Checkpoint],
+        lifted_by: Some(Lifted::Devices),
+        ask: refuse_sessions,
     },
     Question {
         name: "mark",
@@ -244,11 +246,21 @@ pub fn refuse_disks(sysroot: &Sysroot) -> Result<()> {
 
 /// Refuses NFS 4.1 and later, whose requests are numbered: a client that falls behind its server
 /// never recovers.
-pub fn refuse_sessions(sysroot: &Sysroot) -> Result<()> {
+fn refuse_sessions(operation: Operation, sysroot: &Sysroot) -> Result<()> {
     let mountinfo = sysroot.text("proc/self/mountinfo").unwrap_or_default();
     let Some((at, version)) = mountinfo.lines().find_map(numbered) else { return Ok(()) };
-    let text = format!("{at} is on NFS {version}, which does not survive a rollback");
-    Err(Error::coded(Code::NfsSessions, text))
+    if operation == Snapshot {
+        let text = format!("{at} is on NFS {version}, which does not survive a rollback");
+        return Err(Error::coded(Code::NfsSessions, text));
+    }
+    let text = format!(
+        "{at} is on NFS {version}, which does not survive a restore of a machine that has run on after its \
+         checkpoint"
+    );
+    Err(Error::coded(Code::NfsSessions, text).hint(
+        "mount it with vers=4.0 or vers=3, or use --poweroff; or go on with --force-devices, for an image \
+         that is only to be inspected",
+    ))
 }
 
 /// Returns the mount point and the version of such an NFS file system, from its line of mountinfo.
@@ -301,7 +313,7 @@ mod tests {
     #[test]
     fn each_operation_has_its_reasons() {
         const ALL: [&str; 3] = ["swap", "devices", "watchdogs"];
-        assert_eq!(names_of(Checkpoint, &[]), [&ALL[..], &["offline CPUs"]].concat());
+        assert_eq!(names_of(Checkpoint, &[]), [&ALL[..], &["offline CPUs", "NFS"]].concat());
         assert_eq!(names_of(Snapshot, &[]), [&ALL[..], &["local disks", "NFS"]].concat());
         assert_eq!(names_of(Migrate, &[]), [&ALL[..], &["offline CPUs", "fingerprints", "mark"]].concat());
         assert_eq!(names_of(PowerOff, &[]), [&ALL[..], &["offline CPUs", "fingerprints"]].concat());
@@ -321,6 +333,7 @@ mod tests {
     #[test]
     fn options_lift_reasons() {
         let all = [Lifted::Devices, Lifted::Offline, Lifted::Disks, Lifted::Mark];
+        assert_eq!(names_of(Checkpoint, &all), ["swap", "watchdogs"]);
         assert_eq!(names_of(PowerOff, &all), ["swap", "watchdogs"]);
         assert_eq!(names_of(Snapshot, &all), ["swap", "watchdogs", "NFS"]);
         assert_eq!(names_of(Migrate, &all), ["swap", "watchdogs", "fingerprints"]);

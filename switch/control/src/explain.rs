@@ -791,9 +791,11 @@ pub const TABLE: &[Entry] = &[
     ),
     entry_of(
         Code::NfsSessions,
-        "a file system is on NFS 4.1 or later, which does not survive a rollback",
+        "a file system is on NFS 4.1 or later, which survives neither a rollback nor a restore of a machine \
+         that ran on",
         "NFS 4.1 and later number their requests. A client that falls behind its server never recovers.",
-        "mount it with vers=4.0 or vers=3",
+        "mount it with vers=4.0 or vers=3; `mercury checkpoint --poweroff` needs neither, and \
+         `mercury checkpoint --force-devices` makes an image that is only to be inspected",
     ),
     entry_of(
         Code::DisksUncomparable,
