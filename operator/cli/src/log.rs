@@ -10,6 +10,7 @@ use mercury_control::{
     log::{Events, Reader},
     output::Format,
     say::{Say, print},
+    sysroot::Sysroot,
     tsc,
 };
 use std::time::Duration;
@@ -31,7 +32,7 @@ pub struct LogArgs {
 /// Returns an error if the driver is not loaded or does not answer.
 pub fn run(args: &LogArgs, say: Say<'_>) -> Result<Exit> {
     let device = observe()?;
-    let mut reader = Reader::default();
+    let mut reader = Reader::new(&Sysroot::default());
     let read = |reader: &mut Reader| -> Result<Events> {
         let clock = tsc::clock(device.system()?.tsc_khz);
         Ok(reader.read(&device.shared()?, &clock))

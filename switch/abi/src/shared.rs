@@ -105,7 +105,7 @@ pub enum LogKind {
     /// The CPU left by itself. Arguments: code, exit code, guest RIP, detail.
     Left = 3,
     /// The hypervisor executed an MSR access for the system. Arguments: MSR, value, 1 if written, 1
-    /// if it faulted.
+    /// if it faulted, guest RIP.
     Msr = 4,
     /// The nested map was extended. Arguments: guest-physical address, guest RIP.
     NestedFill = 5,

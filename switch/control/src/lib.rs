@@ -29,6 +29,7 @@ pub mod journal;
 pub mod lockdown;
 pub mod log;
 pub mod module;
+pub mod msr;
 pub mod output;
 pub mod processor;
 pub mod progress;

@@ -1,17 +1,19 @@
 //! `mercury log`: the rings of all CPUs, merged in the order of time.
 
 use crate::{
+    msr,
     output::{Hex, Render, Text, Tone, thousands},
     svm,
+    sysroot::Sysroot,
 };
 use mercury_abi::{
     code::Code,
     refusal::Refusal,
-    shared::{LOG_RECORDS, LogRecord, SHARED_MAGIC, SharedCpu},
+    shared::{LOG_RECORDS, LogKind, LogRecord, SHARED_MAGIC, SharedCpu},
     snapshot::RollbackReason,
 };
 use serde::Serialize;
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, ops::Range};
 
 /// A pair of times that relates the TSC to the seconds since boot, which `dmesg` prints.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -42,6 +44,8 @@ pub struct Event {
     /// Number of the record on this CPU, counting from 1.
     pub sequence: u64,
     pub kind: &'static str,
+    /// True if Mercury's own driver caused it.
+    pub own: bool,
     /// Description of the event.
     pub text: String,
     /// Arguments as they were written.
@@ -64,9 +68,19 @@ pub struct Events {
 pub struct Reader {
     /// Last record seen, per CPU.
     seen: BTreeMap<u32, u64>,
+    /// Addresses of the driver's code.
+    driver: Range<u64>,
 }
 
 impl Reader {
+    /// Makes a reader that knows the driver, and so which events the driver has caused. Only root
+    /// is told the driver's address.
+    #[must_use]
+    pub fn new(sysroot: &Sysroot) -> Self {
+        let driver = addresses(&sysroot.text("proc/modules").unwrap_or_default(), "mercury");
+        Self { driver: driver.unwrap_or_default(), ..Self::default() }
+    }
+
     /// Returns the events that are new since the last call.
     pub fn read(&mut self, shared: &[SharedCpu], clock: &Clock) -> Events {
         let mut all = Events::default();
@@ -78,29 +92,43 @@ impl Reader {
     }
 
     fn read_block(&mut self, block: &SharedCpu, clock: &Clock, all: &mut Events) {
-        let seen = self.seen.entry(block.cpu).or_default();
-        if block.log_written < *seen {
-            // The hypervisor was unloaded and loaded again.
-            *seen = 0;
-        }
+        let seen = self.seen.get(&block.cpu).copied().unwrap_or(0);
+        // Fewer records than seen: the hypervisor was unloaded and loaded again.
+        let seen = if block.log_written < seen { 0 } else { seen };
         let oldest = block.log_written.saturating_sub(LOG_RECORDS as u64) + 1;
-        if *seen != 0 {
-            all.lost += oldest.saturating_sub(*seen + 1);
+        if seen != 0 {
+            all.lost += oldest.saturating_sub(seen + 1);
         }
-        let new = |record: &&LogRecord| record.sequence > *seen && record.sequence <= block.log_written;
-        all.events.extend(block.log.iter().filter(new).map(|record| event(record, clock)));
-        *seen = block.log_written;
+        let new = |record: &&LogRecord| record.sequence > seen && record.sequence <= block.log_written;
+        let event = |record| event(record, clock, &self.driver);
+        all.events.extend(block.log.iter().filter(new).map(event));
+        self.seen.insert(block.cpu, block.log_written);
     }
 }
 
-fn event(record: &LogRecord, clock: &Clock) -> Event {
-    let (kind, text, tone) = decode(record);
+/// Returns the addresses of a module's code, from /proc/modules. Newer kernels give the size of all
+/// its parts, which may be larger than the distance to the next module.
+fn addresses(modules: &str, name: &str) -> Option<Range<u64>> {
+    let address = |line: &str| {
+        let text = line.split(' ').find_map(|word| word.strip_prefix("0x"))?;
+        u64::from_str_radix(text, 16).ok().filter(|address| *address != 0)
+    };
+    let line = modules.lines().find(|line| line.split(' ').next() == Some(name))?;
+    let (start, size) = (address(line)?, line.split(' ').nth(1)?.parse::<u64>().ok()?);
+    let next = modules.lines().filter_map(address).filter(|other| *other > start).min();
+    Some(start..next.unwrap_or(u64::MAX).min(start.saturating_add(size)))
+}
+
+fn event(record: &LogRecord, clock: &Clock, driver: &Range<u64>) -> Event {
+    let own = record.kind == LogKind::Msr as u32 && driver.contains(&record.arguments[4]);
+    let (kind, text, tone) = decode(record, own);
     Event {
         seconds: clock.seconds_at(record.tsc),
         tsc: record.tsc,
         cpu: record.cpu,
         sequence: record.sequence,
         kind,
+        own,
         text,
         arguments: record.arguments.map(Hex),
         tone,
@@ -109,13 +137,13 @@ fn event(record: &LogRecord, clock: &Clock) -> Event {
 
 /// Returns kind, sentence and colour of a record. The numbers are
 /// [`mercury_abi::shared::LogKind`]'s.
-fn decode(record: &LogRecord) -> (&'static str, String, Option<Tone>) {
+fn decode(record: &LogRecord, own: bool) -> (&'static str, String, Option<Tone>) {
     let [a, b, c, d, _] = record.arguments;
     match record.kind {
         1 => ("attached", "attached".into(), Some(Tone::Good)),
         2 => ("detached", "detached".into(), Some(Tone::Good)),
         3 => ("left", left(a, b, c, d), Some(Tone::Doubtful)),
-        4 => ("msr", msr(a, b, c, d), None),
+        4 => ("msr", msr(a, b, c, d, own), None),
         5 => ("nested-fill", format!("nested map extended at {a:#x} (rip {b:#x})"), None),
         6 => (
             "hidden-write",
@@ -154,10 +182,11 @@ fn left(code: u64, exit: u64, rip: u64, detail: u64) -> String {
     )
 }
 
-fn msr(number: u64, value: u64, written: u64, faulted: u64) -> String {
+fn msr(number: u64, value: u64, written: u64, faulted: u64, own: bool) -> String {
     let verb = if written != 0 { "written" } else { "read" };
+    let asker = if own { "Mercury's own driver" } else { "the system" };
     let fault = if faulted != 0 { ", which faulted" } else { "" };
-    format!("MSR {number:#x} {verb} for the system ({value:#x}){fault}")
+    format!("{} {verb} for {asker} ({value:#x}){fault}", msr::named(number))
 }
 
 fn crash(code: u64, cause: u64, host_rip: u64, guest_rip: u64) -> String {
@@ -205,6 +234,8 @@ mod tests {
         let mut block = shared_cpu(0);
         write(&mut block, 9_000_000_000, 1, [0; 5]);
         write(&mut block, 9_100_000_000, 4, [0xc000_2000, 0xff, 1, 0, 0]);
+        write(&mut block, 9_110_000_000, 4, [0xc000_0080, 0xd01, 1, 0, 0xffff_ffff_8100_0000]);
+        write(&mut block, 9_120_000_000, 4, [0xc001_0114, 0, 0, 1, 0xffff_ffff_c0a5_1234]);
         write(&mut block, 9_200_000_000, 5, [0x1000_0000_0000, 0xffff_ffff_8100_0000, 0, 0, 0]);
         write(&mut block, 9_300_000_000, 6, [0x1234_5000, 0xffff_ffff_8100_0000, 0, 0, 0]);
         write(&mut block, 9_400_000_000, 7, [0x8000_0020, 0x400, 0, 0, 0]);
@@ -214,7 +245,21 @@ mod tests {
         write(&mut block, 9_800_000_000, 2, [0; 5]);
         write(&mut block, 9_850_000_000, 10, [0x8000_0020, 0x400, 0, 0, 0]);
         write(&mut block, 9_900_000_000, 77, [0; 5]);
-        insta::assert_snapshot!(rendered(&Reader::default().read(&[block], &CLOCK)));
+        let driver = 0xffff_ffff_c0a5_1000..0xffff_ffff_c0a6_0000;
+        let events = Reader { driver, ..Reader::default() }.read(&[block], &CLOCK);
+        assert_eq!(events.events.iter().filter(|event| event.own).count(), 1);
+        insta::assert_snapshot!(rendered(&events));
+    }
+
+    #[test]
+    fn the_driver_has_an_address() {
+        let modules = "other 1 0 - Live 0xffffffffc0a60000\nmercury 81920 0 - Live 0xffffffffc0a51000 (OE)\n";
+        let found = addresses(modules, "mercury");
+        assert_eq!(found, Some(0xffff_ffff_c0a5_1000..0xffff_ffff_c0a6_0000), "the next module begins there");
+        let last = "mercury 4096 0 - Live 0xffffffffc0a51000\n";
+        assert_eq!(addresses(last, "mercury"), Some(0xffff_ffff_c0a5_1000..0xffff_ffff_c0a5_2000));
+        assert_eq!(addresses("mercury 4096 0 - Live 0x0000000000000000\n", "mercury"), None, "not root");
+        assert_eq!(addresses(modules, "absent"), None);
     }
 
     #[test]

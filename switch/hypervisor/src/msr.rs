@@ -30,7 +30,8 @@ pub fn log_access<V: Vendor>(
     write: bool,
     faulted: bool,
 ) {
-    let arguments = [u64::from(index), value, u64::from(write), u64::from(faulted), 0];
+    let rip = area.cpu.interrupted.rip;
+    let arguments = [u64::from(index), value, u64::from(write), u64::from(faulted), rip];
     let tsc = hardware.tsc();
     publish::log(area, LogKind::Msr, tsc, arguments);
 }
