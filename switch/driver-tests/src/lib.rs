@@ -1,11 +1,13 @@
 //! The driver's arithmetic, called from Rust for tests on the host.
 //!
 //! The files `frames.c` and `landing.c` of `switch/driver/snapshot/` know nothing of the kernel. This crate
-//! compiles them for the host and compares them with models (`frames.rs`, `landing.rs`). Nothing uses the crate
-//! but its tests.
+//! compiles them for the host and compares them with models (`frames.rs`, `landing.rs`). `ioctls.rs` reads
+//! the driver's table of ioctls. Nothing uses the crate but its tests.
 
 #[cfg(test)]
 mod frames;
+#[cfg(test)]
+mod ioctls;
 #[cfg(test)]
 mod landing;
 

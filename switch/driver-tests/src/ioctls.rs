@@ -1,0 +1,82 @@
+//! The class of each ioctl for lockdown, compared with the driver's table. A new ioctl fails here until
+//! somebody has decided on its class.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+/// What lockdown has to forbid about an ioctl, as `device.c` names it: `NONE` for those that show nothing of
+/// the kernel's memory and put nothing into it, `READS`, `WRITES`. Two of `NONE` ask by themselves, because
+/// only a snapshot that user space reads is forbidden: see [`ASKS_ITSELF`].
+const CLASSES: [(&str, &str); 24] = [
+    ("SYSTEM", "NONE"),
+    ("FACTS", "NONE"),
+    ("LOAD", "NONE"),
+    ("UNLOAD", "NONE"),
+    ("ATTACH", "NONE"),
+    ("DETACH", "NONE"),
+    ("STATUS", "NONE"),
+    ("MEASURE", "NONE"),
+    ("SNAPSHOT_PREPARE", "NONE"),
+    ("SNAPSHOT_BEGIN", "NONE"),
+    ("SNAPSHOT_TAKE", "READS"),
+    ("SNAPSHOT_END", "NONE"),
+    ("SNAPSHOT_MACHINE", "READS"),
+    ("ROLLBACK", "NONE"),
+    ("FENCE", "NONE"),
+    ("RESTORE_BEGIN", "WRITES"),
+    ("RESTORE_LOAD", "WRITES"),
+    ("SNAPSHOT_LOOK", "READS"),
+    ("LOG_BEGIN", "NONE"),
+    ("LOG_COLLECT", "NONE"),
+    ("DISK_LOG", "NONE"),
+    ("RESTORE_READ", "WRITES"),
+    ("RESTORE_GO", "WRITES"),
+    // Only in builds for tests.
+    ("FAULT", "NONE"),
+];
+
+/// Functions that ask `is_forbidden`.
+const ASKS_ITSELF: [&str; 2] = ["run_snapshot_prepare", "run_snapshot_begin"];
+
+const DEVICE: &str = include_str!("../../driver/device.c");
+const HEADER: &str = include_str!("../../driver/mercury_abi.h");
+const WORKLOAD: &str = include_str!("../../../lab/workload/src/lockdown.rs");
+
+/// Returns name and class of each row of the driver's table.
+fn rows() -> BTreeMap<&'static str, &'static str> {
+    let rows = DEVICE.lines().filter_map(|line| line.trim().strip_prefix("{ MERCURY_IOC_"));
+    let row = |row: &'static str| {
+        let words: Vec<_> = row.split(", ").collect();
+        (words[0], words[3])
+    };
+    rows.map(row).collect()
+}
+
+#[test]
+fn each_ioctl_has_its_class() {
+    assert_eq!(rows(), CLASSES.into_iter().collect());
+    let names = HEADER.lines().filter_map(|line| line.strip_prefix("#define MERCURY_IOC_"));
+    let names = names.filter_map(|line| line.split(' ').next()).filter(|name| *name != "TYPE");
+    let known: BTreeSet<_> = CLASSES.iter().map(|(name, _)| *name).collect();
+    assert_eq!(names.collect::<BTreeSet<_>>(), known);
+}
+
+#[test]
+fn the_table_is_obeyed() {
+    assert!(
+        DEVICE.contains("if (operation->like != LOCKDOWN_NONE && security_locked_down(operation->like))")
+    );
+    for function in ASKS_ITSELF {
+        let (_, rest) = DEVICE.split_once(&format!("static int {function}(")).expect("the function");
+        let body = rest.split("\n}\n").next().expect("its body");
+        assert!(body.contains("if (is_forbidden(&request->snapshot))\n\t\treturn MERCURY_CODE_LOCKED_DOWN;"));
+    }
+}
+
+/// The lab's test of lockdown sends each of those that lockdown may forbid.
+#[test]
+fn the_lab_sends_each_that_is_forbidden() {
+    let forbidden = CLASSES.iter().filter(|(_, class)| *class != "NONE").map(|(name, _)| *name);
+    for name in forbidden.chain(["SNAPSHOT_PREPARE", "SNAPSHOT_BEGIN"]) {
+        assert!(WORKLOAD.contains(&format!("MERCURY_IOC_{name}")), "{name}");
+    }
+}
