@@ -48,6 +48,8 @@ static struct {
 	 * Reasons to do nothing: more memory, other CPUs, or fewer free pages of swap areas at the instant.
 	 */
 	bool more_memory, other_cpus, swapped;
+	/* A task was preempted while it changed the lists of free pages. */
+	bool torn;
 	/* The result of suspending the kernel's core. */
 	int refused;
 	/* The core is suspended: no CPU allocates memory any more. */
@@ -200,9 +202,10 @@ static bool is_possible(void)
 static void suspend_core(void)
 {
 	mercury.at_instant = true;
+	instant.torn = mercury_scan_is_torn();
 	/* As in a hibernation: suspending takes semaphores here with interrupts off. */
 	system_state = SYSTEM_SUSPEND;
-	instant.refused = syscore_suspend();
+	instant.refused = instant.torn ? -EBUSY : syscore_suspend();
 	if (!instant.refused && x86_platform.save_sched_clock_state)
 		x86_platform.save_sched_clock_state();
 	is_done(SUSPENDED);
@@ -314,6 +317,7 @@ static int gather(void *unused)
 		return -EBUSY;
 	instant.other_cpus = false;
 	instant.swapped = false;
+	instant.torn = false;
 	instant.still = false;
 	instant.ready = false;
 	mercury_scan_begin();
@@ -363,6 +367,8 @@ u32 mercury_instant(u64 swap_pages, struct mercury_outcome *outcome)
 	WRITE_ONCE(mercury.waits_for_sleep, false);
 	if (instant.more_memory)
 		return MERCURY_CODE_SNAPSHOT_HOTPLUG;
+	if (!err && instant.torn)
+		pr_info("a task was preempted while it changed the lists of free pages: try again\n");
 	if (err || instant.refused)
 		return MERCURY_CODE_SNAPSHOT_QUIESCE;
 	is_done(THAWED);

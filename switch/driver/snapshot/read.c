@@ -144,17 +144,20 @@ static int read_past(struct mercury_snapshot_take_request *request)
 
 /*
  * Returns how many frames from this one on were free just now; the kernel may have allocated them since. The
- * order that is read may belong to another block, but no block is larger than the maximum.
+ * zone's lock is held: a block may be marked free before its order is written, and the order of an earlier
+ * block would pass for its own. No block is larger than the maximum.
  */
 static u64 free_frames(phys_addr_t frame)
 {
 	struct page *page = pfn_to_online_page(PHYS_PFN(frame));
 	enum mercury_page_use use;
-	unsigned long count;
+	unsigned long count, flags;
 
-	if (!page)
+	if (!page || !PageBuddy(page))
 		return 0;
+	spin_lock_irqsave(&page_zone(page)->lock, flags);
 	count = mercury_dma_stretch(page, 1, &use);
+	spin_unlock_irqrestore(&page_zone(page)->lock, flags);
 	return use == MERCURY_PAGE_FREE ? min_t(unsigned long, count, MAX_ORDER_NR_PAGES) : 0;
 }
 

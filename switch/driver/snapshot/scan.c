@@ -133,6 +133,23 @@ static void scan_own_lists(struct zone *zone)
 			mark_free_block(page_to_pfn(page), order_of_list(list));
 }
 
+/*
+ * Returns true if a task was preempted for the instant while it changed a zone's lists, which happens on
+ * PREEMPT_RT. The first page of a block may be marked free then before its order is written: the compiler
+ * has chosen both sequences.
+ */
+bool mercury_scan_is_torn(void)
+{
+	int node, zone;
+
+	for_each_online_node(node)
+		for (zone = 0; zone < MAX_NR_ZONES; zone++)
+			if (populated_zone(&NODE_DATA(node)->node_zones[zone]) &&
+			    spin_is_locked(&NODE_DATA(node)->node_zones[zone].lock))
+				return true;
+	return false;
+}
+
 static void scan_own(void)
 {
 	int node, zone;

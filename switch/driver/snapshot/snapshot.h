@@ -123,6 +123,7 @@ unsigned long mercury_scan_room(void);
 unsigned long **mercury_scan_free(unsigned long *count);
 unsigned long **mercury_scan_persistent(void);
 void mercury_scan_mark(phys_addr_t phys);
+bool mercury_scan_is_torn(void);
 void mercury_scan_begin(void);
 void mercury_scan_cpu(unsigned int cpus);
 void mercury_scan_wait(unsigned int cpus);
