@@ -96,7 +96,7 @@ impl Place {
     fn file(&self, name: &str, bytes: &[u8]) -> PathBuf {
         let path = self.directory.join(name);
         fs::write(&path, bytes).expect("a file");
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o666)).expect("its rights");
+        give_to_nobody(&path);
         path
     }
 
@@ -115,7 +115,7 @@ impl Place {
     fn copy_of(&self, disk: &Path, name: &str) -> Result<PathBuf> {
         let copy = self.directory.join(name);
         host::copy(disk, &copy)?;
-        fs::set_permissions(&copy, fs::Permissions::from_mode(0o666)).expect("its rights");
+        give_to_nobody(&copy);
         Ok(copy)
     }
 
@@ -173,6 +173,15 @@ fn tests_that_ask_for_one_name_have_a_directory_each() {
     fs::remove_dir_all(&other).expect("its end");
     assert!(one.join("file").exists());
     fs::remove_dir_all(&one).expect("its end");
+}
+
+/// Gives a file to the user that [`as_nobody`] runs as, and to no other.
+fn give_to_nobody(path: &Path) {
+    if rustix::process::geteuid().is_root() {
+        let nobody = NOBODY.parse().ok();
+        std::os::unix::fs::chown(path, nobody, nobody).expect("its owner");
+    }
+    fs::set_permissions(path, fs::Permissions::from_mode(0o600)).expect("its rights");
 }
 
 /// Returns a command that runs as the user nobody.

@@ -3,7 +3,7 @@
 
 use std::{
     fs,
-    os::unix::fs::PermissionsExt,
+    os::unix::fs::{OpenOptionsExt, PermissionsExt},
     path::{Path, PathBuf},
 };
 
@@ -101,8 +101,12 @@ pub fn objects(
         run("what was built before", host::as_root("cp").arg("-a").arg(there).arg(&copy))?;
         run("what is built", host::as_root("sh").args(["-c", REMOVE, "sh"]).arg(&copy).arg(parts))?;
     }
-    image::make_disk("a disk for objects", &tree, to, "mercury-objects", OBJECTS_SIZE)?;
-    fs::set_permissions(to, fs::Permissions::from_mode(0o666)).context(|| "let it be written".into())
+    // The file is the caller's own, although root fills it.
+    let mut options = fs::OpenOptions::new();
+    let file = options.write(true).create(true).truncate(true).mode(0o600).open(to);
+    let kept = file.and_then(|file| file.set_permissions(fs::Permissions::from_mode(0o600)));
+    kept.context(|| format!("make {}", to.display()))?;
+    image::make_disk("a disk for objects", &tree, to, "mercury-objects", OBJECTS_SIZE)
 }
 
 /// Returns the build's commands, for a shell in a machine whose root is the first of these disks.

@@ -140,6 +140,7 @@ fn build(isolation: &str) -> Result<()> {
     let (tools, objects) =
         (place.name_for(&disk::tools(release)?, "tools.img")?, place.directory.join("objects.img"));
     disk::objects(release, (flavour, &native), part(), &place.directory, &objects)?;
+    give_to_nobody(&objects);
     let mut command = place.run();
     command.args(["--disk", &format!("{},ro", tools.display()), "--disk"]).arg(&objects);
     command.args([isolation, "--memory", "1024", "--append", "root=/dev/vda ro init=/bin/sh"]);
