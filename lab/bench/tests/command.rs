@@ -5,7 +5,7 @@
 use std::{
     fs,
     io::{Read, Write},
-    process::{Command, Stdio},
+    process::{Child, ChildStdin, ChildStdout, Command, Stdio},
     thread,
     time::{Duration, Instant},
 };
@@ -72,6 +72,106 @@ fn the_shell_is_interactive_and_ends_with_the_machine() {
     read_until(&mut screen, &mut seen, "/mercury/bin:");
     keys.write_all(b"poweroff\r").unwrap();
     assert!(lab.wait().unwrap().success());
+}
+
+/// The first screen offers things to try. Manual pages and completion of the command are there.
+#[test]
+#[ignore = "long"]
+fn the_shell_welcomes_and_has_manual_and_completion() {
+    let mut shell = Typed::start(&["shell", "--cpus", "1"]);
+    shell.read_until("Leave with");
+    for offered in ["Five things to try", "mercury doctor", "mercury checkpoint /dev/vda", "man mercury"] {
+        shell.read_until(offered);
+    }
+    shell.read_until("$ ");
+    shell.type_keys("man -P cat mercury-checkpoint | grep -A1 '^SYN''OPSIS'; echo man''ual $?\r");
+    shell.read_until("mercury checkpoint");
+    shell.read_until("manual 0");
+    // The first key completes the word, the second one would list words.
+    shell.type_keys("echo mercury; mercury detac\t--help | head -3; echo com''pleted\r");
+    shell.read_until("mercury detach --help");
+    shell.read_until("completed");
+    shell.type_keys("poweroff\r");
+    assert!(shell.lab.wait().unwrap().success());
+}
+
+/// The shell of `lab pair` moves to the other machine with its job, and says how to come back.
+#[test]
+#[ignore = "long"]
+fn the_shell_of_a_pair_moves() {
+    let line = format!("exec {} pair", env!("CARGO_BIN_EXE_lab"));
+    let mut pair = Typed::of(Command::new("script").args(["-qec", &line, "/dev/null"]));
+    pair.read_until("This machine moves with this shell");
+    let offered = pair.seen.lines().map(str::trim).find(|line| line.starts_with("mercury migrate"));
+    let offered = offered.expect("a line to type").to_owned();
+    pair.read_until("$ ");
+    pair.type_keys("sleep 1000 & echo pro''cess $$\r");
+    pair.read_until("process ");
+    pair.read_until("\n");
+    pair.type_keys(&format!("{offered}\r"));
+    pair.read_until("The way back:");
+    let way_back = pair.seen.rsplit_once("The way back:").unwrap().1.to_owned();
+    pair.read_until("Press Return");
+    pair.type_keys("\rjobs; echo still pro''cess $$\r");
+    pair.read_until("Running");
+    pair.read_until("still process ");
+    pair.read_until("\n");
+    let number = |mark: &str| {
+        let (_, rest) = pair.seen.rsplit_once(mark).unwrap();
+        rest.split_whitespace().next().unwrap().to_owned()
+    };
+    assert_eq!(number("still process "), number("\nprocess "), "{way_back}");
+    // Ctrl-A x
+    pair.type_keys("\x01x");
+    assert!(pair.lab.wait().unwrap().success());
+}
+
+/// The demonstrations end with their table, and with each promise kept.
+#[test]
+#[ignore = "long"]
+fn the_demonstrations_keep_their_promises() {
+    for subject in ["checkpoint", "move"] {
+        let begun = Instant::now();
+        let demo = Command::new(env!("CARGO_BIN_EXE_lab")).args(["demo", subject]).output().unwrap();
+        let said = String::from_utf8_lossy(&demo.stdout);
+        println!("{said}\n{subject}: {:.0} s", begun.elapsed().as_secs_f64());
+        let failed = format!("{said}{}", String::from_utf8_lossy(&demo.stderr));
+        assert!(demo.status.success() && said.contains("\n  ok   ") && !said.contains("FAIL"), "{failed}");
+    }
+}
+
+/// The command `lab` with keys that are typed, and the screen so far.
+struct Typed {
+    lab: Child,
+    keys: ChildStdin,
+    screen: ChildStdout,
+    seen: String,
+    /// The length of the screen up to the last text that was waited for.
+    read: usize,
+}
+
+impl Typed {
+    fn start(words: &[&str]) -> Self {
+        Self::of(Command::new(env!("CARGO_BIN_EXE_lab")).args(words))
+    }
+
+    fn of(command: &mut Command) -> Self {
+        let mut lab = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let (keys, screen) = (lab.stdin.take().unwrap(), lab.stdout.take().unwrap());
+        Self { lab, keys, screen, seen: String::new(), read: 0 }
+    }
+
+    fn type_keys(&mut self, keys: &str) {
+        self.keys.write_all(keys.as_bytes()).unwrap();
+    }
+
+    /// Reads on until `text` comes, after the last text that was waited for.
+    fn read_until(&mut self, text: &str) {
+        let mut rest = self.seen.split_off(self.read);
+        read_until(&mut self.screen, &mut rest, text);
+        self.read += rest.find(text).unwrap() + text.len();
+        self.seen += &rest;
+    }
 }
 
 fn read_until(screen: &mut impl Read, seen: &mut String, text: &str) {
