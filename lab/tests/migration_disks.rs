@@ -26,7 +26,8 @@ use mercury_lab::{
 };
 use workloads::{
     moves::{Scene, fails, moves, moves_by},
-    restart::need_qemu,
+    number,
+    restart::{SWAPPED, need_qemu},
 };
 
 /// A disk of several machines, which goes when this value is dropped.
@@ -162,5 +163,52 @@ fn disks_on_a_network_go_along() -> Result<()> {
         is_right(destination, &format!("/run/{name}.d/ledger"))?;
         println!("{}", destination.sh(&format!("umount /run/{name}.d && e2fsck -f -n {disk} 2>&1"))?);
     }
+    destination.check_next_attach()
+}
+
+/// Takes along swap on an array of two disks that the kernel has by connections. The array is being
+/// checked, and memory is swapped out to it.
+#[test]
+#[ignore = "long"]
+fn swap_on_an_array_of_network_disks_goes_along() -> Result<()> {
+    need_qemu()?;
+    let Scene { switch: Switch { peer, .. }, machine, destination } =
+        &Scene::new(Kernel::BookwormCloud, 2, 768)?;
+    start(peer, "blocks", BLOCKS, "")?;
+    peer.sh(NVME_TARGET)?;
+    machine.sh("modprobe nbd nbds_max=2")?;
+    start(machine, "attach_blocks", ATTACH_BLOCKS, PEER)?;
+    machine.sh("while pgrep -f '[a]ttach_blocks'; do sleep 0.1; done")?;
+    let nvme = machine.sh(NVME_CONNECT)?;
+    machine.sh(&format!(
+        "modprobe raid1; mdadm --create /dev/md0 --run --level=1 --metadata=1.2 --assume-clean --raid-devices=2 \
+         /dev/nbd0 {nvme}; mkswap -q /dev/md0; swapon -p 7 /dev/md0"
+    ))?;
+    start(machine, "swapped", SWAPPED, "")?;
+    let used = machine.sh("awk 'NR > 1 { print $4, $5 }' /proc/swaps")?;
+    assert!(used.ends_with(" 7") && !used.starts_with("0 "), "{used}");
+    machine.sh("cd /sys/block/md0/md; echo 500 > sync_speed_max; echo check > sync_action")?;
+    moves(peer, machine, destination, "10.9.0.3", "--rounds 2")?;
+    let swaps = "awk 'NR > 1 { print $1, $5 }' /proc/swaps";
+    let array = "cd /sys/block/md0/md; cat degraded sync_action";
+    assert_eq!(destination.sh(&format!("{swaps}; {array}"))?, "/dev/md0 7\n0\ncheck");
+    destination.sh("touch /run/look; until grep -q '[23]' /run/swapped; do sleep 0.1; done")?;
+    assert_eq!(number(destination, "/run/swapped")?, 2);
+    destination.sh("swapoff /dev/md0; echo idle > /sys/block/md0/md/sync_action; mdadm --stop /dev/md0")?;
+    destination.check_next_attach()
+}
+
+/// Takes along memory in a slot, which the firmware's memory map does not list.
+#[test]
+#[ignore = "long"]
+fn memory_in_a_slot_goes_along() -> Result<()> {
+    need_qemu()?;
+    let slot = |spec: Spec| spec.memory_slots().dimm("first");
+    let Scene { switch: Switch { peer, .. }, machine, destination } =
+        &Scene::changed(Kernel::BookwormCloud, 2, [640; 2], slot)?;
+    machine.sh("head -c 300M /dev/urandom > /dev/shm/file")?;
+    let sum = machine.sh("sha256sum /dev/shm/file")?;
+    moves(peer, machine, destination, "10.9.0.3", "--rounds 2")?;
+    assert_eq!(destination.sh("sha256sum /dev/shm/file")?, sum);
     destination.check_next_attach()
 }

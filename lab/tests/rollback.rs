@@ -20,7 +20,10 @@ use serde_json::Value;
 use workloads::{
     load_test_module, number,
     readers::{FRESH_CARD, REAL_DRIVERS, disk_load, give_address, network_load, real_hardware, source},
-    restart::{free_port, hold_registers, plug_in, registers_were_held, snapshot_of, wired},
+    restart::{
+        encrypt, free_port, hold_registers, nothing_is_encrypted_twice, plug_in, registers_were_held,
+        snapshot_of, wired,
+    },
 };
 
 /// Direct and buffered reads of a disk without a mounted file system.
@@ -225,61 +228,6 @@ fn on_command() -> Result<()> {
     is_as_it_was(&machine, &report, "command")?;
     nothing_is_encrypted_twice(&machine)?;
     is_native_again(&machine)
-}
-
-/// Another network namespace, connected with this one by a cable, by security associations of IPsec
-/// in both, and by TCP.
-const ENCRYPTED: &str = r"
-set -e
-modprobe -a veth xfrm_user
-ip netns add far
-ip link add near type veth peer name end netns far
-ip address add 10.77.0.1/24 dev near
-ip -n far address add 10.77.0.2/24 dev end
-ip link set near up
-ip -n far link set end up
-for netns in /proc/self/ns/net /run/netns/far; do
-    nsenter --net=$netns ip xfrm state add src 10.77.0.1 dst 10.77.0.2 proto esp spi 0x100 mode transport \
-        aead 'rfc4106(gcm(aes))' 0x000102030405060708090a0b0c0d0e0f10111213 128
-done
-";
-
-/// A program that reports the fate of its TCP connection. Its argument names its end.
-const CONNECTED: &str = r#"
-import socket, sys, time
-if sys.argv[1] == "far":
-    server = socket.create_server(("10.77.0.2", 7000))
-    open("/run/listens", "w").write("yes")
-    end, _ = server.accept()
-else:
-    end = socket.create_connection(("10.77.0.2", 7000))
-    open("/run/connected", "w").write("yes")
-try:
-    while True:
-        end.sendall(b"x")
-        time.sleep(0.05)
-except OSError as error:
-    open("/run/ended." + sys.argv[1], "w").write(error.strerror)
-"#;
-
-fn encrypt(machine: &Machine) -> Result<()> {
-    machine.sh(ENCRYPTED)?;
-    machine.put("/run/connected.py", CONNECTED.as_bytes(), 0o644)?;
-    start(machine, "ip netns exec far python3 /run/connected.py far")?;
-    machine.sh("until test -e /run/listens; do sleep 0.1; done")?;
-    start(machine, "python3 /run/connected.py near")?;
-    machine.sh("until test -e /run/connected; do sleep 0.1; done").map(drop)
-}
-
-/// Checks that the second life reuses no key with a counter of the first one, which went on from
-/// the instant.
-fn nothing_is_encrypted_twice(machine: &Machine) -> Result<()> {
-    assert_eq!(machine.sh("ip xfrm state; ip -n far xfrm state")?, "");
-    let ended =
-        "for i in $(seq 50); do test -s /run/ended.near && test -s /run/ended.far && break; sleep 0.1; done";
-    let said = machine.sh(&format!("{ended}; cat /run/ended.near; echo; cat /run/ended.far"))?;
-    assert_eq!(said, "Software caused connection abort\nSoftware caused connection abort");
-    machine.sh("ping -c 1 -W 5 10.77.0.2").map(drop)
 }
 
 /// Restores the registers, and arms again what was armed.
@@ -615,6 +563,42 @@ fn on_command_with_its_disk() -> Result<()> {
 #[ignore = "long"]
 fn from_a_panic_with_its_disk() -> Result<()> {
     root_on_a_disk_goes_back(PANIC, "panic")
+}
+
+/// An array of two disks that is checked slowly.
+const ARRAY: &str = "modprobe raid1; mdadm --create /dev/md0 --run --level=1 --metadata=1.2 --assume-clean \
+     --raid-devices=2 /dev/vdb /dev/vdc; cd /sys/block/md0/md; echo 1000 > sync_speed_max; echo check > sync_action";
+
+/// Brings RAID arrays to rest while commands put disks back, and lets them go on in both lives.
+#[test]
+#[ignore = "long"]
+fn arrays_rest_while_disks_are_put_back() -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(2).disk(Bus::Virtio, 256).disk(Bus::Virtio, 256))?;
+    only_read_root(&machine)?;
+    machine.sh(ARRAY)?;
+    machine.put("/run/lives", LIVES.as_bytes(), 0o755)?;
+    machine.put(
+        "/run/see",
+        b"cat /sys/block/md0/md/sync_action /sys/block/md0/md/array_state > $1",
+        0o755,
+    )?;
+    let words = "--hook \"sh /run/see /run/then\" --put-back \"sh /run/see /run/later\"";
+    let first =
+        "cp /sys/block/md0/md/sync_action /run/between; cat /run/between > /dev/kmsg; mercury rollback";
+    let report = live_twice_with(&machine, first, words)?;
+    assert_eq!(report["state"], "rolled-back", "{report}");
+    for file in ["then", "later"] {
+        assert_eq!(machine.sh(&format!("cat /run/{file}"))?, "frozen\nclean", "{file}");
+    }
+    assert_eq!(
+        machine.sh("cat /sys/block/md0/md/sync_action; ls /run/between 2> /dev/null || true")?,
+        "check"
+    );
+    let log = machine.serial_log();
+    assert!(log.lines().any(|line| line.ends_with("] check")), "it went on in the first life: {log}");
+    machine.sh("echo idle > /sys/block/md0/md/sync_action; mdadm --stop /dev/md0")?;
+    is_native_again(&machine)
 }
 
 /// Ends a machine whose memory was rolled back but whose disk was not, whatever its owner has

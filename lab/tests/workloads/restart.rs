@@ -137,3 +137,74 @@ pub fn registers_were_held(machine: &Machine) -> Result<()> {
     }
     Ok(())
 }
+
+/// Another network namespace, connected with this one by a cable, by security associations of IPsec
+/// in both, and by TCP.
+const ENCRYPTED: &str = r"
+set -e
+modprobe -a veth xfrm_user
+ip netns add far
+ip link add near type veth peer name end netns far
+ip address add 10.77.0.1/24 dev near
+ip -n far address add 10.77.0.2/24 dev end
+ip link set near up
+ip -n far link set end up
+for netns in /proc/self/ns/net /run/netns/far; do
+    nsenter --net=$netns ip xfrm state add src 10.77.0.1 dst 10.77.0.2 proto esp spi 0x100 mode transport \
+        aead 'rfc4106(gcm(aes))' 0x000102030405060708090a0b0c0d0e0f10111213 128
+done
+";
+
+/// A program that reports the fate of its TCP connection. Its argument names its end.
+const CONNECTED: &str = r#"
+import socket, sys, time
+if sys.argv[1] == "far":
+    server = socket.create_server(("10.77.0.2", 7000))
+    open("/run/listens", "w").write("yes")
+    end, _ = server.accept()
+else:
+    end = socket.create_connection(("10.77.0.2", 7000))
+    open("/run/connected", "w").write("yes")
+try:
+    while True:
+        end.sendall(b"x")
+        time.sleep(0.05)
+except OSError as error:
+    open("/run/ended." + sys.argv[1], "w").write(error.strerror)
+"#;
+
+/// Sets up [`ENCRYPTED`], with a TCP connection.
+pub fn encrypt(machine: &Machine) -> Result<()> {
+    machine.sh(ENCRYPTED)?;
+    machine.put("/run/connected.py", CONNECTED.as_bytes(), 0o644)?;
+    let start = |line: &str| machine.sh(&format!("setsid {line} > /dev/null 2>&1 < /dev/null &"));
+    start("ip netns exec far python3 /run/connected.py far")?;
+    machine.sh("until test -e /run/listens; do sleep 0.1; done")?;
+    start("python3 /run/connected.py near")?;
+    machine.sh("until test -e /run/connected; do sleep 0.1; done").map(drop)
+}
+
+/// Checks that the second life reuses no key with a counter of the first one, which went on from
+/// the instant.
+pub fn nothing_is_encrypted_twice(machine: &Machine) -> Result<()> {
+    assert_eq!(machine.sh("ip xfrm state; ip -n far xfrm state")?, "");
+    let ended =
+        "for i in $(seq 50); do test -s /run/ended.near && test -s /run/ended.far && break; sleep 0.1; done";
+    let said = machine.sh(&format!("{ended}; cat /run/ended.near; echo; cat /run/ended.far"))?;
+    assert_eq!(said, "Software caused connection abort\nSoftware caused connection abort");
+    machine.sh("ping -c 1 -W 5 10.77.0.2").map(drop)
+}
+
+/// A process whose memory is swapped out until the test tells it to read it.
+pub const SWAPPED: &str = r#"
+import hashlib, mmap, os, time
+memory = mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+memory[:] = os.urandom(8 << 20)
+before = hashlib.sha256(memory).digest()
+MADV_PAGEOUT = 21
+memory.madvise(MADV_PAGEOUT)
+say(1)
+while not os.path.exists("/run/look"):
+    time.sleep(0.1)
+say(2 if hashlib.sha256(memory).digest() == before else 3)
+"#;

@@ -3,8 +3,9 @@
 //!
 //! Processes that others wait for in the kernel (servers of FUSE, handlers of userfaultfd:
 //! [`waits`]) are frozen last, because a task that waits for a frozen server does not come to rest.
-//! If a task does not come to rest, all go on and the attempt is repeated, a few times for less
-//! than 2 s in all. Then the error names the task.
+//! Tasks that would not come to rest are looked for first, while everything runs ([`waits::stuck`]).
+//! If a task does not come to rest nevertheless, all go on and the attempt is repeated, a few times
+//! for less than 2 s in all. Then the error names the task.
 //!
 //! Groups at the top are frozen with all groups below. The root group cannot be frozen, so its
 //! processes are moved into a group of Mercury's meanwhile. This process and those that it needs
@@ -152,6 +153,12 @@ impl Gathered {
 
     /// Freezes the groups, and waits until all are frozen.
     fn freeze(self) -> Result<Frozen> {
+        // Nothing needs to stand still to find out that a task would not come to rest.
+        let own = processes(&self.root.join(SELF)).unwrap_or_default();
+        let tasks = waits::stuck(&own, ATTEMPTS.iter().sum());
+        if !tasks.is_empty() {
+            return Err(restless(&self.root, &tasks));
+        }
         let mut attempts = ATTEMPTS.iter().peekable();
         while let Some(patience) = attempts.next() {
             let frozen = self.freeze_within(*patience).map_err(still_failed)?;

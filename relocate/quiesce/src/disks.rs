@@ -160,7 +160,7 @@ impl Still {
                 // Some types cannot be frozen, such as that of the firmware's variables.
                 // Applications that might write there stand still.
                 Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => {
-                    rustix::fs::syncfs(&file).map_err(|errno| named(errno.into()))?;
+                    patient::sync(&mount.at, |elapsed| elapsed < FREEZE_PATIENCE).map_err(named)?;
                 }
                 result => {
                     result.map_err(named)?;
@@ -252,8 +252,10 @@ pub fn settle(path: &Path, sysroot: &Sysroot) -> Result<()> {
         )
         .hint("unmount it, or restart the machine in an orderly way, before you rely on the boot menu")
     };
-    let file = File::open(path).map_err(named)?;
-    rustix::fs::syncfs(&file).map_err(|errno| named(errno.into()))?;
+    match holder(&mounts, path, sysroot) {
+        Some(mount) => sync_one(mount, sysroot)?,
+        None => patient::sync(path, |elapsed| elapsed < SYNC_PATIENCE).map_err(named)?,
+    }
     let needs_freeze = |mount: &&Mounted| Kind::of(&mount.kind).is_some_and(Kind::empties_log_in_freeze);
     let held = holder(&mounts, path, sysroot).filter(needs_freeze);
     if let Some(mount) = held {

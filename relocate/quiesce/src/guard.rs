@@ -1,7 +1,7 @@
 //! The undo process's own side: `mercury guard`.
 
 use super::{
-    applications, disks, this_process,
+    applications, disks, patient, this_process,
     undo::{DECIDED, RELEASED, Step, THAWED, UNDONE, Undo},
     watchdogs::Feeder,
 };
@@ -69,18 +69,34 @@ pub fn run(open: impl FnOnce() -> Arc<dyn Moves>) -> Exit {
     if !broken && let Some(parent) = rustix::process::getppid() {
         let _ = rustix::process::kill_process(parent, rustix::process::Signal::KILL);
     }
+    let silent = no_progress(&steps);
     undo_all(steps, THAW_PATIENCE, &moves);
     if !broken {
         // The message comes last, because its reader may have stood still.
-        eprintln!("mercury: the command made no progress; everything that it held still was released");
+        eprintln!("{silent}");
     }
     Exit::Done
+}
+
+/// Makes the message for a command that made no progress.
+fn no_progress(steps: &[Undo]) -> String {
+    let image = steps.iter().rev().find_map(|undo| match undo {
+        Undo::Remove(path) => Some(format!(" while it wrote {}", path.display())),
+        _ => None,
+    });
+    let last = steps.last().map(|undo| format!(" after it began to {undo}")).unwrap_or_default();
+    format!(
+        "mercury: the command made no progress for {} s{last}{}; everything that it held still was released: \
+         see in `dmesg` which disk or server does not answer",
+        SILENCE.as_secs(),
+        image.unwrap_or_default()
+    )
 }
 
 /// Undoes the step. A step that is undone already is no error.
 fn undo_step(step: &Undo, moves: &dyn Moves) {
     match step {
-        Undo::Remove(path) => drop(fs::remove_file(path)),
+        Undo::Remove(path) => drop(patient::remove(path)),
         Undo::Detach => {
             // The kernel first ends the snapshot of the killed process.
             let end = Instant::now() + PATIENCE;
@@ -256,6 +272,15 @@ mod tests {
         // The other end is told when everything goes on again.
         let released = [&decided[..], &[RELEASED.into()]].concat();
         assert_eq!(to_undo(&told(&released), SILENCE, &mut |_| ()), (steps[..2].to_vec(), true));
+    }
+
+    #[test]
+    fn silence_names_the_last_step() {
+        let steps = [Undo::Remove("/mnt/x.part".into()), Undo::Detach, Undo::Thaw("/data".into())];
+        let said = no_progress(&steps);
+        assert!(said.contains("for 60 s after it began to freeze the file system at /data"), "{said}");
+        assert!(said.contains(" while it wrote /mnt/x.part; "), "{said}");
+        assert!(no_progress(&[]).contains("no progress for 60 s; everything"), "{}", no_progress(&[]));
     }
 
     /// Silence matters only while applications stand still.

@@ -41,6 +41,7 @@ pub mod pool;
 pub mod rdma;
 pub mod reachable;
 pub mod stale;
+pub mod stillness;
 pub mod swap;
 pub mod this_process;
 pub mod undo;

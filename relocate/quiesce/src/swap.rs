@@ -6,7 +6,7 @@
 //! number of free swap slots when no CPU runs anything else ([`Off::pages`]), and a change in
 //! between is noticed here ([`Off::refuse_changes`]).
 
-use super::mounts::unescaped;
+use super::{mounts::unescaped, patient};
 use crate::undo::{Area, Undo, UndoProcess};
 use mercury_abi::code::Code;
 use mercury_abi::ioctl::MERCURY_SWAP_IN_MEMORY;
@@ -14,21 +14,26 @@ use mercury_control::{
     device::Device,
     error::{Error, Result},
     exit::Exit,
+    interrupt,
     output::bytes,
+    progress,
     sysroot::Sysroot,
 };
 use rustix::event::{PollFd, PollFlags, Timespec};
 use std::{
-    ffi::CString,
     fs::File,
     io::{self, Read},
-    os::unix::ffi::OsStrExt,
-    path::{Path, PathBuf},
+    path::PathBuf,
+    time::Duration,
 };
 
 const TABLE: &str = "proc/swaps";
 /// Memory that stays available when everything has been read back.
 const RESERVE: u64 = 64 << 20;
+/// Time for a disk to give back at least one page.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// Time before progress is shown.
+const QUIET: Duration = Duration::from_secs(2);
 /// `SWAP_FLAG_PREFER` of linux/swap.h: the low bits are a priority.
 const PREFER: i32 = 0x8000;
 
@@ -46,29 +51,60 @@ impl Area {
     ///
     /// Returns an error if it is no swap area any more, or cannot be read.
     pub fn switch_on(&self) -> io::Result<()> {
-        let path = c_path(&self.path)?;
         let flags = if self.priority < 0 { 0 } else { PREFER | self.priority.min(PREFER - 1) };
-        // SAFETY: `path` is a string that ends with NUL and outlives the call.
-        match unsafe { libc::swapon(path.as_ptr(), flags) } {
-            0 => Ok(()),
-            _ => match io::Error::last_os_error() {
-                error if error.raw_os_error() == Some(libc::EBUSY) => Ok(()),
-                error => Err(error),
-            },
+        match patient::swap_on(&self.path, flags) {
+            Err(error) if error.raw_os_error() == Some(libc::EBUSY) => Ok(()),
+            result => result,
         }
     }
 
-    /// Switches the area off, which reads back its pages.
-    fn switch_off(&self) -> io::Result<()> {
-        let path = c_path(&self.path)?;
-        // SAFETY: as in `switch_on`.
-        let result = unsafe { libc::swapoff(path.as_ptr()) };
-        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    /// Switches the area off, which reads back its pages, as long as that makes progress and no
+    /// signal asks for an end.
+    fn switch_off(&self, sysroot: &Sysroot) -> io::Result<()> {
+        let mut left = Remains::default();
+        let get_on = |elapsed: Duration| {
+            let used = self.left(sysroot);
+            if elapsed > QUIET {
+                progress::line(&format!("reading back {} from {}", bytes(used), self.path.display()));
+            }
+            left.goes_on(used, elapsed) && !interrupt::requested()
+        };
+        let result = patient::swap_off(&self.path, get_on);
+        progress::line("");
+        match result {
+            Err(_) if interrupt::requested() => Err(io::ErrorKind::Interrupted.into()),
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                let (left, patience) = (bytes(self.left(sysroot)), PATIENCE.as_secs());
+                let text = format!("its disk has given none of the last {left} for {patience} s");
+                Err(io::Error::new(io::ErrorKind::TimedOut, text))
+            }
+            result => result,
+        }
+    }
+
+    /// Returns the bytes that are still swapped out to it.
+    fn left(&self, sysroot: &Sysroot) -> u64 {
+        let table = areas(&sysroot.text(TABLE).unwrap_or_default());
+        table.iter().find(|area| area.path == self.path).map_or(0, |area| area.used)
     }
 }
 
-fn c_path(path: &Path) -> io::Result<CString> {
-    Ok(CString::new(path.as_os_str().as_bytes())?)
+/// The remaining pages of an area that is being switched off.
+#[derive(Debug, Default)]
+struct Remains {
+    used: Option<u64>,
+    /// Time at which the last page was read back.
+    since: Duration,
+}
+
+impl Remains {
+    /// Returns false if there was no progress for too long.
+    fn goes_on(&mut self, used: u64, elapsed: Duration) -> bool {
+        if self.used != Some(used) {
+            (self.used, self.since) = (Some(used), elapsed);
+        }
+        elapsed < self.since + PATIENCE
+    }
 }
 
 /// Parses a table in the form of /proc/swaps.
@@ -157,7 +193,11 @@ impl Off {
                 Error::new(exit, text).hint("nothing was changed; free some memory, or try `swapoff -a`")
             };
             guard.will(&Undo::SwapOn(area.clone())).map_err(failed)?;
-            area.switch_off().map_err(failed)?;
+            if let Err(error) = area.switch_off(sysroot) {
+                // The kernel may have come to the end just now. An area that is on is no error.
+                let _ = area.switch_on();
+                return Err(failed(error));
+            }
             off.areas.push(area);
         }
         Ok(off)
@@ -250,7 +290,7 @@ mod tests {
     fn areas_are_read() {
         let found = areas(BOTH);
         assert_eq!(found[1], Area { path: "/dev/vda2".into(), used: 12 << 10, priority: -2 });
-        assert_eq!(found[2].path, Path::new("/swap file"));
+        assert_eq!(found[2].path, std::path::Path::new("/swap file"));
         assert_eq!(areas(""), []);
     }
 
@@ -271,6 +311,20 @@ mod tests {
         assert!(error.message.contains("12.0 KiB of memory are swapped out to /dev/vda2, which"), "{error}");
         let unused = BOTH.replace(" 12 ", " 0 ");
         assert_eq!(refuse(&with(&unused, 0, None).1), Ok(()));
+    }
+
+    #[test]
+    fn a_disk_that_gives_nothing_back_is_given_up() {
+        let mut left = Remains::default();
+        let seconds = Duration::from_secs;
+        assert!(left.goes_on(7, seconds(1)) && left.goes_on(7, seconds(30)));
+        assert!(left.goes_on(6, seconds(30)) && left.goes_on(6, seconds(59)));
+        assert!(!left.goes_on(6, seconds(60)));
+        let (_root, sysroot) = with(BOTH, 0, None);
+        let area = &areas(BOTH)[1];
+        assert_eq!(area.left(&sysroot), 12 << 10);
+        let error = area.switch_off(&sysroot).expect_err("no such area");
+        assert!(matches!(error.raw_os_error(), Some(libc::EPERM | libc::EINVAL | libc::ENOENT)), "{error}");
     }
 
     #[test]

@@ -10,6 +10,7 @@ use mercury_control::{
 };
 use serde::{Deserialize, Serialize};
 use std::{
+    fmt,
     io::{self, Write},
     os::unix::process::CommandExt,
     path::PathBuf,
@@ -20,6 +21,7 @@ use std::{
 
 /// Time for work during which nothing can be heard: another host makes an image durable.
 const WORK_PATIENCE: Duration = Duration::from_secs(600);
+
 /// The mover's facts about a move. They hold secrets, so no message shows them.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
@@ -114,6 +116,24 @@ impl Undo {
                 self,
                 Self::Return { .. } | Self::Release(_) | Self::SwapOn(_) | Self::Open | Self::Decide(_)
             )
+    }
+}
+
+/// The step that the command said it would do, as an infinitive.
+impl fmt::Display for Undo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Remove(path) => write!(f, "write {}", path.display()),
+            Self::Detach => write!(f, "attach the hypervisor"),
+            Self::Thaw(path) => write!(f, "freeze the file system at {}", path.display()),
+            Self::Release(array) => write!(f, "hold the array {}", array.name),
+            Self::SwapOn(area) => write!(f, "switch off swap on {}", area.path.display()),
+            Self::Unfreeze(group) => write!(f, "freeze the control group {}", group.display()),
+            Self::Return { from, .. } => write!(f, "gather processes in {}", from.display()),
+            Self::Open => write!(f, "commit the move"),
+            Self::CallOff(_) => write!(f, "move"),
+            Self::Decide(_) => write!(f, "wait for the destination"),
+        }
     }
 }
 

@@ -5,11 +5,15 @@
 use std::{
     fmt, fs,
     path::{Path, PathBuf},
+    thread,
+    time::{Duration, Instant},
 };
 
 /// Functions that a frozen, stopped or traced task waits in. Kernels that have the first of them
 /// inlined show `get_signal`.
 const AT_REST: [&str; 5] = ["do_freezer_trap", "get_signal", "do_signal_stop", "ptrace_stop", "do_exit"];
+/// Flag of kernel threads in /proc/PID/stat.
+const PF_KTHREAD: u64 = 0x0020_0000;
 const USERFAULTFD: &str = "anon_inode:[userfaultfd]";
 /// Tasks that are named at most.
 const TASKS_MAX: usize = 3;
@@ -118,6 +122,64 @@ pub fn restless(group: &Path) -> Vec<Task> {
     found
 }
 
+/// Watches tasks that wait in the kernel for something that a freeze would wait for too, while
+/// everything runs. Returns those that have waited for all of `patience`, without the processes in
+/// `but`. Takes no time if there are none.
+#[must_use]
+pub fn stuck(but: &[u32], patience: Duration) -> Vec<Task> {
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let numbers = processes.filter_map(|process| process.file_name().to_str()?.parse().ok());
+    let folders = numbers.filter(|number| !but.contains(number)).map(|number| format!("/proc/{number}/task"));
+    let threads = folders.flat_map(|folder| fs::read_dir(folder).into_iter().flatten().flatten());
+    let mut watched: Vec<_> = threads.filter_map(|thread| Waiting::found(thread.path())).collect();
+    let end = Instant::now() + patience;
+    while !watched.is_empty() && Instant::now() < end {
+        thread::sleep(Duration::from_millis(20));
+        watched.retain(Waiting::goes_on);
+    }
+    watched.truncate(TASKS_MAX);
+    watched.into_iter().map(|waiting| waiting.task).collect()
+}
+
+/// A task that waits for something, other than a signal can end.
+#[derive(Debug, PartialEq, Eq)]
+struct Waiting {
+    folder: PathBuf,
+    task: Task,
+    /// Numbers of the task's context switches: it has not run while they are the same.
+    switches: String,
+}
+
+impl Waiting {
+    fn found(folder: PathBuf) -> Option<Self> {
+        let stat = fs::read_to_string(folder.join("stat")).ok()?;
+        // The name, in parentheses, may contain any character.
+        let rest: Vec<_> = stat.rsplit_once(')')?.1.split_whitespace().take(7).collect();
+        let is_kernels = rest.get(6)?.parse::<u64>().ok()? & PF_KTHREAD != 0;
+        // Most tasks are left out here, after one small read.
+        if is_kernels || !matches!(rest[0], "D" | "S") {
+            return None;
+        }
+        let task = task(&folder)?;
+        let is_stuck = match (task.waits_for(), task.state) {
+            (For::Fuse | For::Nfs | For::Disk | For::Userfaultfd, 'D') => true,
+            // A task that has touched the page in user mode can be frozen there.
+            (For::Userfaultfd, 'S') => {
+                let call = fs::read_to_string(folder.join("syscall")).unwrap_or_default();
+                call.starts_with(|first: char| first.is_ascii_digit())
+            }
+            _ => false,
+        };
+        let status = fs::read_to_string(folder.join("status")).ok()?;
+        let switches = status.lines().filter(|line| line.contains("ctxt_switches")).collect();
+        is_stuck.then_some(Self { folder, task, switches })
+    }
+
+    fn goes_on(&self) -> bool {
+        Self::found(self.folder.clone()).as_ref() == Some(self)
+    }
+}
+
 /// Reads a task that is not at rest, from its folder in /proc.
 fn task(folder: &Path) -> Option<Task> {
     let text = |file: &str| Some(fs::read_to_string(folder.join(file)).ok()?.trim().to_owned());
@@ -204,6 +266,36 @@ mod tests {
         fs::create_dir(folder.join("fd")).expect("a folder");
         std::os::unix::fs::symlink(USERFAULTFD, folder.join("fd/3")).expect("a link");
         assert_eq!(look("0", "77 (a) b) R 1 77").expect("a task").waits_for(), For::Userfaultfd);
+    }
+
+    #[test]
+    fn tasks_that_wait_are_known_before_a_freeze() {
+        let root = tempfile::tempdir().expect("a folder");
+        let folder = root.path().join("77");
+        fs::create_dir(&folder).expect("a folder");
+        let put = |file: &str, text: &str| fs::write(folder.join(file), text).expect("a file");
+        let look = |wchan: &str, state: char, flags: u64, call: &str| {
+            put("wchan", wchan);
+            put("stat", &format!("77 (a) b) {state} 1 77 77 0 -1 {flags} 0"));
+            put("comm", "a) b\n");
+            put("syscall", call);
+            put("status", "Name:\ta\nvoluntary_ctxt_switches:\t5\nnonvoluntary_ctxt_switches:\t0\n");
+            Waiting::found(folder.clone())
+        };
+        let reads = "19 0x3 0x7f 0x1\n";
+        assert!(
+            look("pipe_read", 'S', 0, reads).is_none() && look("wait_for_vfork", 'D', 0, reads).is_none()
+        );
+        assert!(look("handle_userfault", 'S', 0, "-1 0x7f 0x55\n").is_none(), "it waits in user mode");
+        assert!(look("folio_wait_bit_common", 'D', PF_KTHREAD, reads).is_none());
+        for (wchan, state) in [("handle_userfault", 'S'), ("request_wait_answer", 'D'), ("rpc_wait_bit", 'D')]
+        {
+            let waiting = look(wchan, state, 0, reads).expect("it waits");
+            assert!(waiting.goes_on(), "{wchan}");
+            put("status", "voluntary_ctxt_switches:\t6\n");
+            assert!(!waiting.goes_on(), "it has run");
+        }
+        assert_eq!(stuck(&[], Duration::ZERO).iter().filter(|task| task.name == "a) b").count(), 0);
     }
 
     #[test]

@@ -9,9 +9,11 @@ use mercury_control::{
     progress,
 };
 use mercury_image::{Chunk, Commit, Identity, Machine, Reader};
+use mercury_quiesce::patient::{self, Source};
 use std::{
     fs::File,
     io::{self, BufReader, Read},
+    os::unix::fs::FileTypeExt,
     path::Path,
     time::{Duration, Instant},
 };
@@ -37,10 +39,16 @@ impl Image {
         if path.as_os_str() == "-" {
             return Self::begin(Box::new(io::stdin()), None);
         }
-        let file = File::open(path).map_err(|error| unreadable(path, &error))?;
+        let found = patient::reach(path).map(|()| std::fs::metadata(path).ok())?;
         // A block device is longer than the image on it.
-        let length = file.metadata().ok().filter(std::fs::Metadata::is_file).map(|found| found.len());
-        Self::begin(Box::new(BufReader::with_capacity(BUFFER, file)), length)
+        let length = found.as_ref().filter(|found| found.is_file()).map(std::fs::Metadata::len);
+        let is_device = found.is_some_and(|found| found.file_type().is_block_device());
+        let from: io::Result<Box<dyn Read>> = match length.is_some() || is_device {
+            true => Source::open(path).map(|source| Box::new(source) as Box<dyn Read>),
+            false => File::open(path).map(|file| Box::new(file) as Box<dyn Read>),
+        };
+        let from = from.map_err(|error| unreadable(path, &error))?;
+        Self::begin(Box::new(BufReader::with_capacity(BUFFER, from)), length)
     }
 
     fn begin(from: Box<dyn Read>, length: Option<u64>) -> Result<Self> {

@@ -19,6 +19,7 @@ use mercury_control::{
     say::Say,
 };
 use mercury_image::{Chain, Identity, Merged, PAGE, PARENTS_MAX, Packer, Reader, Writer};
+use mercury_quiesce::patient::Source;
 use serde::Serialize;
 use std::{
     fs::{self, File},
@@ -31,7 +32,7 @@ const BUFFER: usize = 1 << 20;
 /// Interval at which the line of progress changes.
 const INTERVAL: Duration = Duration::from_millis(500);
 
-type Opened = BufReader<File>;
+type Opened = BufReader<Source>;
 /// A callback that returns an error to stop the merge.
 type Stop<'a> = dyn Fn() -> Result<()> + 'a;
 
@@ -189,7 +190,7 @@ fn read(images: &[PathBuf], stop: &Stop<'_>) -> Result<Merged<Opened>> {
     let mut shown = Instant::now();
     for (number, path) in images.iter().enumerate() {
         let at = |error| named(path, error);
-        let file = File::open(path).map_err(|error| unreadable(path, &error))?;
+        let file = Source::open(path).map_err(|error| unreadable(path, &error))?;
         chain.begin(BufReader::with_capacity(BUFFER, file)).map_err(at)?;
         while chain.step().map_err(at)? {
             stop()?;

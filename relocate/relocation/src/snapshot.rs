@@ -22,15 +22,13 @@ use mercury_control::{
     sysroot::Sysroot,
 };
 use mercury_quiesce::{
-    applications::Frozen,
     attached::Attached,
-    culprit,
-    disks::{self, Still},
-    fence, hook,
+    culprit, disks, fence, hook,
     mounts::Mounted,
     phases::Phases,
     pool,
     stale::{Connections, Stale},
+    stillness::{Extent, Stillness},
     swap, this_process,
     undo::UndoProcess,
     waits,
@@ -146,15 +144,16 @@ fn keep(
     // If disks are put back too, they must be in the state that memory expects. The kernel's own
     // freezer fails if a task waits for one that it has frozen already: for a FUSE server, or for
     // the lock of an NFS directory, whose holder was frozen while it waited for an answer.
-    let is_held = !left_behind.is_empty() || has_servers || !waits::servers().is_empty();
+    let has_disks = !left_behind.is_empty() || args.hook.is_some() || args.put_back.is_some();
+    let is_held = has_disks || has_servers || !waits::servers().is_empty();
     // A kernel without hooks for packets ends connections as early as it can. So does a machine
     // whose files come from a server: even a look-up of /proc may ask the server of the root.
     let fenced = !has_servers && device.fence(&[], Silent::Second).is_ok();
     let begun = time::Instant::now();
     let still = if is_held {
         disks::sync(mounts, sysroot)?;
-        let frozen = Frozen::hold(guard, &[])?;
-        Some((Still::hold(if left_behind.is_empty() { &[] } else { mounts }, guard)?, frozen))
+        let mounts = if left_behind.is_empty() { &[] } else { mounts };
+        Some(Stillness::hold(Extent { needed: &[], mounts, arrays: has_disks }, sysroot, guard)?)
     } else {
         None
     };
@@ -171,10 +170,10 @@ fn keep(
     // Without disks to put back, applications wait for nothing. A server of files that the machine
     // talked to after the instant may take minutes to answer, and this process waits for it below.
     if has_servers
-        && left_behind.is_empty()
-        && let Some((_, frozen)) = &still
+        && !has_disks
+        && let Some(still) = &still
     {
-        frozen.thaw(guard);
+        still.thaw_applications(guard);
     }
     if begin.as_ref().is_ok_and(|begin| begin.rolled_back != 0) {
         if let Some(stale) = &mut stale {

@@ -30,7 +30,7 @@ impl Deferred {
     /// Returns true after one of the signals.
     #[must_use]
     pub fn requested(&self) -> bool {
-        REQUESTED.load(Ordering::Relaxed)
+        requested()
     }
 
     /// Sleeps for `time`, or until one of the signals has come.
@@ -40,6 +40,12 @@ impl Deferred {
             thread::sleep(Duration::from_millis(50).min(time));
         }
     }
+}
+
+/// Returns true after one of the signals came while they were deferred.
+#[must_use]
+pub fn requested() -> bool {
+    REQUESTED.load(Ordering::Relaxed)
 }
 
 impl Drop for Deferred {

@@ -14,6 +14,7 @@ use mercury_control::{
     progress,
 };
 use mercury_image::{Hash, Identity, Key, PARENTS_MAX, Parent, Reader};
+use mercury_quiesce::patient;
 use std::{
     fs::{self, File},
     io::BufReader,
@@ -38,7 +39,8 @@ impl Before {
     ///
     /// Returns an error if the image cannot be a parent.
     pub fn open(path: &Path) -> Result<Self> {
-        let file = File::open(path).map_err(|error| unreadable(path, &error).hint(FULL))?;
+        let file = patient::answers(path).and_then(|()| File::open(path));
+        let file = file.map_err(|error| unreadable(path, &error).hint(FULL))?;
         let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::Random);
         let file = BufReader::with_capacity(BUFFER, file);
         let parent = progress::during("reading the parent's hashes", || Parent::open(file));

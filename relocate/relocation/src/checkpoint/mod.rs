@@ -6,8 +6,7 @@
 //! 3. The driver lets the kernel stop its devices. All CPUs meet in the hypervisor, and the
 //!    contents of memory at this instant are kept.
 //! 4. Everything runs on, unless the machine is to be powered off. Memory is streamed into the
-//!    image ([`stream`], [`target`], [`writeback`]), with a description of the machine
-//!    ([`describe`]).
+//!    image ([`stream`], [`target`]), with a description of the machine ([`describe`]).
 //! 5. The hypervisor is taken out again, if it was not there before.
 //!
 //! Pages that have not changed since a parent's instant may be left out: [`incremental`]. Several
@@ -28,7 +27,6 @@ pub mod series;
 mod still;
 pub mod stream;
 pub mod target;
-mod writeback;
 
 use crate::{
     images::image_error,
@@ -62,7 +60,9 @@ use mercury_quiesce::{
     attached::Attached,
     culprit, describe, disks, fence, hardware, hook, patient,
     phases::Phases,
-    pool, swap, this_process,
+    pool,
+    stillness::{Extent, Stillness},
+    swap, this_process,
     undo::{Undo, UndoProcess},
     waits, watchdogs,
 };
@@ -70,7 +70,7 @@ use refuse::{below, no_parent, refuse_blind, refuse_crowded, refuse_unreachable,
 use report::{Report, how_far};
 use series::Series;
 use std::{fs::File, io::BufWriter, path::Path, time};
-use still::{Held, Stillness};
+use still::Held;
 use stream::{Source, Watch, stream};
 use target::Target;
 
@@ -316,8 +316,7 @@ fn checkpoint(
     let writer = written.map_err(|error| tell_of_pool(error, status.as_ref().ok()))?;
     let status = status?;
     let (commit, image) = writer.commit().map_err(image_error)?;
-    let finished = if target.is_remote() { guard.hear_during(|| target.finish()) } else { target.finish() };
-    finished.map_err(|error| image_error(error.into()))?;
+    guard.hear_during(|| target.finish()).map_err(|error| image_error(error.into()))?;
     report.memory = commit.frames * PAGE;
     report.image = image;
     report.zero_pages = commit.zeros;
@@ -389,7 +388,9 @@ fn reach(
         || mounts.iter().any(|mount| mount.writable)
         || fence::has_servers(sysroot)
         || !waits::servers().is_empty();
-    let still = if must_rest { Some(Stillness::hold(args, &mounts, target, sysroot, guard)?) } else { None };
+    let (needed, arrays) = (target.processes(), args.poweroff || args.hook.is_some());
+    let extent = Extent { needed: &needed, mounts: &mounts, arrays };
+    let still = if must_rest { Some(Stillness::hold(extent, sysroot, guard)?) } else { None };
     disks::are_still(&mounts, sysroot)?;
     // A fingerprint may need many reads, so all disks are read at once.
     machine.file_systems = guard.hear_during(|| disks::describe_all(&mounts));

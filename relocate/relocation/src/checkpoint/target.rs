@@ -1,12 +1,11 @@
 //! The target of an image: a file, a block device, standard output, or a file on another host.
 
-use super::writeback::Writeback;
 use crate::values::Name;
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
 };
-use mercury_quiesce::patient::Disk;
+use mercury_quiesce::patient::{self, Sink};
 use std::{
     fs::{self, File, OpenOptions, TryLockError},
     io::{self, Seek, Write},
@@ -18,21 +17,17 @@ use std::{
     process::{Child, ChildStdin, Command, Stdio},
 };
 
-/// Largest block size of a device.
-const BLOCK: usize = 4096;
-
 /// An image under construction. It is removed if it is dropped before [`Target::finish`].
 #[derive(Debug)]
 pub struct Target {
     place: Place,
-    writeback: Writeback,
 }
 
 #[derive(Debug)]
 enum Place {
     Stdout(io::Stdout),
-    Device(File),
-    File { file: File, part: PathBuf, path: PathBuf },
+    Device(Sink),
+    File { file: Sink, part: PathBuf, path: PathBuf },
     Remote { data: Connection, end: Connection },
     Finished,
 }
@@ -96,7 +91,7 @@ impl Target {
             Name::Remote { host, path } => Self::open_remote(host, path, crate::random::random()?),
             Name::Path(path) => Self::open_path(path, overwrite),
         };
-        result.map(|place| Self { place, writeback: Writeback::default() }).map_err(|error| {
+        result.map(|place| Self { place }).map_err(|error| {
             Error::new(Exit::Failed, format!("{name} cannot be written to: {error}"))
                 .hint("name a file in a folder that exists, an empty block device, - or ssh://host/path")
         })
@@ -105,8 +100,7 @@ impl Target {
     fn open_path(path: &Path, overwrite: bool) -> io::Result<Place> {
         let found = fs::metadata(path).ok();
         if found.as_ref().is_some_and(|found| found.file_type().is_block_device()) {
-            // A device that does not answer is left to a child.
-            Disk::open(path)?.read_at(0, BLOCK)?;
+            patient::answers(path)?;
             let mut options = OpenOptions::new();
             let mut file = options.read(true).write(true).custom_flags(libc::O_EXCL).open(path)?;
             if !overwrite && !is_free(&mut file)? {
@@ -115,7 +109,7 @@ impl Target {
                 ));
             }
             file.rewind()?;
-            return Ok(Place::Device(file));
+            return Ok(Place::Device(Sink::new(file, path)?));
         }
         if found.is_some_and(|found| !found.is_file()) || path.starts_with("/dev/") {
             return Err(io::Error::other("it is neither a file nor a block device"));
@@ -133,6 +127,7 @@ impl Target {
         let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&part)?;
         // Not every file system has locks.
         let _ = file.try_lock();
+        let file = Sink::new(file, path)?;
         Ok(Place::File { file, part, path: path.to_owned() })
     }
 
@@ -144,18 +139,13 @@ impl Target {
         Ok(Place::Remote { data, end })
     }
 
-    /// Returns true if another host has to confirm that the image is durable, which may take long.
-    #[must_use]
-    pub fn is_remote(&self) -> bool {
-        matches!(self.place, Place::Remote { .. })
-    }
-
     /// Returns the processes that must not be held still.
     #[must_use]
     pub fn processes(&self) -> Vec<u32> {
         match &self.place {
             Place::Remote { data, end } => vec![data.child.id(), end.child.id()],
-            _ => Vec::new(),
+            Place::Device(file) | Place::File { file, .. } => vec![file.process()],
+            Place::Stdout(_) | Place::Finished => Vec::new(),
         }
     }
 
@@ -167,20 +157,13 @@ impl Target {
     pub fn finish(mut self) -> io::Result<()> {
         match std::mem::replace(&mut self.place, Place::Finished) {
             Place::Stdout(mut stdout) => stdout.flush(),
-            Place::Device(file) => {
-                file.sync_all()?;
-                self.writeback.finish(&file);
-                Ok(())
-            }
-            Place::File { file, part, path } => {
-                let result = file.sync_all().and_then(|()| fs::rename(&part, &path));
-                self.writeback.finish(&file);
+            Place::Device(mut file) => file.finish(),
+            Place::File { mut file, part, path } => {
+                let result = file.finish().and_then(|()| patient::rename(&part, &path));
                 if result.is_err() {
-                    let _ = fs::remove_file(&part);
+                    let _ = patient::remove(&part);
                 }
-                result?;
-                let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-                File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
+                result
             }
             Place::Remote { mut data, mut end } => {
                 // A connection that breaks looks like the end of the file. Only the word on the
@@ -209,11 +192,7 @@ impl Write for Target {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         match &mut self.place {
             Place::Stdout(stdout) => stdout.write(bytes),
-            Place::Device(file) | Place::File { file, .. } => {
-                let written = file.write(bytes)?;
-                self.writeback.add(file, written)?;
-                Ok(written)
-            }
+            Place::Device(file) | Place::File { file, .. } => file.write(bytes),
             Place::Remote { data, .. } => data.send(bytes),
             Place::Finished => Err(io::ErrorKind::BrokenPipe.into()),
         }
@@ -227,7 +206,7 @@ impl Write for Target {
 impl Drop for Target {
     fn drop(&mut self) {
         match &mut self.place {
-            Place::File { part, .. } => drop(fs::remove_file(part)),
+            Place::File { part, .. } => drop(patient::remove(part)),
             Place::Remote { data, end } => {
                 let _ = data.child.kill();
                 let _ = data.child.wait();

@@ -4,7 +4,7 @@
 
 use mercury_control::sysroot::Sysroot;
 use mercury_migration::wire::{CHUNKS_BYTES_MAX, DiskLedger};
-use mercury_quiesce::{mounts, reachable};
+use mercury_quiesce::{mounts, patient, reachable};
 use rustix::fs::{major, minor};
 use serde::{Deserialize, Serialize};
 use std::{
@@ -12,7 +12,7 @@ use std::{
     io,
     os::{
         fd::AsRawFd,
-        unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt},
+        unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt},
     },
     path::{Path, PathBuf},
 };
@@ -80,8 +80,9 @@ impl Disk {
     ///
     /// # Errors
     ///
-    /// Returns the error of open(2).
+    /// Returns the error of open(2), or one if the disk does not answer.
     pub fn open(&self, write: bool) -> io::Result<File> {
+        patient::answers(&self.path)?;
         let mut options = OpenOptions::new();
         options.read(true).write(write).custom_flags(libc::O_DIRECT).open(&self.path)
     }
@@ -130,11 +131,9 @@ impl Disk {
 
     /// Returns true if its beginning and its end are zeros.
     fn is_empty(&self) -> io::Result<bool> {
-        let file = self.open(false)?;
-        let mut buffer = Buffer::new(self.bytes.min(ENDS) as usize);
+        let file = patient::Disk::open(&self.path)?;
         for offset in [0, self.bytes.saturating_sub(ENDS)] {
-            let bytes = buffer.bytes();
-            file.read_exact_at(bytes, offset)?;
+            let bytes = file.read_at(offset, self.bytes.min(ENDS) as usize)?;
             if bytes.iter().any(|byte| *byte != 0) {
                 return Ok(false);
             }

@@ -3,12 +3,14 @@
 //! moves here.
 
 use super::place::Place;
+use mercury_control::sysroot::Sysroot;
+use mercury_quiesce::block_devices;
 use rustix::{
     fs::{Mode, OFlags},
     mount::{MountFlags, mount},
 };
 use std::{
-    fs, io,
+    fs,
     os::unix::process::ExitStatusExt,
     path::{Path, PathBuf},
     process::{Command, ExitCode, ExitStatus},
@@ -112,16 +114,15 @@ fn insert_modules() {
 /// change from boot to boot.
 fn find(image: &str) -> Option<PathBuf> {
     let has_one = |device: &PathBuf| {
-        let mut magic = [0; mercury_image::MAGIC.len()];
-        let read = fs::File::open(device).and_then(|mut file| io::Read::read_exact(&mut file, &mut magic));
-        read.is_ok() && magic == mercury_image::MAGIC
+        let first = block_devices::head(device, 4096).ok().flatten();
+        first.is_some_and(|first| first.starts_with(&mercury_image::MAGIC))
     };
     let named = PathBuf::from(image);
     if has_one(&named) {
         return Some(named);
     }
-    let names = fs::read_dir("/sys/class/block").into_iter().flatten().flatten();
-    let mut found = names.map(|entry| Path::new("/dev").join(entry.file_name())).filter(has_one);
+    let names = block_devices::readable(&Sysroot::default());
+    let mut found = names.iter().map(|name| block_devices::device_file(name)).filter(has_one);
     found.next().filter(|_| found.next().is_none())
 }
 

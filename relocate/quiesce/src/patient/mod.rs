@@ -7,6 +7,11 @@
 //! the two it may make system calls only, because a lock that another thread held at the fork stays
 //! locked in the child.
 
+mod image;
+mod writeback;
+
+pub use image::{Sink, Source};
+
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
@@ -14,7 +19,7 @@ use mercury_control::{
 use rustix::{
     event::{PollFd, PollFlags, Timespec},
     mm::{MapFlags, ProtFlags},
-    process::{Pid, PidfdFlags, WaitId, WaitIdOptions},
+    process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions},
 };
 use std::{
     ffi::{CString, c_void},
@@ -22,7 +27,7 @@ use std::{
     net::Shutdown,
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
-        unix::{ffi::OsStrExt, net::UnixStream},
+        unix::{ffi::OsStrExt, fs::FileTypeExt, net::UnixStream},
     },
     path::Path,
     ptr::{self, NonNull},
@@ -35,7 +40,11 @@ pub const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Makes the error for a silence of this length.
 fn no_answer(patience: Duration) -> io::Error {
-    let text = format!("it has not answered for {} s", patience.as_secs());
+    no_answer_of("it", patience)
+}
+
+fn no_answer_of(who: &str, patience: Duration) -> io::Error {
+    let text = format!("{who} has not answered for {} s", patience.as_secs());
     io::Error::new(io::ErrorKind::TimedOut, text)
 }
 
@@ -48,6 +57,7 @@ const FILE: i32 = 1;
 #[derive(Debug)]
 struct Child {
     process: OwnedFd,
+    number: u32,
 }
 
 impl Child {
@@ -80,8 +90,9 @@ impl Child {
                 unsafe { libc::_exit(0) }
             }
             pid => {
+                let number = pid.unsigned_abs();
                 let pid = Pid::from_raw(pid).ok_or(io::ErrorKind::NotFound)?;
-                Ok(Self { process: rustix::process::pidfd_open(pid, PidfdFlags::empty())? })
+                Ok(Self { process: rustix::process::pidfd_open(pid, PidfdFlags::empty())?, number })
             }
         }
     }
@@ -127,6 +138,22 @@ fn told(bytes: [u8; 8]) -> io::Result<u64> {
 /// `work` and `undo` make system calls only: they neither allocate nor take a lock.
 unsafe fn call(
     file: Option<BorrowedFd<'_>>,
+    get_on: impl FnMut(Duration) -> bool,
+    work: impl FnOnce() -> i64,
+    undo: impl FnOnce(),
+) -> io::Result<()> {
+    // SAFETY: as the caller promises.
+    unsafe { call_until(file, None, get_on, work, undo) }
+}
+
+/// Does the same, and sends `signal` to the child when the calls are given up.
+///
+/// # Safety
+///
+/// As for [`call`].
+unsafe fn call_until(
+    file: Option<BorrowedFd<'_>>,
+    signal: Option<Signal>,
     mut get_on: impl FnMut(Duration) -> bool,
     work: impl FnOnce() -> i64,
     undo: impl FnOnce(),
@@ -152,6 +179,8 @@ unsafe fn call(
             continue;
         }
         ours.shutdown(Shutdown::Both)?;
+        // A signal that has no handler may end the child before it can call `undo`.
+        signal.map(|signal| rustix::process::pidfd_send_signal(&child.process, signal));
         // The child may have ended just now.
         if ours.read_exact(&mut bytes).is_err() {
             return Err(no_answer(begun.elapsed()));
@@ -203,6 +232,81 @@ pub fn sync(path: &Path, get_on: impl FnMut(Duration) -> bool) -> io::Result<()>
     };
     // SAFETY: `work` makes system calls, and there is nothing to undo.
     unsafe { call(None, get_on, work, || ()) }
+}
+
+/// Switches a swap area off, as long as `get_on` returns true: the kernel reads back its pages.
+///
+/// # Errors
+///
+/// Returns an error if the kernel refuses, or the call is given up. The area stays on then, unless
+/// the kernel reads back the last page just now.
+pub fn swap_off(path: &Path, get_on: impl FnMut(Duration) -> bool) -> io::Result<()> {
+    let path = c_path(path)?;
+    // SAFETY: the path is a string that ends with NUL and outlives the call.
+    let work = || if unsafe { libc::swapoff(path.as_ptr()) } < 0 { failed() } else { 0 };
+    // SAFETY: as for `work`.
+    let undo = || _ = unsafe { libc::swapon(path.as_ptr(), 0) };
+    // SAFETY: both make a system call. The kernel ends swapoff(2) at a signal between two pages.
+    unsafe { call_until(None, Some(Signal::INT), get_on, work, undo) }
+}
+
+/// Switches a swap area on, with the flags of swapon(2).
+///
+/// # Errors
+///
+/// Returns an error if the kernel refuses, or the disk does not answer within [`PATIENCE`].
+pub fn swap_on(path: &Path, flags: i32) -> io::Result<()> {
+    let path = c_path(path)?;
+    // SAFETY: as in `swap_off`.
+    let work = || if unsafe { libc::swapon(path.as_ptr(), flags) } < 0 { failed() } else { 0 };
+    // SAFETY: `work` makes a system call, and there is nothing to undo.
+    unsafe { call(None, |elapsed| elapsed < PATIENCE, work, || ()) }
+}
+
+/// Removes a file.
+///
+/// # Errors
+///
+/// Returns an error if that fails, or takes longer than [`PATIENCE`]; the file may go later then.
+pub fn remove(path: &Path) -> io::Result<()> {
+    let path = c_path(path)?;
+    // SAFETY: as in `swap_off`.
+    let work = || if unsafe { libc::unlink(path.as_ptr()) } < 0 { failed() } else { 0 };
+    // SAFETY: `work` makes a system call, and there is nothing to undo.
+    unsafe { call(None, |elapsed| elapsed < PATIENCE, work, || ()) }
+}
+
+/// Renames a file within its folder, and makes the folder durable.
+///
+/// # Errors
+///
+/// Returns an error if that fails, or takes longer than [`image::PATIENCE`].
+pub fn rename(from: &Path, to: &Path) -> io::Result<()> {
+    let folder = to.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let (from, to, folder) = (c_path(from)?, c_path(to)?, c_path(folder)?);
+    let work = || {
+        // SAFETY: the paths are strings that end with NUL and outlive the calls.
+        unsafe {
+            if libc::rename(from.as_ptr(), to.as_ptr()) < 0 {
+                return failed();
+            }
+            let file = libc::open(folder.as_ptr(), libc::O_RDONLY | libc::O_DIRECTORY);
+            if file < 0 || libc::fsync(file) < 0 { failed() } else { 0 }
+        }
+    };
+    // SAFETY: `work` makes system calls. A late success is as good as one in time.
+    unsafe { call(None, |elapsed| elapsed < image::PATIENCE, work, || ()) }
+}
+
+/// Checks that a file or a device answers: opens it, and reads from its beginning.
+///
+/// # Errors
+///
+/// Returns an error if that fails, or takes longer than [`PATIENCE`].
+pub fn answers(path: &Path) -> io::Result<()> {
+    let is_device = std::fs::metadata(path).is_ok_and(|found| found.file_type().is_block_device());
+    let flags = if is_device { libc::O_DIRECT } else { 0 };
+    Disk::open_with(path, flags, PATIENCE)?.read_at(0, 4096).map(drop)
 }
 
 /// Writes all cached file data to disks and servers, within `patience`.
@@ -301,6 +405,14 @@ impl Shared {
         NonNull::new(at).map(Self).ok_or_else(|| io::ErrorKind::OutOfMemory.into())
     }
 
+    /// Puts bytes there for a child, at most [`CHUNK`]; returns their number.
+    fn fill(&self, bytes: &[u8]) -> usize {
+        let length = bytes.len().min(CHUNK);
+        // SAFETY: the mapping has CHUNK bytes. The child reads them when it gets a request.
+        unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), self.0.as_ptr().cast(), length) };
+        length
+    }
+
     /// Copies the bytes that a child has reported.
     fn copy(&self, length: usize) -> Vec<u8> {
         let mut bytes = vec![0; length.min(CHUNK)];
@@ -319,45 +431,103 @@ impl Drop for Shared {
     }
 }
 
-/// A device that a child reads directly, past the page cache.
+/// A child that answers requests of two numbers, and shares memory for data.
 #[derive(Debug)]
-pub struct Disk {
+struct Server {
     child: Child,
     connection: UnixStream,
     shared: Shared,
 }
 
+impl Server {
+    /// Starts `serve` in a child, with the shared memory.
+    ///
+    /// # Safety
+    ///
+    /// `serve` makes system calls only: it neither allocates nor takes a lock.
+    unsafe fn start(file: Option<BorrowedFd<'_>>, serve: impl FnOnce(*mut c_void)) -> io::Result<Self> {
+        let shared = Shared::new()?;
+        let (connection, theirs) = UnixStream::pair()?;
+        let buffer = shared.0.as_ptr();
+        // SAFETY: as the caller promises.
+        let child =
+            unsafe { Child::start(theirs.as_fd(), file.unwrap_or(theirs.as_fd()), || serve(buffer)) }?;
+        Ok(Self { child, connection, shared })
+    }
+
+    fn request(&self, numbers: [u64; 2]) -> io::Result<()> {
+        (&self.connection).write_all(&numbers.map(u64::to_ne_bytes).concat())
+    }
+
+    /// Waits for the answer as long as `get_on`, asked each second, returns true.
+    fn answer(&self, mut get_on: impl FnMut(Duration) -> bool) -> io::Result<u64> {
+        self.connection.set_read_timeout(Some(Duration::from_secs(1)))?;
+        let (begun, mut bytes) = (Instant::now(), [0; 8]);
+        loop {
+            match (&self.connection).read_exact(&mut bytes) {
+                Ok(()) => return told(bytes),
+                Err(error) if error.kind() != io::ErrorKind::WouldBlock => return Err(error),
+                Err(_) if get_on(begun.elapsed()) => {}
+                Err(_) => return Err(no_answer(begun.elapsed())),
+            }
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.connection.shutdown(Shutdown::Both);
+        self.child.forget();
+    }
+}
+
+/// Passes requests to `answer` in a child, until the connection ends.
+fn serve(mut answer: impl FnMut([u64; 2]) -> i64) {
+    loop {
+        let mut request = [0_u64; 2];
+        let size = size_of_val(&request);
+        // SAFETY: the array has room for `size` bytes. A request arrives whole, because it is
+        // smaller than the limit for atomic writes.
+        let read = unsafe { libc::read(CONNECTION, request.as_mut_ptr().cast(), size) };
+        if read != size as isize || !tell(answer(request)) {
+            return;
+        }
+    }
+}
+
+/// A device or a file that a child reads.
+#[derive(Debug)]
+pub struct Disk {
+    server: Server,
+    patience: Duration,
+}
+
 impl Disk {
-    /// Opens a device.
+    /// Opens a device, which is read directly, past the page cache.
     ///
     /// # Errors
     ///
     /// Returns an error if it cannot be opened, or does not answer.
     pub fn open(path: &Path) -> io::Result<Self> {
+        Self::open_with(path, libc::O_DIRECT, PATIENCE)
+    }
+
+    /// Opens a device or a file, with flags of open(2), and a limit for each request.
+    fn open_with(path: &Path, flags: i32, patience: Duration) -> io::Result<Self> {
         let path = c_path(path)?;
-        let shared = Shared::new()?;
-        let (connection, theirs) = UnixStream::pair()?;
-        let buffer = shared.0.as_ptr();
-        // SAFETY: `serve` makes system calls.
-        let child = unsafe { Child::start(theirs.as_fd(), theirs.as_fd(), || serve(&path, buffer)) }?;
-        drop(theirs);
-        connection.set_read_timeout(Some(PATIENCE))?;
-        let disk = Self { child, connection, shared };
+        // SAFETY: `read` makes system calls.
+        let server = unsafe { Server::start(None, |buffer| read(&path, flags, buffer)) }?;
+        let disk = Self { server, patience };
         disk.answer()?;
         Ok(disk)
     }
 
     fn answer(&self) -> io::Result<u64> {
-        let mut bytes = [0; 8];
-        match (&self.connection).read_exact(&mut bytes) {
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Err(no_answer(PATIENCE)),
-            Err(error) => Err(error),
-            Ok(()) => told(bytes),
-        }
+        self.server.answer(|elapsed| elapsed < self.patience)
     }
 
     /// Reads at most `length` bytes, and fewer at the device's end. Offset and length are multiples
-    /// of 4 KiB.
+    /// of 4 KiB for a device.
     ///
     /// # Errors
     ///
@@ -366,47 +536,31 @@ impl Disk {
         let mut read = Vec::new();
         while read.len() < length {
             let wanted = (length - read.len()).min(CHUNK);
-            let request = [offset + read.len() as u64, wanted as u64];
-            (&self.connection).write_all(&request.map(u64::to_ne_bytes).concat())?;
+            self.server.request([offset + read.len() as u64, wanted as u64])?;
             match self.answer()? as usize {
                 0 => break,
-                count => read.extend(self.shared.copy(count)),
+                count => read.extend(self.server.shared.copy(count)),
             }
         }
         Ok(read)
     }
 }
 
-impl Drop for Disk {
-    fn drop(&mut self) {
-        let _ = self.connection.shutdown(Shutdown::Both);
-        self.child.forget();
-    }
-}
-
-/// Runs the child: reads requested ranges into `buffer` until the connection ends.
-fn serve(path: &CString, buffer: *mut c_void) {
+/// Runs the child of a [`Disk`]: reads requested ranges into `buffer`.
+fn read(path: &CString, flags: i32, buffer: *mut c_void) {
     // SAFETY: the path is a string that ends with NUL.
-    let file = unsafe { libc::open(path.as_ptr(), libc::O_RDONLY | libc::O_DIRECT) };
+    let file = unsafe { libc::open(path.as_ptr(), libc::O_RDONLY | flags) };
     if file < 0 {
         tell(failed());
         return;
     }
     tell(0);
-    loop {
-        let mut request = [0_u64; 2];
-        let size = size_of_val(&request);
-        // SAFETY: the array has room for `size` bytes. A request arrives whole, because it is
-        // smaller than the limit for atomic writes.
-        let read = unsafe { libc::read(CONNECTION, request.as_mut_ptr().cast(), size) };
-        if read != size as isize {
-            return;
-        }
-        let length = (request[1] as usize).min(CHUNK);
+    serve(|[offset, length]| {
+        let length = (length as usize).min(CHUNK);
         // SAFETY: the buffer has CHUNK bytes, and is page-aligned as direct reads need it.
-        let read = unsafe { libc::pread(file, buffer, length, request[0] as i64) };
-        tell(if read < 0 { failed() } else { read as i64 });
-    }
+        let read = unsafe { libc::pread(file, buffer, length, offset as i64) };
+        if read < 0 { failed() } else { read as i64 }
+    });
 }
 
 #[cfg(test)]
