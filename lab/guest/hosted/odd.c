@@ -14,7 +14,10 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <asm/ldt.h>
+#include <setjmp.h>
 #include <sys/ptrace.h>
+#include <sys/syscall.h>
 #include <sys/user.h>
 #include <sys/wait.h>
 #include <ucontext.h>
@@ -216,6 +219,39 @@ static void steps(void)
 	waitpid(child, &status, 0);
 }
 
+static volatile long step_traps, step_signals;
+
+/* Sends this process another signal at each step. It is delivered where the step's signal returns to. */
+static void signal_at_step(int signo, siginfo_t *info, void *context)
+{
+	if (signo == SIGUSR1) {
+		step_signals++;
+	} else {
+		step_traps++;
+		kill(getpid(), SIGUSR1);
+	}
+}
+
+/* Steps through arithmetic, calls, string instructions and flags, with two signals at each step. */
+static void signals_at_each_step(void)
+{
+	static unsigned char from[64] = "some bytes", to[64];
+	unsigned long sum = 0;
+
+	catch_all(signal_at_step);
+	asm volatile("pushfq; orl %3, (%%rsp); popfq\n"
+		     "mov $30, %%ebx\n"
+		     "1: mov $39, %%eax; syscall; mov %%rbx, %%rax; imul $0x1234567, %%rax; add %%rax, %0; adc $0, %0\n"
+		     "mov %1, %%rsi; mov %2, %%rdi; mov $7, %%ecx; rep movsb\n"
+		     "push %0; rolq $5, (%%rsp); pop %0; call 2f; jmp 3f; 2: ret; 3: dec %%ebx; jnz 1b\n"
+		     "pushfq; andl %4, (%%rsp); popfq"
+		     : "+&r"(sum) : "r"(from), "r"(to), "i"(TF), "i"(~TF)
+		     : "rax", "rbx", "rcx", "rsi", "rdi", "r11", "memory", "cc");
+	signal(SIGTRAP, SIG_DFL);
+	signal(SIGUSR1, SIG_DFL);
+	printf("odd: signals at each step: %ld traps, %ld signals, sum %lx, %.16s\n", step_traps, step_signals, sum, to);
+}
+
 /* Sets a program's flags as a debugger does, and lets the program run. */
 static void traced_flags(void)
 {
@@ -357,6 +393,7 @@ static void checks(int hosted)
 	try("return data", return_data);
 	try("return to 32 bits", return_to_32_bits);
 	steps();
+	signals_at_each_step();
 	traced_flags();
 	kept_flags();
 	low_memory();
@@ -367,6 +404,10 @@ static void checks(int hosted)
 		void *own;
 
 		printf("hosted: page 1: %s\n", outcome(low, (void *)0x1000));
+		struct user_desc segment = { .limit = 0xFFFFF, .seg_32bit = 1, .limit_in_pages = 1, .useable = 1 };
+		long made = syscall(SYS_modify_ldt, 1, &segment, sizeof(segment));
+
+		printf("hosted: local descriptor table: %s\n", (int)made ? strerrorname_np((int)made == -1 ? errno : -(int)made) : "there");
 		own = mmap((void *)0x38000000, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
 		printf("hosted: the monitor's code: %s\n", outcome(own, (void *)0x38000000));
 		own = mmap((void *)0x41000000, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
@@ -661,6 +702,99 @@ static void set_up(unsigned long seed, unsigned long first)
 	run->at = first;
 }
 
+/*
+ * Random changes of mappings, with an access across or at a border after each. The map is small, so that ranges touch and
+ * split one another.
+ */
+#define MAP ((unsigned char *)0x20000000)
+#define MAP_PAGES 24
+#define RETURN 0xC3
+
+static sigjmp_buf back;
+static volatile unsigned long fault;
+
+static void note_fault(int signo, siginfo_t *info, void *context)
+{
+	greg_t *r = ((ucontext_t *)context)->uc_mcontext.gregs;
+
+	fault = add(add(add(signo, info->si_code), r[REG_TRAPNO]), r[REG_ERR]);
+	if (r[REG_TRAPNO] == 14)
+		fault = add(fault, r[REG_CR2]);
+	siglongjmp(back, 1);
+}
+
+/* Makes one access; returns what it has read, or the fault. */
+static unsigned long access_at(unsigned char *at, unsigned int how)
+{
+	volatile unsigned long *word = (unsigned long *)at;
+
+	fault = 0;
+	if (sigsetjmp(back, 1))
+		return fault;
+	switch (how % 4) {
+	case 0:
+		return *word;
+	case 1:
+		*word = 0x0101010101010101UL * RETURN;
+		return 1;
+	case 2:
+		*word = *word;
+		return 4;
+	default:
+		/* Only where a return is, as far as it can be read. */
+		if (*at != RETURN)
+			return 2;
+		((void (*)(void))at)();
+		return 3;
+	}
+}
+
+static unsigned long change(unsigned char *at, size_t length, struct number *n)
+{
+	static const int protections[] = { PROT_NONE, PROT_READ, PROT_READ | PROT_WRITE, PROT_READ | PROT_EXEC,
+					   PROT_READ | PROT_WRITE | PROT_EXEC };
+	const int protection = protections[next(n) % 5], flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
+	unsigned char *to = MAP + next(n) % MAP_PAGES * PAGE;
+	void *got;
+
+	switch (next(n) % 8) {
+	case 0: case 1:
+		got = mmap(at, length, protection, flags, -1, 0);
+		break;
+	case 2:
+		got = mmap(at, length, protection, flags | MAP_FIXED_NOREPLACE, -1, 0);
+		break;
+	case 3:
+		return munmap(at, length) ? errno : 0;
+	case 4:
+		got = mremap(at, length, PAGE + next(n) % 3 * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, to);
+		break;
+	case 5:
+		return madvise(at, length, MADV_DONTNEED) ? errno : 0;
+	default:
+		return mprotect(at, length, protection) ? errno : 0;
+	}
+	return got == MAP_FAILED ? errno : (unsigned long)got;
+}
+
+static void maps(unsigned long seed, unsigned long count)
+{
+	struct number n = { 0x123456789ABCDEF ^ seed << 20 };
+	unsigned long sum = 0;
+
+	munmap(MAP, 2 * MAP_PAGES * PAGE);
+	catch_all(note_fault);
+	for (unsigned long i = 1; i <= count; i++) {
+		unsigned long page = next(&n) % MAP_PAGES, border = 1 + next(&n) % MAP_PAGES;
+
+		sum = add(sum, change(MAP + page * PAGE, (1 + next(&n) % 5) * PAGE, &n));
+		sum = add(sum, access_at(MAP + border * PAGE - next(&n) % 16, next(&n)));
+		if (i % 1000 == 0 || i == count)
+			printf("odd: maps %lu %lu: %lx\n", seed, i, sum);
+	}
+	munmap(MAP, 2 * MAP_PAGES * PAGE);
+}
+
 static int stress(unsigned long seed, unsigned long count, int left_out, char **cases)
 {
 	set_up(seed, 0);
@@ -673,6 +807,7 @@ static int stress(unsigned long seed, unsigned long count, int left_out, char **
 		go_through();
 		printf("odd: %lu %lu: %lx\n", seed, run->at, run->sum);
 	}
+	maps(seed, count);
 	for (unsigned long i = 0; i < run->apart_count; i++)
 		printf("apart: %lu\n", run->apart[i]);
 	return 0;
@@ -698,6 +833,7 @@ int main(int count, char **words)
 	if (count > 4 && !strcmp(words[1], "show"))
 		return show(strtoul(words[2], NULL, 0), strtoul(words[3], NULL, 0), strtoul(words[4], NULL, 0));
 	checks(hosted);
+	maps(1, 3000);
 	printf("odd: checked\n");
 	return 0;
 }

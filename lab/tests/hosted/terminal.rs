@@ -46,6 +46,12 @@ fn a_person_at_the_terminal_has_jobs_a_network_a_compiler_and_a_clean_end() -> R
     machine.wait_for("/dev/pts/0\n");
     machine.type_line(&format!("cd /run; echo '{PROGRAM}' > a.c; gcc a.c -o a; ./a; echo com''piled $?"));
     machine.wait_for("compiled 42\n");
+    // Such a program cannot have its addresses. It ends with its own message, and the machine goes on.
+    machine.type_line("gcc -fsanitize=address a.c -o b; ./b; echo sani''tized $?; echo still $((40 + 2))");
+    machine.wait_for("sanitized ");
+    machine.wait_for("still 42\n");
+    let said = machine.said();
+    assert!(said.contains("AddressSanitizer") && !said.contains("sanitized 42"), "{said}");
     if let Some(address) = expected_address() {
         machine.type_line("ip -4 -o address show dev eth0; cat /etc/resolv.conf; echo net''work");
         machine.wait_for("network\n");
