@@ -14,7 +14,7 @@
  * Version of every layout and meaning in this crate. Each change of one of them raises
  * the version.
  */
-#define MERCURY_ABI_VERSION 8
+#define MERCURY_ABI_VERSION 9
 /* VM_CR (C001_0114h): SVM enabled, locked, INIT redirected (AMD). */
 #define MERCURY_READABLE_VM_CR 1
 /* VM_HSAVE_PA (C001_0117h): host-physical address of the host save area (AMD). */
@@ -636,52 +636,44 @@
 #define MERCURY_GATE_INWARD_VM_HSAVE_PA 168
 #define MERCURY_GATE_INWARD_CS 176
 #define MERCURY_GATE_INWARD_CS_SELECTOR 176
-#define MERCURY_GATE_INWARD_CS_RESERVED 178
-#define MERCURY_GATE_INWARD_CS_ATTRIBUTES 180
-#define MERCURY_GATE_INWARD_CS_LIMIT 184
-#define MERCURY_GATE_INWARD_CS_BASE 188
+#define MERCURY_GATE_INWARD_CS_ATTRIBUTES 178
+#define MERCURY_GATE_INWARD_CS_LIMIT 180
+#define MERCURY_GATE_INWARD_CS_BASE 184
 #define MERCURY_GATE_INWARD_SS 192
 #define MERCURY_GATE_INWARD_SS_SELECTOR 192
-#define MERCURY_GATE_INWARD_SS_RESERVED 194
-#define MERCURY_GATE_INWARD_SS_ATTRIBUTES 196
-#define MERCURY_GATE_INWARD_SS_LIMIT 200
-#define MERCURY_GATE_INWARD_SS_BASE 204
+#define MERCURY_GATE_INWARD_SS_ATTRIBUTES 194
+#define MERCURY_GATE_INWARD_SS_LIMIT 196
+#define MERCURY_GATE_INWARD_SS_BASE 200
 #define MERCURY_GATE_INWARD_DS 208
 #define MERCURY_GATE_INWARD_DS_SELECTOR 208
-#define MERCURY_GATE_INWARD_DS_RESERVED 210
-#define MERCURY_GATE_INWARD_DS_ATTRIBUTES 212
-#define MERCURY_GATE_INWARD_DS_LIMIT 216
-#define MERCURY_GATE_INWARD_DS_BASE 220
+#define MERCURY_GATE_INWARD_DS_ATTRIBUTES 210
+#define MERCURY_GATE_INWARD_DS_LIMIT 212
+#define MERCURY_GATE_INWARD_DS_BASE 216
 #define MERCURY_GATE_INWARD_ES 224
 #define MERCURY_GATE_INWARD_ES_SELECTOR 224
-#define MERCURY_GATE_INWARD_ES_RESERVED 226
-#define MERCURY_GATE_INWARD_ES_ATTRIBUTES 228
-#define MERCURY_GATE_INWARD_ES_LIMIT 232
-#define MERCURY_GATE_INWARD_ES_BASE 236
+#define MERCURY_GATE_INWARD_ES_ATTRIBUTES 226
+#define MERCURY_GATE_INWARD_ES_LIMIT 228
+#define MERCURY_GATE_INWARD_ES_BASE 232
 #define MERCURY_GATE_INWARD_FS 240
 #define MERCURY_GATE_INWARD_FS_SELECTOR 240
-#define MERCURY_GATE_INWARD_FS_RESERVED 242
-#define MERCURY_GATE_INWARD_FS_ATTRIBUTES 244
-#define MERCURY_GATE_INWARD_FS_LIMIT 248
-#define MERCURY_GATE_INWARD_FS_BASE 252
+#define MERCURY_GATE_INWARD_FS_ATTRIBUTES 242
+#define MERCURY_GATE_INWARD_FS_LIMIT 244
+#define MERCURY_GATE_INWARD_FS_BASE 248
 #define MERCURY_GATE_INWARD_GS 256
 #define MERCURY_GATE_INWARD_GS_SELECTOR 256
-#define MERCURY_GATE_INWARD_GS_RESERVED 258
-#define MERCURY_GATE_INWARD_GS_ATTRIBUTES 260
-#define MERCURY_GATE_INWARD_GS_LIMIT 264
-#define MERCURY_GATE_INWARD_GS_BASE 268
+#define MERCURY_GATE_INWARD_GS_ATTRIBUTES 258
+#define MERCURY_GATE_INWARD_GS_LIMIT 260
+#define MERCURY_GATE_INWARD_GS_BASE 264
 #define MERCURY_GATE_INWARD_LDTR 272
 #define MERCURY_GATE_INWARD_LDTR_SELECTOR 272
-#define MERCURY_GATE_INWARD_LDTR_RESERVED 274
-#define MERCURY_GATE_INWARD_LDTR_ATTRIBUTES 276
-#define MERCURY_GATE_INWARD_LDTR_LIMIT 280
-#define MERCURY_GATE_INWARD_LDTR_BASE 284
+#define MERCURY_GATE_INWARD_LDTR_ATTRIBUTES 274
+#define MERCURY_GATE_INWARD_LDTR_LIMIT 276
+#define MERCURY_GATE_INWARD_LDTR_BASE 280
 #define MERCURY_GATE_INWARD_TR 288
 #define MERCURY_GATE_INWARD_TR_SELECTOR 288
-#define MERCURY_GATE_INWARD_TR_RESERVED 290
-#define MERCURY_GATE_INWARD_TR_ATTRIBUTES 292
-#define MERCURY_GATE_INWARD_TR_LIMIT 296
-#define MERCURY_GATE_INWARD_TR_BASE 300
+#define MERCURY_GATE_INWARD_TR_ATTRIBUTES 290
+#define MERCURY_GATE_INWARD_TR_LIMIT 292
+#define MERCURY_GATE_INWARD_TR_BASE 296
 #define MERCURY_GATE_INWARD_LDTR_BASE_VIRT 304
 #define MERCURY_GATE_INWARD_TR_BASE_VIRT 312
 #define MERCURY_GATE_INWARD_GDTR 320
@@ -1347,35 +1339,30 @@ static_assert(offsetof(struct mercury_boot_info, pool_count) == 48);
 static_assert(offsetof(struct mercury_boot_info, iomem_end_phys) == 56);
 
 /*
- * A segment register, as the driver reads it from the live descriptor tables.
- * Attributes have the VMCB's format (APM volume 2, section 15.5.1), spread over 16 bits
- * as LAR returns them.
+ * A segment register with its hidden part, as the driver reads it from the live
+ * descriptor tables. The layout is that of AMD's control block (APM volume 2, appendix
+ * B, "VMCB state save area").
  */
 struct mercury_segment {
-	/* Selector that the segment register holds. */
+	/* Selector, as software loads it. */
 	u16 selector;
-	/* Reserved; zero on both sides. */
-	u16 reserved;
 	/*
-	 * Access rights as LAR returns them, shifted right by 8: type, S, DPL, P in
-	 * bits 7:0; AVL, L, D/B, G in bits 15:12. Zero for a null selector.
+	 * Access rights as the vendor's control block holds them: type, S, DPL, P in
+	 * bits 7:0; AVL, L, D/B, G in bits 11:8 on AMD, in bits 15:12 on Intel. Zero
+	 * for a null selector.
 	 */
-	u32 attributes;
+	u16 attributes;
 	/* Limit in bytes, as LSL returns it. */
 	u32 limit;
-	/*
-	 * Linear base address, from the descriptor. The base in a code or data
-	 * segment's descriptor has 32 bits.
-	 */
-	u32 base;
+	/* Base address, virtual. */
+	u64 base;
 };
 
 static_assert(sizeof(struct mercury_segment) == 16);
 static_assert(offsetof(struct mercury_segment, selector) == 0);
-static_assert(offsetof(struct mercury_segment, reserved) == 2);
-static_assert(offsetof(struct mercury_segment, attributes) == 4);
-static_assert(offsetof(struct mercury_segment, limit) == 8);
-static_assert(offsetof(struct mercury_segment, base) == 12);
+static_assert(offsetof(struct mercury_segment, attributes) == 2);
+static_assert(offsetof(struct mercury_segment, limit) == 4);
+static_assert(offsetof(struct mercury_segment, base) == 8);
 
 /* A pseudo-descriptor in memory. LGDT and LIDT get the address of limit. */
 struct mercury_descriptor_table {

@@ -82,7 +82,7 @@ fn steps(machine: &Machine, debugger: &mut Debugger) -> Result<Vec<(String, u64)
         ("after CLGI", enter + find(&gate_in, CLGI)? + 3),
         ("at the hypervisor's entry", area.1),
         ("in the native operation", image + symbol(&symbols, "6switch10svm_native")?),
-        ("before VMRUN's registers are loaded", run),
+        ("before the system's state is loaded", image + symbol(&symbols, "6switch9run_first")?),
         ("at VMRUN", vmrun),
         ("after the exit", vmrun + 3),
         ("in the answer to the exit", image + symbol(&symbols, "3svm5quick10quick_exit")?),

@@ -132,23 +132,20 @@ pub struct BootInfo {
     pub iomem_end_phys: u64,
 }
 
-/// A segment register, as the driver reads it from the live descriptor tables. Attributes have the
-/// VMCB's format (APM volume 2, section 15.5.1), spread over 16 bits as LAR returns them.
+/// A segment register with its hidden part, as the driver reads it from the live descriptor tables. The
+/// layout is that of AMD's control block (APM volume 2, appendix B, "VMCB state save area").
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Segment {
-    /// Selector that the segment register holds.
+    /// Selector, as software loads it.
     pub selector: u16,
-    /// Reserved; zero on both sides.
-    pub reserved: u16,
-    /// Access rights as LAR returns them, shifted right by 8: type, S, DPL, P in bits 7:0; AVL, L,
-    /// D/B, G in bits 15:12. Zero for a null selector.
-    pub attributes: u32,
+    /// Access rights as the vendor's control block holds them: type, S, DPL, P in bits 7:0; AVL, L,
+    /// D/B, G in bits 11:8 on AMD, in bits 15:12 on Intel. Zero for a null selector.
+    pub attributes: u16,
     /// Limit in bytes, as LSL returns it.
     pub limit: u32,
-    /// Linear base address, from the descriptor. The base in a code or data segment's descriptor
-    /// has 32 bits.
-    pub base: u32,
+    /// Base address, virtual.
+    pub base: u64,
 }
 
 /// State of the CPU at the entry of the gate: values that the driver and the gate's way in store

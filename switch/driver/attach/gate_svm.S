@@ -82,6 +82,37 @@ SYM_CODE_END(mercury_svm_enter)
 _ASM_NOKPROBE(mercury_svm_enter)
 
 /*
+ * Sets GIF and switches SVM off, and raises a machine check that the hypervisor took. Everything is in its
+ * place, but for the registers. KVM may have left SVM on, and GIF clear besides.
+ */
+.macro GO_NATIVE
+	cmpl	$0, MERCURY_GATE_OUTWARD_SVM(%rdi)
+	jne	.Lshared\@
+	/* STGI needs SVME (15.17); NMIs come from here on. */
+	stgi
+	movl	$MSR_EFER, %ecx
+	rdmsr
+	btrl	$EFER_SVME_BIT, %eax
+	wrmsr
+.Lnative\@:
+	cmpq	$0, MERCURY_GATE_MACHINE_CHECK(%rdi)
+	je	.Lraised\@
+	/*
+	 * It is the kernel's to judge: the vector has a stack of its own, its entry trusts neither GS nor
+	 * CR3, and the banks say the rest.
+	 */
+	movq	$0, MERCURY_GATE_MACHINE_CHECK(%rdi)
+	int	$X86_TRAP_MC
+	jmp	.Lraised\@
+.Lshared\@:
+	testl	$MERCURY_KEEP_GIF_CLEAR, MERCURY_GATE_OUTWARD_SVM(%rdi)
+	jnz	.Lnative\@
+	stgi
+	jmp	.Lnative\@
+.Lraised\@:
+.endm
+
+/*
  * The hypervisor jumps here in its own address space, GIF = 0, RDI = area. FS, GS, TR, LDTR, the
  * syscall MSRs and PAT hold the outward values already.
  */
@@ -128,7 +159,10 @@ SYM_CODE_START(mercury_svm_leave)
 	pushq	SELECTOR(CS)
 	pushq	MERCURY_GATE_OUTWARD_RIP(%rdi)
 	pushq	MERCURY_GATE_OUTWARD_RFLAGS(%rdi)
-	jmp	.Lready
+	GO_NATIVE
+	LOAD_REGISTERS
+	popfq
+	lretq
 
 	/*
 	 * An exit of user mode, or on a user's stack, that ends in a detach. Neither runs with NMIs blocked,
@@ -149,42 +183,11 @@ SYM_CODE_START(mercury_svm_leave)
 	movq	SELECTOR(SS), %rax
 	movq	%rax, (MERCURY_GATE_FRAME + 32)(%rdi)
 	leaq	MERCURY_GATE_FRAME(%rdi), %rsp
-
-.Lready:
-	/* KVM may have left GIF clear, and SVM on. */
-	testl	$MERCURY_KEEP_GIF_CLEAR, MERCURY_GATE_OUTWARD_SVM(%rdi)
-	jnz	.Lkept
-	/* STGI needs SVME (15.17); NMIs come from here on and find everything in its place. */
-	stgi
-	testl	$MERCURY_KEEP_SVME, MERCURY_GATE_OUTWARD_SVM(%rdi)
-	jnz	.Lkept
-	movl	$MSR_EFER, %ecx
-	rdmsr
-	btrl	$EFER_SVME_BIT, %eax
-	wrmsr
-.Lkept:
-	cmpq	$0, MERCURY_GATE_MACHINE_CHECK(%rdi)
-	jne	.Lmachine_check
-.Lraised:
-	leaq	MERCURY_GATE_FRAME(%rdi), %rax
-	cmpq	%rax, %rsp
+	GO_NATIVE
 	LOAD_REGISTERS
-	je	.Lframe
-	popfq
-	lretq
-.Lframe:
 	VERW_BEFORE_USER
 	iretq
 	int3
-
-	/*
-	 * One that the hypervisor took is the kernel's to judge: the vector has a stack of its own, its
-	 * entry trusts neither GS nor CR3, and the banks say the rest.
-	 */
-.Lmachine_check:
-	movq	$0, MERCURY_GATE_MACHINE_CHECK(%rdi)
-	int	$X86_TRAP_MC
-	jmp	.Lraised
 SYM_CODE_END(mercury_svm_leave)
 _ASM_NOKPROBE(mercury_svm_leave)
 

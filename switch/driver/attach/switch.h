@@ -45,8 +45,12 @@ static __always_inline u32 segment_base(u16 selector)
 	return *(const u16 *)(entry + 2) | entry[4] << 16 | (u32)entry[7] << 24;
 }
 
-/* Reads the descriptor of a selector; returns false if there is none. */
-static __always_inline bool read_segment(struct mercury_segment *segment, u16 selector)
+/*
+ * Reads the descriptor of a selector; returns false if there is none. `attributes` makes the vendor's of
+ * what LAR returns.
+ */
+static __always_inline bool
+read_segment(struct mercury_segment *segment, u16 selector, u16 (*attributes)(u32 access))
 {
 	u32 access, limit;
 	bool readable;
@@ -67,7 +71,7 @@ static __always_inline bool read_segment(struct mercury_segment *segment, u16 se
 		     : "cc");
 	if (!readable)
 		return false;
-	segment->attributes = (access >> 8) & 0xf0ff;
+	segment->attributes = attributes(access);
 	segment->limit = limit;
 	segment->base = segment_base(selector);
 	return true;

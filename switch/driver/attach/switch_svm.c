@@ -28,17 +28,23 @@ static noinstr u32 mercury_svm_mode(void)
 	return mercury_ask_efer() & MERCURY_EFER_ATTACHED ? MERCURY_MODE_ATTACHED : MERCURY_MODE_NATIVE;
 }
 
+/* AMD's control block has AVL, L, D/B and G beside the other bits. */
+static __always_inline u16 attributes(u32 access)
+{
+	return (access >> 8 & 0xff) | (access >> 12 & 0xf00);
+}
+
 /* Reads the state that the gate's way in does not; returns the selector that could not be read, or -1. */
 static __always_inline int capture(struct mercury_inward *inward)
 {
 	inward->vm_hsave_pa = __rdmsr(MSR_VM_HSAVE_PA);
-	if (!read_segment(&inward->cs, selector_of(cs)))
+	if (!read_segment(&inward->cs, selector_of(cs), attributes))
 		return inward->cs.selector;
-	if (!read_segment(&inward->ss, selector_of(ss)))
+	if (!read_segment(&inward->ss, selector_of(ss), attributes))
 		return inward->ss.selector;
-	if (!read_segment(&inward->ds, selector_of(ds)))
+	if (!read_segment(&inward->ds, selector_of(ds), attributes))
 		return inward->ds.selector;
-	if (!read_segment(&inward->es, selector_of(es)))
+	if (!read_segment(&inward->es, selector_of(es), attributes))
 		return inward->es.selector;
 	return -1;
 }

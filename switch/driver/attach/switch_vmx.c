@@ -79,6 +79,12 @@ static __always_inline u64 system_base(u16 selector)
 	       (u64)system->base3 << 32;
 }
 
+/* Intel's control structure has what LAR returns. */
+static __always_inline u16 attributes(u32 access)
+{
+	return access >> 8 & 0xf0ff;
+}
+
 /* Reads the state that the gate's way in does not; returns the selector that could not be read, or -1. */
 static __always_inline int capture(struct mercury_inward *inward)
 {
@@ -86,21 +92,21 @@ static __always_inline int capture(struct mercury_inward *inward)
 
 	asm volatile("sldt %0" : "=m" (ldtr));
 	asm volatile("str %0" : "=m" (tr));
-	if (!read_segment(&inward->cs, selector_of(cs)))
+	if (!read_segment(&inward->cs, selector_of(cs), attributes))
 		return inward->cs.selector;
-	if (!read_segment(&inward->ss, selector_of(ss)))
+	if (!read_segment(&inward->ss, selector_of(ss), attributes))
 		return inward->ss.selector;
-	if (!read_segment(&inward->ds, selector_of(ds)))
+	if (!read_segment(&inward->ds, selector_of(ds), attributes))
 		return inward->ds.selector;
-	if (!read_segment(&inward->es, selector_of(es)))
+	if (!read_segment(&inward->es, selector_of(es), attributes))
 		return inward->es.selector;
-	if (!read_segment(&inward->fs, selector_of(fs)))
+	if (!read_segment(&inward->fs, selector_of(fs), attributes))
 		return inward->fs.selector;
-	if (!read_segment(&inward->gs, selector_of(gs)))
+	if (!read_segment(&inward->gs, selector_of(gs), attributes))
 		return inward->gs.selector;
-	if (!read_segment(&inward->ldtr, ldtr))
+	if (!read_segment(&inward->ldtr, ldtr, attributes))
 		return ldtr;
-	if (!read_segment(&inward->tr, tr))
+	if (!read_segment(&inward->tr, tr, attributes))
 		return tr;
 	inward->ldtr_base_virt = system_base(ldtr);
 	inward->tr_base_virt = system_base(tr);

@@ -59,6 +59,11 @@ impl Hardware for Model {
         self.msrs.get(&index).copied()
     }
 
+    fn read_msrs<const N: usize>(&mut self, indices: [u32; N]) -> Option<[u64; N]> {
+        let values = indices.map(|index| self.read_msr(index));
+        values.iter().all(Option::is_some).then(|| values.map(Option::unwrap_or_default))
+    }
+
     fn write_msr(&mut self, index: u32, value: u64) -> bool {
         let (absent, ignored) =
             if index == msr::EFER { (self.efer_absent, self.efer_ignored) } else { (0, 0) };

@@ -6,7 +6,7 @@
 
 use mercury_abi::code::Code;
 use mercury_abi::facts::CpuFacts;
-use mercury_abi::gate::{self, DescriptorTable};
+use mercury_abi::gate::DescriptorTable;
 
 use mercury_preflight::bits::{cpuid, cr4};
 
@@ -123,10 +123,10 @@ fn fill_control(control: &mut Vmcb, root: Roots) {
 fn fill_registers(area: &mut Area, hardware: &mut impl Hardware) {
     let inward = &area.cpu.gate.inward;
     let control = &mut area.control;
-    control.es = segment(&inward.es);
-    control.cs = segment(&inward.cs);
-    control.ss = segment(&inward.ss);
-    control.ds = segment(&inward.ds);
+    control.es = inward.es;
+    control.cs = inward.cs;
+    control.ss = inward.ss;
+    control.ds = inward.ds;
     control.gdtr = table(&area.cpu.guest_gdtr);
     control.idtr = table(&area.cpu.guest_idtr);
     control.cpl = 0;
@@ -143,16 +143,17 @@ fn fill_registers(area: &mut Area, hardware: &mut impl Hardware) {
 }
 
 fn fill_msrs(area: &mut Area, hardware: &mut impl Hardware) -> Result<(), Code> {
-    let efer = hardware.read_msr(msr::EFER).ok_or(Code::FactUnreadable)?;
+    // The driver has read EFER, and has set SVME since.
     area.own.guest_efer = area.cpu.gate.inward.efer;
-    area.own.attach_efer = efer;
+    area.own.attach_efer = area.cpu.gate.inward.efer | msr::EFER_SVME;
     area.own.guest_hsave = area.cpu.gate.inward.vm_hsave_pa;
-    area.control.efer = efer;
+    area.control.efer = area.own.attach_efer;
     guests::attach(area);
     area.control.g_pat = hardware.read_msr(msr::PAT).ok_or(Code::FactUnreadable)?;
     if area.cpu.features & feature::SUPERVISOR_SHADOW_STACK != 0 {
-        area.control.s_cet = hardware.read_msr(msr::S_CET).ok_or(Code::FactUnreadable)?;
-        area.control.isst_addr = hardware.read_msr(msr::ISST_ADDR).ok_or(Code::FactUnreadable)?;
+        let [s_cet, isst_addr] =
+            hardware.read_msrs([msr::S_CET, msr::ISST_ADDR]).ok_or(Code::FactUnreadable)?;
+        (area.control.s_cet, area.control.isst_addr) = (s_cet, isst_addr);
     }
     if area.cpu.features & feature::VIRTUAL_SPEC_CTRL != 0 {
         lend_spec_ctrl(area, hardware)?;
@@ -183,17 +184,6 @@ fn return_spec_ctrl(area: &mut Area, hardware: &mut impl Hardware) {
     }
 }
 
-pub(super) const fn segment(from: &gate::Segment) -> Segment {
-    // LAR's layout keeps AVL, L, D/B and G in bits 15:12; the block wants them in bits 11:8.
-    let attributes = from.attributes & 0xFF | from.attributes >> 4 & 0xF00;
-    Segment {
-        selector: from.selector,
-        attributes: attributes as u16,
-        limit: from.limit,
-        base: from.base as u64,
-    }
-}
-
 pub(super) const fn table(from: &DescriptorTable) -> Segment {
     Segment { selector: 0, attributes: 0, limit: from.limit as u32, base: from.base_virt }
 }
@@ -211,18 +201,29 @@ pub fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
     put_registers_back(area);
     guests::leave(area, hardware);
     return_msrs(area, hardware);
+    return_spec_ctrl(area, hardware);
 }
 
 /// Prepares the same way out where the system does not use SVM. No vector register is used, for they are
 /// still the system's (see [`super::quick`]).
-#[inline]
+#[inline(always)]
 pub fn put_back_without_svm(area: &mut Area, hardware: &mut impl Hardware) {
     put_registers_back(area);
-    guests::leave_without(area);
+    area.cpu.gate.outward.svm = 0;
     return_msrs(area, hardware);
+    if area.own.around_guest != 0 {
+        undo_around_guest(area, hardware);
+    }
 }
 
-#[inline]
+/// Undoes what is arranged for the runs of the system's guest.
+#[inline(always)]
+fn undo_around_guest(area: &mut Area, hardware: &mut impl Hardware) {
+    guests::leave_without(area);
+    return_spec_ctrl(area, hardware);
+}
+
+#[inline(always)]
 fn put_registers_back(area: &mut Area) {
     let control = &area.control;
     let outward = &mut area.cpu.gate.outward;
@@ -244,9 +245,9 @@ fn put_registers_back(area: &mut Area) {
     outward.registers[4] = control.rsp;
 }
 
-/// Puts back MSRs that the guest had in its control block. Each was read from this processor, or written by
+/// Puts back MSRs that the guest had in its control block, but for SPEC_CTRL. Each was read from this processor, or written by
 /// the system after a check, so that no write can fault.
-#[inline]
+#[inline(always)]
 fn return_msrs(area: &mut Area, hardware: &mut impl Hardware) {
     if area.own.guest_efer | msr::EFER_SVME != area.own.attach_efer {
         let _ = hardware.write_msr(msr::EFER, area.own.guest_efer | msr::EFER_SVME);
@@ -259,11 +260,11 @@ fn return_msrs(area: &mut Area, hardware: &mut impl Hardware) {
         let _ = hardware.write_msr(msr::ISST_ADDR, area.control.isst_addr);
         return_user_shadow_stack(area, hardware);
     }
-    return_spec_ctrl(area, hardware);
 }
 
 /// Puts back the shadow-stack pointer of user mode. For user mode that leaves it is in the block, and the
 /// gate's IRET loads it from PL3_SSP (APM vol. 2, 18.8 and 8.9.3). In the kernel PL3_SSP holds it already.
+#[inline(always)]
 fn return_user_shadow_stack(area: &Area, hardware: &mut impl Hardware) {
     const SHSTK_EN: u64 = 1;
     let shadowed = area.control.cpl == 3

@@ -10,7 +10,7 @@ use mercury_abi::gate::{EFER_ATTACHED, HYPERCALL_MAGIC, Hypercall};
 use mercury_abi::shared::ExitReason;
 
 use super::vmcb::{TLB_FLUSH_ALL, TLB_KEEP, event, exit_code};
-use super::{Area, capture, exits, guests, msr, run};
+use super::{Area, capture, exits, guests, msr};
 use crate::quick::{Quick, publish_detach};
 use crate::x86::msr::EFER;
 use crate::x86::{Hardware, Processor, RFLAGS_TF};
@@ -20,18 +20,14 @@ const RCX: usize = 1;
 const RDX: usize = 2;
 const RSI: usize = 6;
 
-/// Answers a hypercall of the driver, or its question for the mode; no other exit.
+/// Answers a hypercall of the driver, or its question for the mode; no other exit. The world switch gives the
+/// system its extended state back.
 ///
 /// # Safety
 /// `area` is this CPU's own, and GIF is 0: no other code uses the area until this returns.
 pub unsafe extern "C" fn quick_exit(area: *mut Area) -> Quick {
     // SAFETY: the world switch passes this CPU's area; nothing else uses it while GIF = 0.
-    let area = unsafe { &mut *area };
-    let quick = answer(area, &mut Processor);
-    if quick == Quick::Leave {
-        run::restore_extended_state(area);
-    }
-    quick
+    answer(unsafe { &mut *area }, &mut Processor)
 }
 
 #[inline]
@@ -43,11 +39,8 @@ pub(super) fn answer(area: &mut Area, hardware: &mut impl Hardware) -> Quick {
     if !is_plain(area) {
         return Quick::Slow;
     }
-    if asks_for_mode(area) {
-        return answer_mode(area);
-    }
     if !is_hypercall(area) {
-        return Quick::Slow;
+        return if asks_for_mode(area) { answer_mode(area) } else { Quick::Slow };
     }
     let (flush, value) = match area.control.rax {
         PING => (TLB_KEEP, u64::from(MERCURY_ABI_VERSION)),
@@ -86,7 +79,7 @@ pub(super) fn efer_with_mode(area: &mut Area) -> u64 {
     msr::shown_efer(area) | EFER_ATTACHED
 }
 
-#[inline]
+#[inline(always)]
 fn answer_mode(area: &mut Area) -> Quick {
     fault::in_quick_answer(area);
     let value = efer_with_mode(area);
@@ -108,17 +101,19 @@ fn is_plain(area: &Area) -> bool {
         && !fault::is_armed_beyond_quick(area)
 }
 
-/// Counts the hypercall and moves past it, with this value in RAX.
-#[inline]
+/// Counts the hypercall and moves past it, with this value in RAX: no single step, as [`is_plain`] has seen,
+/// and no prefix (the driver's has none).
+#[inline(always)]
 fn finish(area: &mut Area, length: u64, rax: u64) {
     area.cpu.entered = 1;
     area.own.entry_state_valid = 0;
     publish::count(area, ExitReason::Hypercall);
-    exits::skip(area, length);
+    area.control.rip = area.control.rip.wrapping_add(length);
+    area.control.interrupt_shadow = 0;
     area.control.rax = rax;
 }
 
-#[inline]
+#[inline(always)]
 fn detach(area: &mut Area, hardware: &mut impl Hardware) -> Quick {
     finish(area, exits::VMMCALL_LENGTH, Code::Ok as u64);
     publish_detach(area, hardware);

@@ -9,7 +9,7 @@ use mercury_abi::restart::SavedCpu;
 use mercury_abi::shared::ExitReason;
 use mercury_abi::snapshot::{MERCURY_ROLLED_BACK, RollbackReason};
 
-use super::capture::{segment, table};
+use super::capture::table;
 use super::vmcb::{INTERCEPT_IRET, INTERCEPT_NMI, INTERCEPT_SHUTDOWN, Segment, TLB_FLUSH_ALL};
 use super::{Area, guests};
 use crate::exit::Answer;
@@ -85,8 +85,8 @@ pub fn shutdown(area: &mut Area, hardware: &mut impl Hardware) -> Result<Answer,
 /// MSRs that only it writes.
 pub(super) fn put_back(area: &mut Area, saved: &SavedCpu) {
     let Area { cpu, own, control, .. } = area;
-    control.cs = segment(&cpu.gate.inward.cs);
-    control.ss = segment(&cpu.gate.inward.ss);
+    control.cs = cpu.gate.inward.cs;
+    control.ss = cpu.gate.inward.ss;
     control.ds = data_segment(saved.data_selectors[0]);
     control.es = data_segment(saved.data_selectors[1]);
     control.fs = Segment { base: saved.fs_base, ..Segment::default() };
@@ -220,7 +220,7 @@ mod tests {
         control.interrupt_shadow = 1;
         control.await_window(true);
         cpu.area.own.guest_efer = 0;
-        cpu.area.cpu.gate.inward.cs.attributes = 0xA09B;
+        cpu.area.cpu.gate.inward.cs.attributes = 0xA9B;
         let saved = SavedCpu {
             cr0: 0x8005_0033,
             cr3: 0x1234_5000,

@@ -52,7 +52,7 @@ mod switch {
         offset_of!(SharedCpu, exits) + 8 * reason as usize
     }
 
-    entry::native_entry_point!(mercury_entry_svm, crate::svm::Svm, svm_native, run);
+    entry::native_entry_point!(mercury_entry_svm, crate::svm::Svm, svm_native, run_first);
 
     /// Carries out the driver's operations: see [`crate::native::enter`].
     ///
@@ -61,6 +61,38 @@ mod switch {
     unsafe extern "C" fn svm_native(area: *mut Area) -> entry::Next {
         // SAFETY: the gate passes this CPU's area; the driver does not touch it while the CPU is in here.
         crate::native::enter(unsafe { &mut *area })
+    }
+
+    /// Loads the registers that compiled code may change, but for RAX and RDI; RDI = the CPU's area.
+    macro_rules! load_scratch_registers {
+        () => {
+            concat!(
+                "mov rcx, [rdi + {registers} + 8]\n",
+                "mov rdx, [rdi + {registers} + 16]\n",
+                "mov rsi, [rdi + {registers} + 48]\n",
+                "mov r8, [rdi + {registers} + 64]\n",
+                "mov r9, [rdi + {registers} + 72]\n",
+                "mov r10, [rdi + {registers} + 80]\n",
+                "mov r11, [rdi + {registers} + 88]",
+            )
+        };
+    }
+
+    /// Enters the system after an attach, RDI = the CPU's area; does not return. The system goes on in the
+    /// gate, which takes the caller's registers from the stack: the others have no meaning there.
+    #[unsafe(naked)]
+    extern "C" fn run_first() -> ! {
+        naked_asm!(
+            "call {restore_sse}",
+            "lea rsp, [rdi + {area_size}]",
+            "push rdi",
+            "mov rax, [rdi + {control_phys}]",
+            "vmload rax",
+            "jmp .Lsvm_enter",
+            restore_sse = sym entry::restore_sse,
+            area_size = const AREA_SIZE,
+            control_phys = const offset_of!(Cpu, control_phys),
+        )
     }
 
     /// Enters the system, RDI = the CPU's area; does not return.
@@ -72,24 +104,17 @@ mod switch {
         naked_asm!(
             ".Lsvm_load:",
             "call {restore_sse}",
-            ".Lsvm_load_without_sse:",
             "lea rsp, [rdi + {area_size}]",
             "push rdi",
             "mov rax, [rdi + {control_phys}]",
             "vmload rax",
-            "mov rcx, [rdi + {registers} + 8]",
-            "mov rdx, [rdi + {registers} + 16]",
             "mov rbx, [rdi + {registers} + 24]",
             "mov rbp, [rdi + {registers} + 40]",
-            "mov rsi, [rdi + {registers} + 48]",
-            "mov r8, [rdi + {registers} + 64]",
-            "mov r9, [rdi + {registers} + 72]",
-            "mov r10, [rdi + {registers} + 80]",
-            "mov r11, [rdi + {registers} + 88]",
             "mov r12, [rdi + {registers} + 96]",
             "mov r13, [rdi + {registers} + 104]",
             "mov r14, [rdi + {registers} + 112]",
             "mov r15, [rdi + {registers} + 120]",
+            load_scratch_registers!(),
             "cmp dword ptr [rdi + {enter_guest}], 0",
             "jne .Lkvm_enter_from_compiled",
             "mov rdi, [rdi + {registers} + 56]",
@@ -140,21 +165,27 @@ mod switch {
             "vmsave rax",
             "mov rax, [rdi + {host_phys}]",
             "vmload rax",
-            "mov rbx, rdi",
             "cld",
             "cmp dword ptr [rdi + {on_snapshot}], 0",
             "jne .Lsvm_forget",
             // No mispredicted branch comes any further, to returns that user mode has trained.
             "lfence",
             "call {quick}",
-            "mov rdi, rbx",
+            "lea rdi, [rsp - {area_size}]",
             "cmp eax, {quick_run}",
-            "je .Lsvm_load_without_sse",
+            "ja .Lsvm_handle",
+            "mov rax, [rdi + {control_phys}]",
+            "vmload rax",
             "jb {leave_quickly}",
+            // All other registers are as the system left them: compiled code preserves them.
+            "push rdi",
+            load_scratch_registers!(),
+            "mov rdi, [rdi + {registers} + 56]",
+            "jmp .Lsvm_enter",
             ".Lsvm_handle:",
             "call {save_sse}",
             "call {handle}",
-            "mov rdi, rbx",
+            "lea rdi, [rsp - {area_size}]",
             "test eax, eax",
             "jz {leave}",
             // Empties the buffers that some processors leak from (TSA). On others VERW does nothing.

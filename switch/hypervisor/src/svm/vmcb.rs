@@ -6,19 +6,8 @@
 
 use core::mem::offset_of;
 
-/// A segment register with its hidden part (APM vol. 2, 15.5.1, "Segment state").
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Segment {
-    /// Selector, as software loads it.
-    pub selector: u16,
-    /// Descriptor bits 55:52 in bits 11:8 and 47:40 in bits 7:0.
-    pub attributes: u16,
-    /// Segment limit in bytes.
-    pub limit: u32,
-    /// Base address, virtual.
-    pub base: u64,
-}
+/// A segment register with its hidden part (APM vol. 2, 15.5.1, "Segment state"), as the driver hands it over.
+pub use mercury_abi::gate::Segment;
 
 /// The virtual machine control block. Offsets and sections are those of APM vol. 2.
 #[repr(C, align(4096))]

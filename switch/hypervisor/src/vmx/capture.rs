@@ -90,23 +90,35 @@ pub fn attach(area: &mut Area, hardware: &mut impl Hardware) -> Result<(), Code>
     Ok(())
 }
 
-/// Notes TR and LDTR as they came in, and makes their descriptors.
+/// Notes TR and LDTR as they came in, and makes their descriptors. Mostly they are those of the last time.
+#[inline]
 fn put_inward_segments(area: &mut Area) {
-    let inward = area.cpu.gate.inward;
+    let (tr, ldtr) = inward_segments(&area.cpu.gate.inward);
+    if tr != area.own.tr || ldtr != area.own.ldtr {
+        put_changed_segments(area);
+    }
+}
+
+#[cold]
+#[inline(never)]
+fn put_changed_segments(area: &mut Area) {
+    let (tr, ldtr) = inward_segments(&area.cpu.gate.inward);
+    area.host.put(&tr);
+    area.host.put(&ldtr);
+    area.own.tr = tr;
+    area.own.ldtr = ldtr;
+}
+
+/// Returns TR and LDTR as they came in.
+#[inline]
+fn inward_segments(inward: &gate::Inward) -> (SystemSegment, SystemSegment) {
     let system = |from: &gate::Segment, base_virt| SystemSegment {
         selector: from.selector,
-        attributes: from.attributes,
+        attributes: from.attributes.into(),
         limit: from.limit,
         base_virt,
     };
-    let (tr, ldtr) = (system(&inward.tr, inward.tr_base_virt), system(&inward.ldtr, inward.ldtr_base_virt));
-    // Mostly they are those of the last time.
-    if tr != area.own.tr || ldtr != area.own.ldtr {
-        area.host.put(&tr);
-        area.host.put(&ldtr);
-        area.own.tr = tr;
-        area.own.ldtr = ldtr;
-    }
+    (system(&inward.tr, inward.tr_base_virt), system(&inward.ldtr, inward.ldtr_base_virt))
 }
 
 /// Executes VMXON, and makes the VMCS clear and current.
@@ -139,24 +151,19 @@ struct Live {
 
 impl Live {
     fn read(area: &Area, hardware: &mut impl Hardware) -> Option<Self> {
+        let [fs_base, gs_base, sysenter @ .., debugctl, pat, efer] = hardware.read_msrs([
+            msr::FS_BASE,
+            msr::GS_BASE,
+            msr::SYSENTER_CS,
+            msr::SYSENTER_ESP,
+            msr::SYSENTER_EIP,
+            msr::DEBUGCTL,
+            msr::PAT,
+            msr::EFER,
+        ])?;
         let shadow_stacks = area.cpu.features & feature::SHADOW_STACKS != 0;
-        Some(Self {
-            fs_base: hardware.read_msr(msr::FS_BASE)?,
-            gs_base: hardware.read_msr(msr::GS_BASE)?,
-            sysenter: [
-                hardware.read_msr(msr::SYSENTER_CS)?,
-                hardware.read_msr(msr::SYSENTER_ESP)?,
-                hardware.read_msr(msr::SYSENTER_EIP)?,
-            ],
-            debugctl: hardware.read_msr(msr::DEBUGCTL)?,
-            pat: hardware.read_msr(msr::PAT)?,
-            efer: hardware.read_msr(msr::EFER)?,
-            cet: if shadow_stacks {
-                [hardware.read_msr(msr::S_CET)?, hardware.read_msr(msr::ISST_ADDR)?]
-            } else {
-                [0; 2]
-            },
-        })
+        let cet = if shadow_stacks { hardware.read_msrs([msr::S_CET, msr::ISST_ADDR])? } else { [0; 2] };
+        Some(Self { fs_base, gs_base, sysenter, debugctl, pat, efer, cet })
     }
 }
 
@@ -270,27 +277,22 @@ fn fill_host(area: &Area, hardware: &mut impl Hardware) {
 
 fn fill_segments(area: &Area, hardware: &mut impl Hardware, live: &Live) {
     let inward = &area.cpu.gate.inward;
-    let with_base = |segment: &gate::Segment| u64::from(segment.base);
-    let segments = [
-        (&inward.es, with_base(&inward.es)),
-        (&inward.cs, with_base(&inward.cs)),
-        (&inward.ss, with_base(&inward.ss)),
-        (&inward.ds, with_base(&inward.ds)),
-        (&inward.fs, live.fs_base),
-        (&inward.gs, live.gs_base),
-        (&inward.ldtr, inward.ldtr_base_virt),
-        (&inward.tr, inward.tr_base_virt),
-    ];
-    for (number, (segment, base)) in (0..).zip(segments) {
-        put_segment(hardware, number, segment, base);
-    }
+    put_segment(hardware, 0, &inward.es, inward.es.base);
+    put_segment(hardware, 1, &inward.cs, inward.cs.base);
+    put_segment(hardware, 2, &inward.ss, inward.ss.base);
+    put_segment(hardware, 3, &inward.ds, inward.ds.base);
+    put_segment(hardware, 4, &inward.fs, live.fs_base);
+    put_segment(hardware, 5, &inward.gs, live.gs_base);
+    put_segment(hardware, 6, &inward.ldtr, inward.ldtr_base_virt);
+    put_segment(hardware, 7, &inward.tr, inward.tr_base_virt);
     hardware.vmwrite(vmcs::GUEST_GDTR_BASE, inward.gdtr.base_virt);
     hardware.vmwrite(vmcs::GUEST_GDTR_LIMIT, u64::from(inward.gdtr.limit));
     hardware.vmwrite(vmcs::GUEST_IDTR_BASE, inward.idtr.base_virt);
     hardware.vmwrite(vmcs::GUEST_IDTR_LIMIT, u64::from(inward.idtr.limit));
 }
 
-/// Fills the `number`th segment, ES being 0.
+/// Fills the `number`th segment, ES being 0. Inlined, for a field's number is then a constant.
+#[inline(always)]
 fn put_segment(hardware: &mut impl Hardware, number: u32, segment: &gate::Segment, base: u64) {
     hardware.vmwrite(vmcs::GUEST_ES_SELECTOR + 2 * number, u64::from(segment.selector));
     hardware.vmwrite(vmcs::GUEST_ES_LIMIT + 2 * number, u64::from(segment.limit));
@@ -301,7 +303,7 @@ fn put_segment(hardware: &mut impl Hardware, number: u32, segment: &gate::Segmen
 /// Returns a segment's access rights. LAR's layout is the VMCS's, and a null selector is unusable (SDM,
 /// "Guest register state").
 const fn rights(segment: &gate::Segment) -> u64 {
-    if segment.attributes == 0 { UNUSABLE } else { (segment.attributes & 0xF0FF) as u64 }
+    if segment.attributes == 0 { UNUSABLE } else { segment.attributes as u64 }
 }
 
 fn fill_registers(area: &Area, hardware: &mut impl Hardware, live: &Live) {

@@ -24,8 +24,8 @@ mod tests;
 pub mod vmcs;
 
 use mercury_abi::code::Code;
-use mercury_abi::facts::{CpuFacts, CpuidLeaf};
-use mercury_abi::gate::{BootInfo, Vendor as Kind};
+use mercury_abi::facts::{CpuFacts, CpuidLeaf, TableRegister};
+use mercury_abi::gate::{BootInfo, DescriptorTable, Vendor as Kind};
 use mercury_abi::shared::EXIT_CODE_VMX;
 use mercury_preflight::vmx::{Controls, ept_vpid};
 
@@ -163,6 +163,8 @@ pub struct Own {
     pub captured_cet: [u64; 2],
     /// IA32_VMX_CR4_FIXED1: bits that a guest may set.
     pub cr4_allowed: u64,
+    /// GDTR of the [`LeaveGdt`].
+    pub leave_gdtr: DescriptorTable,
     /// TR that the next departure gives back.
     pub tr: SystemSegment,
     /// LDTR that the next departure gives back.
@@ -221,6 +223,9 @@ impl Vendor for Vmx {
 
     fn prepare(area: &mut Area, _: TaskStateSegment) {
         area.host = LeaveGdt::new();
+        let base_virt = core::ptr::from_ref(&area.host).expose_provenance() as u64;
+        let limit = size_of::<LeaveGdt>() as u64 - 1;
+        area.own.leave_gdtr = DescriptorTable::new(TableRegister { base_virt, limit });
         let nmi = &mut area.cpu.gate.nmi;
         [nmi.window_start_virt, nmi.window_end_virt, nmi.restart_virt] = run::nmi_window();
     }

@@ -55,7 +55,7 @@ mod switch {
     const PENDING: usize = offset_of!(Cpu, gate) + offset_of!(GateBlock, nmi) + offset_of!(NmiBlock, pending);
     const OWN: usize = offset_of!(Area, own);
 
-    entry::native_entry_point!(mercury_entry_vmx, crate::vmx::Vmx, vmx_native, run);
+    entry::native_entry_point!(mercury_entry_vmx, crate::vmx::Vmx, vmx_native, run_first);
 
     /// Carries out the driver's operations: see [`crate::native::enter`].
     ///
@@ -65,6 +65,20 @@ mod switch {
     unsafe extern "C" fn vmx_native(area: *mut Area) -> entry::Next {
         // SAFETY: the gate passes this CPU's area; the driver does not touch it while the CPU is in here.
         crate::native::enter(unsafe { &mut *area })
+    }
+
+    /// Enters the guest after an attach, RDI = the CPU's area; does not return. The guest goes on in the gate,
+    /// which takes the caller's registers from the stack: the others have no meaning there.
+    #[unsafe(naked)]
+    extern "C" fn run_first() -> ! {
+        naked_asm!(
+            "call {restore_sse}",
+            "lea rsp, [rdi + {host_rsp}]",
+            "jmp {enter}",
+            restore_sse = sym entry::restore_sse,
+            host_rsp = const HOST_RSP_OFFSET,
+            enter = sym enter,
+        )
     }
 
     /// Enters the guest, RDI = the CPU's area; does not return.
@@ -385,20 +399,26 @@ mod switch {
             "mov [rdi + {registers} + 104], r13",
             "mov [rdi + {registers} + 112], r14",
             "mov [rdi + {registers} + 120], r15",
-            "mov rbx, rdi",
             "cmp dword ptr [rdi + {on_snapshot}], 0",
             "jne 30f",
             // No mispredicted branch comes any further, to returns that user mode has trained.
             "lfence",
             "call {quick}",
-            "mov rdi, rbx",
+            "lea rdi, [rsp - {host_rsp}]",
             "cmp eax, {quick_run}",
-            "je {load}",
+            "ja 31f",
             "jb {leave_quickly}",
+            // RBP and R12 to R15 are as the system left them: compiled code preserves them.
+            "mov rsi, [rdi + {registers} + 48]",
+            "mov r8, [rdi + {registers} + 64]",
+            "mov r9, [rdi + {registers} + 72]",
+            "mov r10, [rdi + {registers} + 80]",
+            "mov r11, [rdi + {registers} + 88]",
+            "jmp {enter}",
             "31:",
             "call {save_sse}",
             "call {handle}",
-            "mov rdi, rbx",
+            "lea rdi, [rsp - {host_rsp}]",
             "test eax, eax",
             "jnz {run}",
             "jmp {leave}",
@@ -409,7 +429,8 @@ mod switch {
             registers = const REGISTERS,
             quick = sym crate::vmx::quick::quick_exit,
             quick_run = const crate::quick::Quick::Run as u32,
-            load = sym load,
+            host_rsp = const HOST_RSP_OFFSET,
+            enter = sym enter,
             leave_quickly = sym entry::leave_quickly,
             save_sse = sym entry::save_sse,
             handle = sym crate::vmx::exits::vmx_exit,
@@ -493,11 +514,10 @@ pub fn save_extended_state(area: &mut Area) {
 pub fn restore_extended_state(area: &mut Area) {
     let (tr, ldtr) = (area.own.tr.selector, area.own.ldtr.selector);
     let has_tr = area.host.release(tr);
-    let base_virt = core::ptr::from_ref(&area.host).expose_provenance() as u64;
     // SAFETY: the table is this CPU's own, stays, and has code, data and the two segments where they
     // belong; the gate loads the system's afterwards.
     unsafe {
-        vmx::lgdt(base_virt, (size_of::<LeaveGdt>() - 1) as u16);
+        vmx::lgdt(&area.own.leave_gdtr);
         if has_tr {
             vmx::ltr(tr);
         }

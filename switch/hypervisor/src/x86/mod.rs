@@ -48,6 +48,8 @@ pub unsafe fn copy_page(from: *const [u64; 512], to: *mut [u64; 512]) {
 pub trait Hardware {
     /// Reads an MSR; `None` if the processor raised #GP.
     fn read_msr(&mut self, index: u32) -> Option<u64>;
+    /// Reads MSRs; `None` if the processor raised #GP at one of them.
+    fn read_msrs<const N: usize>(&mut self, indices: [u32; N]) -> Option<[u64; N]>;
     /// Writes an MSR; `false` if the processor raised #GP.
     #[must_use]
     fn write_msr(&mut self, index: u32, value: u64) -> bool;
@@ -129,6 +131,11 @@ impl Hardware for Processor {
     #[inline]
     fn read_msr(&mut self, index: u32) -> Option<u64> {
         msr::read(index)
+    }
+
+    #[inline]
+    fn read_msrs<const N: usize>(&mut self, indices: [u32; N]) -> Option<[u64; N]> {
+        msr::read_all(indices)
     }
 
     #[inline]
@@ -220,10 +227,7 @@ impl Hardware for Processor {
     fn vmxoff(&mut self, vmcs_phys: u64) {
         // SAFETY: only [`crate::vmx`] calls this, in root operation; clearing first leaves nothing of the
         // VMCS in the processor (SDM, "Initializing a VMCS"; HARDWARE I-2).
-        unsafe {
-            let _ = vmx::vmclear(vmcs_phys);
-            vmx::vmxoff();
-        }
+        unsafe { vmx::vmxoff(vmcs_phys) };
     }
 
     #[inline]

@@ -70,57 +70,71 @@ pub const MTRR_FIXED: [u32; 11] =
 #[inline]
 #[must_use]
 pub fn read(index: u32) -> Option<u64> {
-    let (low, high, failed): (u32, u32, u32);
-    // SAFETY: RDMSR changes nothing but its outputs; a #GP continues at label 3 by the fix-up entry.
+    let [value] = read_all([index])?;
+    Some(value)
+}
+
+/// Reads MSRs; `None` if the processor raised #GP at one of them.
+#[inline]
+#[must_use]
+pub fn read_all<const N: usize>(indices: [u32; N]) -> Option<[u64; N]> {
+    let mut failed = 0;
+    let values = indices.map(|index| read_noting(index, &mut failed));
+    (failed == 0).then_some(values)
+}
+
+/// Reads an MSR. Returns 0 and sets `failed` if the processor raised #GP; the caller asks once for all.
+#[inline(always)]
+fn read_noting(index: u32, failed: &mut u32) -> u64 {
+    let value: u64;
+    // SAFETY: RDMSR changes nothing but its outputs, whose upper halves it clears; a #GP continues at label 3
+    // by the fix-up entry.
     unsafe {
         asm!(
-            "xor {failed:e}, {failed:e}",
             "2: rdmsr",
-            "jmp 4f",
+            "4: shl rdx, 32",
+            "or rax, rdx",
+            ".pushsection .text.recovery, \"ax\"",
             "3: mov {failed:e}, 1",
             "xor eax, eax",
             "xor edx, edx",
-            "4:",
+            "jmp 4b",
+            ".popsection",
             ".pushsection .rodata.fixup, \"a\"",
             ".long 2b - .",
             ".long 3b - .",
             ".popsection",
-            failed = out(reg) failed,
+            failed = inout(reg) *failed,
             in("ecx") index,
-            out("eax") low,
-            out("edx") high,
+            out("rax") value,
+            out("rdx") _,
             options(nostack),
         );
     }
-    (failed == 0).then_some(u64::from(high) << 32 | u64::from(low))
+    value
 }
 
 /// Writes an MSR; `false` if the processor raised #GP.
 #[inline]
 #[must_use]
 pub fn write(index: u32, value: u64) -> bool {
-    let failed: u32;
     // SAFETY: callers write what the system above asked for, or what belongs to the switch; a #GP
-    // continues at label 3 by the fix-up entry.
+    // continues at the label by the fix-up entry.
     unsafe {
         asm!(
-            "xor {failed:e}, {failed:e}",
             "2: wrmsr",
-            "jmp 4f",
-            "3: mov {failed:e}, 1",
-            "4:",
             ".pushsection .rodata.fixup, \"a\"",
             ".long 2b - .",
-            ".long 3b - .",
+            ".long {failed} - .",
             ".popsection",
-            failed = out(reg) failed,
+            failed = label { return false },
             in("ecx") index,
             in("eax") value as u32,
             in("edx") (value >> 32) as u32,
             options(nostack),
         );
     }
-    failed == 0
+    true
 }
 
 /// One entry of the fix-up table: offsets of the two addresses from their own fields.

@@ -4,6 +4,8 @@
 
 use core::arch::asm;
 
+use mercury_abi::gate::DescriptorTable;
+
 /// The outcome of a VMX instruction ("Conventions"): RFLAGS.CF and ZF.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Failure {
@@ -16,49 +18,38 @@ pub enum Failure {
 /// Result of a VMX instruction.
 pub type Outcome = Result<(), Failure>;
 
-const fn outcome(carry: u8, zero: u8) -> Outcome {
-    match (carry, zero) {
-        (0, 0) => Ok(()),
-        (0, _) => Err(Failure::Valid),
-        _ => Err(Failure::Invalid),
-    }
-}
-
 /// Executes VMXON with the region at `region_phys`. Returns `false` if it failed or faulted:
 /// IA32_FEATURE_CONTROL, CR0 or CR4 do not allow it.
 #[must_use]
 pub fn vmxon(region_phys: u64) -> bool {
-    let failed: u32;
     // SAFETY: the processor checks the region's revision; its page is mapped nowhere. A #GP continues at
-    // label 3 by the fix-up entry.
+    // the label by the fix-up entry.
     unsafe {
         asm!(
             "2: vmxon [{region}]",
-            "setna {failed:l}",
-            "movzx {failed:e}, {failed:l}",
-            "jmp 4f",
-            "3: mov {failed:e}, 1",
-            "4:",
+            "jna {failed}",
             ".pushsection .rodata.fixup, \"a\"",
             ".long 2b - .",
-            ".long 3b - .",
+            ".long {failed} - .",
             ".popsection",
             region = in(reg) &raw const region_phys,
-            failed = out(reg_abcd) failed,
+            failed = label { return false },
             options(nostack),
         );
     }
-    failed == 0
+    true
 }
 
-/// Executes VMXOFF.
+/// Executes VMCLEAR, whose failure has no consequence any more, and VMXOFF.
 ///
 /// # Safety
-/// In VMX root operation only.
+/// In VMX root operation only; the page holds a VMCS of this CPU.
 #[inline]
-pub unsafe fn vmxoff() {
+pub unsafe fn vmxoff(vmcs_phys: u64) {
     // SAFETY: the caller's promise.
-    unsafe { asm!("vmxoff", options(nostack)) };
+    unsafe {
+        asm!("vmclear [{pointer}]", "vmxoff", pointer = in(reg) &raw const vmcs_phys, options(nostack));
+    }
 }
 
 macro_rules! on_pointer {
@@ -72,20 +63,19 @@ macro_rules! on_pointer {
         /// In VMX root operation only; the page holds a VMCS of this CPU.
         #[inline]
         pub unsafe fn $name(vmcs_phys: u64) -> Outcome {
-            let (carry, zero): (u8, u8);
             // SAFETY: the caller's promise.
             unsafe {
                 asm!(
                     concat!($instruction, " [{pointer}]"),
-                    "setc {carry}",
-                    "setz {zero}",
+                    "jc {invalid}",
+                    "jz {valid}",
                     pointer = in(reg) &raw const vmcs_phys,
-                    carry = out(reg_byte) carry,
-                    zero = out(reg_byte) zero,
+                    invalid = label { return Err(Failure::Invalid) },
+                    valid = label { return Err(Failure::Valid) },
                     options(nostack),
                 );
             }
-            outcome(carry, zero)
+            Ok(())
         }
     };
 }
@@ -230,13 +220,11 @@ pub unsafe fn lldt(selector: u16) {
 /// Executes LGDT.
 ///
 /// # Safety
-/// `base_virt` is a descriptor table that stays, with the selectors in use where they are in the present one.
-pub unsafe fn lgdt(base_virt: u64, limit: u16) {
-    #[repr(C, packed)]
-    struct Pseudo(u16, u64);
-    let pseudo = Pseudo(limit, base_virt);
+/// `table` describes a descriptor table that stays, with the selectors in use where they are in the present one.
+#[inline]
+pub unsafe fn lgdt(table: &DescriptorTable) {
     // SAFETY: the caller's promise.
-    unsafe { asm!("lgdt [{}]", in(reg) &raw const pseudo, options(nostack, preserves_flags)) };
+    unsafe { asm!("lgdt [{}]", in(reg) &raw const table.limit, options(nostack, preserves_flags)) };
 }
 
 /// Ends as the processor does after a triple fault: it shuts down, and the machine resets it.
