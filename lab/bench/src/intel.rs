@@ -1,5 +1,5 @@
-//! The cost of a switch on Intel: in Bochs, whose time-stamp counter counts the instructions of a
-//! machine with one CPU.
+//! The cost of a switch and the exits on Intel: in Bochs, whose time-stamp counter counts the instructions
+//! of a machine with one CPU.
 
 use std::{collections::BTreeMap, thread, time::Duration};
 
@@ -36,21 +36,15 @@ pub struct Processor {
     pub cpuid_exit_instructions: u64,
 }
 
-/// All figures for Intel. The first four are the maximum of all processors.
+/// Exits of an attached machine on Intel.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Intel {
-    pub attach_instructions: u64,
-    pub detach_instructions: u64,
-    pub exit_roundtrip_instructions: u64,
-    pub cpuid_exit_instructions: u64,
     /// Exits of a load that only computes.
     pub compute_exits_per_second: f64,
     /// CPUID instructions that a program (/bin/true) executes before its `main`.
     pub cpuid_exits_per_program: f64,
     /// Exits of PostgreSQL at work.
     pub exits_under_postgres: Exits,
-    /// The figures of each processor.
-    pub processors: Vec<Processor>,
     /// The machine on which the exits were counted.
     pub machine: String,
 }
@@ -61,33 +55,24 @@ pub fn machine(model: Model) -> Spec {
     Spec::new(Kernel::BookwormCloud).cpus(1).memory_mib(MEMORY_MIB).platform(Platform::Bochs(model))
 }
 
-/// Boots a machine of each model and measures.
+/// Boots a machine and counts its exits.
 ///
 /// # Errors
-/// If a machine fails.
+/// If the machine fails.
 pub fn measure(time: Duration) -> Result<Intel> {
-    let older = Machine::boot(machine(Model::Haswell))?;
-    let first = processor(&older)?;
-    older.shut_down()?;
     let spec = machine(Model::SkylakeX);
     let summary = spec.summary();
-    let newer = Machine::boot(spec)?;
-    let processors = vec![first, processor(&newer)?];
-    let (compute, starts) = (compute_exits(&newer, time)?, cpuids_of_a_start(&newer)?);
-    newer.start_postgres()?;
-    let exits_under_postgres = exits::under_postgres(&newer, time)?;
-    newer.check_health()?;
-    newer.shut_down()?;
-    let most = |of: fn(&Processor) -> u64| processors.iter().map(of).max().unwrap_or(0);
+    let machine = Machine::boot(spec)?;
+    machine.mercury("load")?;
+    let (compute, starts) = (compute_exits(&machine, time)?, cpuids_of_a_start(&machine)?);
+    machine.start_postgres()?;
+    let exits_under_postgres = exits::under_postgres(&machine, time)?;
+    machine.check_health()?;
+    machine.shut_down()?;
     Ok(Intel {
-        attach_instructions: most(|one| one.attach_instructions),
-        detach_instructions: most(|one| one.detach_instructions),
-        exit_roundtrip_instructions: most(|one| one.exit_roundtrip_instructions),
-        cpuid_exit_instructions: most(|one| one.cpuid_exit_instructions),
         compute_exits_per_second: compute as f64 / time.as_secs_f64(),
         cpuid_exits_per_program: starts,
         exits_under_postgres,
-        processors,
         machine: summary,
     })
 }

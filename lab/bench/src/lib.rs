@@ -22,6 +22,7 @@ mod report;
 pub mod soak;
 mod stats;
 mod suite;
+pub mod switch;
 
 use std::{
     collections::BTreeMap,
@@ -35,7 +36,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use checkpoint::Checkpoint;
-use counts::{Counts, Memory};
+use counts::Memory;
 use exits::Exits;
 use intel::Intel;
 use kvm::Kvm;
@@ -52,9 +53,8 @@ use migration::Migration;
 use phases::Compared;
 use previrtualization::{Effort, Previrtualization};
 use suite::Amount;
+use switch::Switch;
 
-/// Memory of the smallest and the largest machine on which switches are counted, in MiB.
-const SIZES_MIB: [u32; 2] = [512, 16 * 1024];
 /// Memory of the machines on which the benchmarks run, in MiB.
 const MEMORY_MIB: u32 = 1024;
 
@@ -112,6 +112,8 @@ pub enum Part {
     Kvm,
     /// Figures of moves.
     Migration,
+    /// Figures of a switch, and of an exit beneath a snapshot.
+    Switch,
     /// Figures of kernels that the afterburner has built from these releases' sources.
     Previrtualization(&'static [Release]),
     /// The previous part's figures on bare machines only.
@@ -130,7 +132,7 @@ struct Figures {
     /// Ratios of instructions, on one CPU.
     after_detach_over_never_loaded: BTreeMap<String, f64>,
     machine: Description,
-    switch_by_memory: Vec<Counts>,
+    switch: Switch,
     exits_under_postgres: Exits,
     memory: Memory,
     /// Costs in instructions, on one CPU.
@@ -142,7 +144,7 @@ struct Figures {
     switch_times_us: SwitchTimes,
     paper: Paper,
     peers: Peers,
-    /// The figures of the same switch on VMX.
+    /// Exits on VMX.
     intel: Intel,
     kvm: Kvm,
     previrtualization: Previrtualization,
@@ -236,6 +238,14 @@ pub fn run(part: Part, depth: Depth) -> Result<()> {
             replace(migration::HEADING, &migration::section(&figures), "migration", &pretty(&figures)?)?;
             soak.map_or(Ok(()), |soak| put_soak(json.clone(), &soak))?;
             report::judge(&migration::promises(&figures))
+        }
+        Part::Switch => {
+            let figures = switch::measure()?;
+            replace(switch::HEADING, &switch::section(&figures), switch::KEY, &pretty(&figures)?)?;
+            let old = fs::read_to_string(&json).unwrap_or_default();
+            let text = figures.top().iter().fold(old, |text, (key, most)| with_number(&text, key, *most));
+            write(json.clone(), &text)?;
+            report::judge(&switch::promises(&figures))
         }
         Part::Previrtualization(releases) => {
             let figures = previrtualized(releases, depth)?;
@@ -357,8 +367,7 @@ fn write(path: PathBuf, text: &str) -> Result<()> {
 }
 
 fn measure(plan: &Plan, depth: Depth) -> Result<Figures> {
-    live::say("Instructions of a switch, on one CPU");
-    let switch_by_memory = SIZES_MIB.into_iter().map(count_with).collect::<Result<Vec<_>>>()?;
+    let switch = switch::measure()?;
     live::say("The paper's benchmarks in instructions, on one CPU");
     // A process's place in memory decides by chance how many page tables its fork copies: several
     // per cent.
@@ -370,21 +379,22 @@ fn measure(plan: &Plan, depth: Depth) -> Result<Figures> {
     machine.check_health()?;
     machine.shut_down()?;
     let timed = timed(plan)?;
-    live::say("The same switch on Intel, in Bochs");
+    live::say("Exits on Intel, in Bochs");
     let intel = intel::measure(plan.intel)?;
     let kvm = kvm::measure(plan.kvm)?;
     let previrtualization = previrtualized(&Release::ALL, depth)?;
     let checkpoint = checkpoint::measure(depth)?;
     let migration = migration::measure(depth)?;
-    let most = |of: fn(&Counts) -> u64| switch_by_memory.iter().map(of).max().unwrap_or(0);
+    let [attach_instructions, detach_instructions, exit_roundtrip_instructions] =
+        switch.top().map(|(_, most)| most);
     Ok(Figures {
-        attach_instructions: most(|counts| counts.attach_instructions),
-        detach_instructions: most(|counts| counts.detach_instructions),
-        exit_roundtrip_instructions: most(|counts| counts.exit_roundtrip_instructions),
+        attach_instructions,
+        detach_instructions,
+        exit_roundtrip_instructions,
         steady_exits_per_second: timed.exits.steady_exits_per_second,
         after_detach_over_never_loaded: medians(&counted),
         machine: Description { counted_on, ..timed.machine },
-        switch_by_memory,
+        switch,
         exits_under_postgres: timed.exits,
         memory: timed.memory,
         counted,
@@ -398,16 +408,6 @@ fn measure(plan: &Plan, depth: Depth) -> Result<Figures> {
         checkpoint,
         migration,
     })
-}
-
-fn count_with(memory_mib: u32) -> Result<Counts> {
-    let counts = counts::with_memory(memory_mib)?;
-    let Counts { attach_instructions, detach_instructions, exit_roundtrip_instructions, .. } = counts;
-    println!(
-        "    {memory_mib} MiB: attach {attach_instructions}, detach {detach_instructions}, an exit and back \
-        {exit_roundtrip_instructions}"
-    );
-    Ok(counts)
 }
 
 /// Measurements of the machine with two CPUs.

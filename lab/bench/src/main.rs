@@ -121,8 +121,8 @@ enum Command {
     },
     /// Measure the paper's tables, and the numbers that Mercury promises
     Bench {
-        /// Measure only this part, and replace only its section in docs/: checkpoint, kvm,
-        /// migration, previrtualization, previrtualization-6.1, slots, slots-6.1, hosted
+        /// Measure only this part, and replace only its section in docs/: switch, checkpoint,
+        /// kvm, migration, previrtualization, previrtualization-6.1, slots, slots-6.1, hosted
         #[arg(value_parser = part)]
         part: Option<Part>,
         /// Take a quick measurement of a few minutes, and leave docs/ alone
@@ -308,14 +308,17 @@ fn part(name: &str) -> Result<Part, String> {
         "checkpoint" => Ok(Part::Checkpoint),
         "kvm" => Ok(Part::Kvm),
         "migration" => Ok(Part::Migration),
+        "switch" => Ok(Part::Switch),
         "previrtualization" => Ok(Part::Previrtualization(&Release::ALL)),
         "previrtualization-6.1" => Ok(Part::Previrtualization(&[Release::Bookworm])),
         "slots" => Ok(Part::Slots(&Release::ALL)),
         "slots-6.1" => Ok(Part::Slots(&[Release::Bookworm])),
         "hosted" => Ok(Part::Hosted),
-        _ => Err("there are checkpoint, kvm, migration, previrtualization, previrtualization-6.1, slots, slots-6.1 \
-                  and hosted"
-            .to_owned()),
+        _ => Err(
+            "there are switch, checkpoint, kvm, migration, previrtualization, previrtualization-6.1, slots, \
+                  slots-6.1 and hosted"
+                .to_owned(),
+        ),
     }
 }
 

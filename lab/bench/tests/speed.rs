@@ -10,7 +10,7 @@ use mercury_lab_bench::{
         slope,
     },
     counts::{self, Counts, Memory},
-    exits, intel, kvm,
+    exits, intel, kvm, switch,
 };
 
 const FIXED_AT_MOST: u64 = 4 << 20;
@@ -26,9 +26,9 @@ fn switches_are_short_and_the_same_on_small_and_large_machines() -> Result<()> {
     let (small, large) = (counts::with_memory(512)?, counts::with_memory(16 * 1024)?);
     for counts in [&small, &large] {
         println!("{counts:?}");
-        assert!(counts.attach_instructions <= 600, "{counts:?}");
-        assert!(counts.detach_instructions <= 300, "{counts:?}");
-        assert!(counts.exit_roundtrip_instructions <= 150, "{counts:?}");
+        assert!(counts.attach_instructions <= switch::ATTACH_AT_MOST, "{counts:?}");
+        assert!(counts.detach_instructions <= switch::DETACH_AT_MOST, "{counts:?}");
+        assert!(counts.exit_roundtrip_instructions <= switch::ROUND_TRIP_AT_MOST, "{counts:?}");
         check_memory(counts.memory);
     }
     // The sizes themselves and the tables that cover them may differ; nothing else may.
@@ -80,8 +80,8 @@ fn checkpoints_leave_no_memory_behind() -> Result<()> {
 fn exits_beneath_a_snapshot_are_short() -> Result<()> {
     let writes = exits::beneath_a_snapshot()?;
     println!("{writes:?}");
-    assert!(writes.again <= writes.attached + 20.0, "{writes:?}");
-    assert!(writes.snapshot <= writes.attached + 4000.0, "{writes:?}");
+    assert!(writes.again <= writes.attached + switch::WRITE_NOISE, "{writes:?}");
+    assert!(writes.snapshot <= writes.attached + switch::FIRST_WRITE_AT_MOST, "{writes:?}");
     Ok(())
 }
 
@@ -91,10 +91,10 @@ fn switches_on_intel_are_short() -> Result<()> {
     for model in [Model::Haswell, Model::SkylakeX] {
         let machine = Machine::boot(intel::machine(model))?;
         let counts = intel::processor(&machine)?;
-        assert!(counts.attach_instructions <= 1200, "{counts:?}");
-        assert!(counts.detach_instructions <= 400, "{counts:?}");
-        assert!(counts.exit_roundtrip_instructions <= 150, "{counts:?}");
-        assert!(counts.cpuid_exit_instructions <= 120, "{counts:?}");
+        assert!(counts.attach_instructions <= switch::INTEL_ATTACH_AT_MOST, "{counts:?}");
+        assert!(counts.detach_instructions <= switch::INTEL_DETACH_AT_MOST, "{counts:?}");
+        assert!(counts.exit_roundtrip_instructions <= switch::INTEL_ROUND_TRIP_AT_MOST, "{counts:?}");
+        assert!(counts.cpuid_exit_instructions <= switch::CPUID_AT_MOST, "{counts:?}");
         machine.check_next_attach()?;
     }
     Ok(())
