@@ -45,7 +45,7 @@ union request {
 	struct mercury_measure_request measure;
 	struct mercury_fault_request fault;
 	struct mercury_snapshot_request snapshot;
-	struct mercury_snapshot_take_request take;
+	struct mercury_snapshot_read_request read;
 	struct mercury_restart_request restart;
 	struct mercury_load_frames_request load_frames;
 	struct mercury_fence_request fence;
@@ -344,7 +344,7 @@ static int run_snapshot_begin(union request *request, struct mercury_outcome *ou
 
 static int run_snapshot_read(union request *request, struct mercury_outcome *outcome)
 {
-	return mercury_snapshot_read(&request->take);
+	return mercury_snapshot_read(&request->read);
 }
 
 static int run_snapshot_end(union request *request, struct mercury_outcome *outcome)
@@ -381,7 +381,7 @@ static int run_restore_load(union request *request, struct mercury_outcome *outc
 
 static int run_snapshot_read_present(union request *request, struct mercury_outcome *outcome)
 {
-	return mercury_snapshot_read_present(&request->take);
+	return mercury_snapshot_read_present(&request->read);
 }
 
 static int run_log_begin(union request *request, struct mercury_outcome *outcome)
@@ -444,14 +444,15 @@ static const struct operation operations[] = {
 	{ MERCURY_IOC_MEASURE, false, OUTCOME(measure), NONE, run_measure },
 	{ MERCURY_IOC_SNAPSHOT_PREPARE, false, OUTCOME(snapshot), NONE, run_snapshot_prepare },
 	{ MERCURY_IOC_SNAPSHOT_BEGIN, false, OUTCOME(snapshot), NONE, run_snapshot_begin },
-	{ MERCURY_IOC_SNAPSHOT_TAKE, false, OUTCOME(snapshot_take), READS, run_snapshot_read },
+	{ MERCURY_IOC_SNAPSHOT_READ, false, OUTCOME(snapshot_read), READS, run_snapshot_read },
 	{ MERCURY_IOC_SNAPSHOT_END, false, OUTCOME(snapshot), NONE, run_snapshot_end },
 	{ MERCURY_IOC_SNAPSHOT_MACHINE, false, OUTCOME(restart), READS, run_snapshot_machine },
 	{ MERCURY_IOC_ROLLBACK, false, OUTCOME(snapshot), NONE, run_rollback },
 	{ MERCURY_IOC_FENCE, false, OUTCOME(fence), NONE, run_fence },
 	{ MERCURY_IOC_RESTORE_BEGIN, false, OUTCOME(restart), WRITES, run_restore_begin },
 	{ MERCURY_IOC_RESTORE_LOAD, false, OUTCOME(load_frames), WRITES, run_restore_load },
-	{ MERCURY_IOC_SNAPSHOT_LOOK, false, OUTCOME(snapshot_take), READS, run_snapshot_read_present },
+	{ MERCURY_IOC_SNAPSHOT_READ_PRESENT, false, OUTCOME(snapshot_read), READS,
+	  run_snapshot_read_present },
 	{ MERCURY_IOC_LOG_BEGIN, false, OUTCOME(log), NONE, run_log_begin },
 	{ MERCURY_IOC_LOG_COLLECT, false, OUTCOME(log), NONE, run_log_collect },
 	{ MERCURY_IOC_DISK_LOG, false, OUTCOME(disk_log), NONE, run_disk_log },

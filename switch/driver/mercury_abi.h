@@ -242,7 +242,7 @@
 #define MERCURY_SNAPSHOT_CALL_DONATE 0
 #define MERCURY_SNAPSHOT_CALL_BEGIN 1
 #define MERCURY_SNAPSHOT_CALL_ENTER 2
-#define MERCURY_SNAPSHOT_CALL_TAKE 3
+#define MERCURY_SNAPSHOT_CALL_READ 3
 #define MERCURY_SNAPSHOT_CALL_LEAVE 4
 #define MERCURY_SNAPSHOT_CALL_END 5
 #define MERCURY_SNAPSHOT_CALL_STATUS 6
@@ -269,8 +269,8 @@
 #define MERCURY_PAGE_LIST_MAX 511
 /* Number of bits in one bitmap of pages: one bit per page of 4 GiB. */
 #define MERCURY_MAP_BITS 0x100000
-/* Number of entries of a TakeList. So many pages are copied with interrupts off. */
-#define MERCURY_TAKE_LIST_MAX 16
+/* Number of entries of a ReadList. So many pages are copied with interrupts off. */
+#define MERCURY_READ_LIST_MAX 16
 /* Number of entries of a LandingList. */
 #define MERCURY_LANDING_LIST_MAX 255
 /* Value of RestartRange::kind: memory that the image holds. */
@@ -340,8 +340,8 @@
  * with the same input as MERCURY_IOC_SNAPSHOT_PREPARE if that came before.
  */
 #define MERCURY_IOC_SNAPSHOT_BEGIN _UL(0xc1d0f509)
-/* Reads frames of the snapshot. Argument: a SnapshotTakeRequest. */
-#define MERCURY_IOC_SNAPSHOT_TAKE _UL(0xc060f50a)
+/* Reads frames of the snapshot. Argument: a SnapshotReadRequest. */
+#define MERCURY_IOC_SNAPSHOT_READ _UL(0xc060f50a)
 /* Ends the snapshot. Argument: a SnapshotRequest. */
 #define MERCURY_IOC_SNAPSHOT_END _UL(0xc1d0f50b)
 /* Describes the machine of the snapshot, begun or prepared. Argument: a RestartRequest. */
@@ -373,9 +373,9 @@
 /*
  * Reads frames of a prepared snapshot, as they are now. A frame may change meanwhile: a
  * caller that needs its content at one instant compares afterwards. Argument: a
- * SnapshotTakeRequest.
+ * SnapshotReadRequest.
  */
-#define MERCURY_IOC_SNAPSHOT_LOOK _UL(0xc060f518)
+#define MERCURY_IOC_SNAPSHOT_READ_PRESENT _UL(0xc060f518)
 /*
  * Reads loaded frames back, from where they lie. Argument: a LoadFramesRequest, whose
  * data is written.
@@ -388,7 +388,7 @@
 #define MERCURY_IOC_LOG_BEGIN _UL(0xc030f51a)
 /*
  * Collects the frames that may have been written since the last collection, or since
- * the log began. From here on MERCURY_TAKE_LOGGED refers to them. After the instant:
+ * the log began. From here on MERCURY_READ_LOGGED refers to them. After the instant:
  * the frames that may have been written before it. Argument: a LogRequest.
  */
 #define MERCURY_IOC_LOG_COLLECT _UL(0xc030f51b)
@@ -435,12 +435,12 @@
  */
 #define MERCURY_SWAP_IN_MEMORY _UL(0xffffffffffffffff)
 /*
- * Flag of SnapshotTakeRequest::flags: read only frames that the last collection of the
+ * Flag of SnapshotReadRequest::flags: read only frames that the last collection of the
  * dirty log found.
  */
-#define MERCURY_TAKE_LOGGED 1
-/* Flag of SnapshotTakeRequest::flags: skip frames that were free at the instant. */
-#define MERCURY_TAKE_USED 2
+#define MERCURY_READ_LOGGED 1
+/* Flag of SnapshotReadRequest::flags: skip frames that were free at the instant. */
+#define MERCURY_READ_USED 2
 /* Bit of SystemInfo::features: this build has fault points. */
 #define MERCURY_FEATURE_FAULT_INJECTION 1
 /*
@@ -1854,7 +1854,7 @@ static_assert(offsetof(struct mercury_log_collect, next_phys) == 0);
 static_assert(offsetof(struct mercury_log_collect, pages) == 8);
 
 /* One frame to be read. */
-struct mercury_take_entry {
+struct mercury_read_entry {
 	/* Guest-physical address of the frame, page-aligned. */
 	u64 frame_phys;
 	/*
@@ -1864,13 +1864,13 @@ struct mercury_take_entry {
 	u64 to_phys;
 };
 
-static_assert(sizeof(struct mercury_take_entry) == 16);
-static_assert(offsetof(struct mercury_take_entry, frame_phys) == 0);
-static_assert(offsetof(struct mercury_take_entry, to_phys) == 8);
+static_assert(sizeof(struct mercury_read_entry) == 16);
+static_assert(offsetof(struct mercury_read_entry, frame_phys) == 0);
+static_assert(offsetof(struct mercury_read_entry, to_phys) == 8);
 
 /* Frames to be read, best in ascending order. */
-struct mercury_take_list {
-	/* Number of entries in use, at most TAKE_LIST_MAX. */
+struct mercury_read_list {
+	/* Number of entries in use, at most READ_LIST_MAX. */
 	u32 count;
 	/* Reserved; zero on both sides. */
 	u32 reserved;
@@ -1878,16 +1878,16 @@ struct mercury_take_list {
 	 * Written by the hypervisor: bit n is set if the frame of entry n had been read
 	 * before.
 	 */
-	u64 taken_before;
+	u64 read_before;
 	/* The frames, and the pages that receive their content. */
-	struct mercury_take_entry entries[16];
+	struct mercury_read_entry entries[16];
 };
 
-static_assert(sizeof(struct mercury_take_list) == 272);
-static_assert(offsetof(struct mercury_take_list, count) == 0);
-static_assert(offsetof(struct mercury_take_list, reserved) == 4);
-static_assert(offsetof(struct mercury_take_list, taken_before) == 8);
-static_assert(offsetof(struct mercury_take_list, entries) == 16);
+static_assert(sizeof(struct mercury_read_list) == 272);
+static_assert(offsetof(struct mercury_read_list, count) == 0);
+static_assert(offsetof(struct mercury_read_list, reserved) == 4);
+static_assert(offsetof(struct mercury_read_list, read_before) == 8);
+static_assert(offsetof(struct mercury_read_list, entries) == 16);
 
 /* The state and the cost of a snapshot. */
 struct mercury_snapshot_status {
@@ -1922,7 +1922,7 @@ struct mercury_snapshot_status {
 	 * include persistent_ticks.
 	 */
 	u64 enter_ticks;
-	/* Number of SnapshotCall::Take calls that reported a low pool. */
+	/* Number of SnapshotCall::Read calls that reported a low pool. */
 	u64 hurries;
 	/* Number of times that a writer waited for free pool pages. */
 	u64 waits;
@@ -2443,7 +2443,7 @@ static_assert(offsetof(struct mercury_snapshot_request, instant) == 368);
 static_assert(offsetof(struct mercury_snapshot_request, outcome) == 440);
 
 /* Arguments of reading frames. */
-struct mercury_snapshot_take_request {
+struct mercury_snapshot_read_request {
 	/* Size and version of this structure. */
 	struct mercury_header header;
 	/*
@@ -2472,23 +2472,23 @@ struct mercury_snapshot_take_request {
 	 * wait soon.
 	 */
 	u64 low;
-	/* In: bits of MERCURY_TAKE_*. */
+	/* In: bits of MERCURY_READ_*. */
 	u64 flags;
 	/* Out: how the operation ended. */
 	struct mercury_outcome outcome;
 };
 
-static_assert(sizeof(struct mercury_snapshot_take_request) == 96);
-static_assert(offsetof(struct mercury_snapshot_take_request, header) == 0);
-static_assert(offsetof(struct mercury_snapshot_take_request, cursor_phys) == 8);
-static_assert(offsetof(struct mercury_snapshot_take_request, end_phys) == 16);
-static_assert(offsetof(struct mercury_snapshot_take_request, count) == 24);
-static_assert(offsetof(struct mercury_snapshot_take_request, frames_addr) == 32);
-static_assert(offsetof(struct mercury_snapshot_take_request, data_addr) == 40);
-static_assert(offsetof(struct mercury_snapshot_take_request, hashes_addr) == 48);
-static_assert(offsetof(struct mercury_snapshot_take_request, low) == 56);
-static_assert(offsetof(struct mercury_snapshot_take_request, flags) == 64);
-static_assert(offsetof(struct mercury_snapshot_take_request, outcome) == 72);
+static_assert(sizeof(struct mercury_snapshot_read_request) == 96);
+static_assert(offsetof(struct mercury_snapshot_read_request, header) == 0);
+static_assert(offsetof(struct mercury_snapshot_read_request, cursor_phys) == 8);
+static_assert(offsetof(struct mercury_snapshot_read_request, end_phys) == 16);
+static_assert(offsetof(struct mercury_snapshot_read_request, count) == 24);
+static_assert(offsetof(struct mercury_snapshot_read_request, frames_addr) == 32);
+static_assert(offsetof(struct mercury_snapshot_read_request, data_addr) == 40);
+static_assert(offsetof(struct mercury_snapshot_read_request, hashes_addr) == 48);
+static_assert(offsetof(struct mercury_snapshot_read_request, low) == 56);
+static_assert(offsetof(struct mercury_snapshot_read_request, flags) == 64);
+static_assert(offsetof(struct mercury_snapshot_read_request, outcome) == 72);
 
 /* Arguments of a dirty log of memory. */
 struct mercury_log_request {

@@ -18,10 +18,10 @@ use mercury_abi::{
         MERCURY_IOC_LOAD, MERCURY_IOC_LOG_BEGIN, MERCURY_IOC_LOG_COLLECT, MERCURY_IOC_MEASURE,
         MERCURY_IOC_RESTORE_BEGIN, MERCURY_IOC_RESTORE_GO, MERCURY_IOC_RESTORE_LOAD,
         MERCURY_IOC_RESTORE_READ, MERCURY_IOC_SNAPSHOT_BEGIN, MERCURY_IOC_SNAPSHOT_END,
-        MERCURY_IOC_SNAPSHOT_LOOK, MERCURY_IOC_SNAPSHOT_MACHINE, MERCURY_IOC_SNAPSHOT_PREPARE,
-        MERCURY_IOC_SNAPSHOT_TAKE, MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM, MERCURY_IOC_UNLOAD,
+        MERCURY_IOC_SNAPSHOT_MACHINE, MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_READ,
+        MERCURY_IOC_SNAPSHOT_READ_PRESENT, MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM, MERCURY_IOC_UNLOAD,
         MERCURY_STATE_CRASHED, MERCURY_STATE_UNLOADED, MeasureRequest, Outcome, RestartRequest,
-        SnapshotRequest, SnapshotTakeRequest, StatusRequest, SwitchRequest,
+        SnapshotReadRequest, SnapshotRequest, StatusRequest, SwitchRequest,
     },
 };
 use serde_json::json;
@@ -57,8 +57,8 @@ const COMMANDS: [u32; 23] = [
     MERCURY_IOC_MEASURE,
     MERCURY_IOC_SNAPSHOT_PREPARE,
     MERCURY_IOC_SNAPSHOT_BEGIN,
-    MERCURY_IOC_SNAPSHOT_TAKE,
-    MERCURY_IOC_SNAPSHOT_LOOK,
+    MERCURY_IOC_SNAPSHOT_READ,
+    MERCURY_IOC_SNAPSHOT_READ_PRESENT,
     MERCURY_IOC_SNAPSHOT_END,
     MERCURY_IOC_LOG_BEGIN,
     MERCURY_IOC_LOG_COLLECT,
@@ -315,7 +315,7 @@ impl<'a> Fuzzer<'a> {
                     ..SnapshotRequest::default()
                 })
             }
-            MERCURY_IOC_SNAPSHOT_TAKE | MERCURY_IOC_SNAPSHOT_LOOK => bytes_of(SnapshotTakeRequest {
+            MERCURY_IOC_SNAPSHOT_READ | MERCURY_IOC_SNAPSHOT_READ_PRESENT => bytes_of(SnapshotReadRequest {
                 header,
                 flags: self.flags(),
                 cursor_phys: self.address(),
@@ -324,7 +324,7 @@ impl<'a> Fuzzer<'a> {
                 frames_addr: self.pointer(),
                 data_addr: self.pointer(),
                 hashes_addr: self.rng.pick(&[0, 1]) * self.pointer(),
-                ..SnapshotTakeRequest::default()
+                ..SnapshotReadRequest::default()
             }),
             MERCURY_IOC_SNAPSHOT_MACHINE | MERCURY_IOC_RESTORE_BEGIN => bytes_of(self.machine(header)),
             MERCURY_IOC_RESTORE_LOAD | MERCURY_IOC_RESTORE_READ => bytes_of(LoadFramesRequest {
@@ -534,8 +534,8 @@ impl Memory {
             MERCURY_IOC_SNAPSHOT_PREPARE | MERCURY_IOC_SNAPSHOT_BEGIN | MERCURY_IOC_SNAPSHOT_END => {
                 std::mem::offset_of!(SnapshotRequest, outcome)
             }
-            MERCURY_IOC_SNAPSHOT_TAKE | MERCURY_IOC_SNAPSHOT_LOOK => {
-                std::mem::offset_of!(SnapshotTakeRequest, outcome)
+            MERCURY_IOC_SNAPSHOT_READ | MERCURY_IOC_SNAPSHOT_READ_PRESENT => {
+                std::mem::offset_of!(SnapshotReadRequest, outcome)
             }
             MERCURY_IOC_LOG_BEGIN | MERCURY_IOC_LOG_COLLECT => std::mem::offset_of!(LogRequest, outcome),
             MERCURY_IOC_DISK_LOG => std::mem::offset_of!(DiskLogRequest, outcome),

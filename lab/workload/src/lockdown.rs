@@ -9,9 +9,9 @@ use mercury_abi::{
     ioctl::{
         FirmwareRequest, LoadFramesRequest, LoadRequest, MERCURY_IOC_FIRMWARE, MERCURY_IOC_RESTORE_BEGIN,
         MERCURY_IOC_RESTORE_GO, MERCURY_IOC_RESTORE_LOAD, MERCURY_IOC_RESTORE_READ,
-        MERCURY_IOC_SNAPSHOT_BEGIN, MERCURY_IOC_SNAPSHOT_LOOK, MERCURY_IOC_SNAPSHOT_MACHINE,
-        MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_TAKE, Outcome, RestartRequest, SnapshotRequest,
-        SnapshotTakeRequest,
+        MERCURY_IOC_SNAPSHOT_BEGIN, MERCURY_IOC_SNAPSHOT_MACHINE, MERCURY_IOC_SNAPSHOT_PREPARE,
+        MERCURY_IOC_SNAPSHOT_READ, MERCURY_IOC_SNAPSHOT_READ_PRESENT, Outcome, RestartRequest,
+        SnapshotReadRequest, SnapshotRequest,
     },
 };
 
@@ -31,10 +31,10 @@ pub fn run(report: &mut Report) -> Result<()> {
         report.fact(name, refusal(&device, command, request, |request| request.outcome)?);
     }
     for (name, command) in
-        [("snapshot-take", MERCURY_IOC_SNAPSHOT_TAKE), ("snapshot-look", MERCURY_IOC_SNAPSHOT_LOOK)]
+        [("snapshot-take", MERCURY_IOC_SNAPSHOT_READ), ("snapshot-look", MERCURY_IOC_SNAPSHOT_READ_PRESENT)]
     {
-        let header = Header::of::<SnapshotTakeRequest>();
-        let request = SnapshotTakeRequest { header, ..SnapshotTakeRequest::default() };
+        let header = Header::of::<SnapshotReadRequest>();
+        let request = SnapshotReadRequest { header, ..SnapshotReadRequest::default() };
         report.fact(name, refusal(&device, command, request, |request| request.outcome)?);
     }
     for (name, command) in

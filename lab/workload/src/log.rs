@@ -7,9 +7,9 @@ use mercury_abi::{
     Header,
     ioctl::{
         LogRequest, MERCURY_IOC_LOG_BEGIN, MERCURY_IOC_LOG_COLLECT, MERCURY_IOC_SNAPSHOT_BEGIN,
-        MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_LOOK, MERCURY_IOC_SNAPSHOT_PREPARE,
-        MERCURY_IOC_SNAPSHOT_TAKE, MERCURY_SNAPSHOT_TRACK, MERCURY_TAKE_LOGGED, MERCURY_TAKE_USED,
-        SnapshotRequest, SnapshotTakeRequest,
+        MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_READ,
+        MERCURY_IOC_SNAPSHOT_READ_PRESENT, MERCURY_READ_LOGGED, MERCURY_READ_USED, MERCURY_SNAPSHOT_TRACK,
+        SnapshotReadRequest, SnapshotRequest,
     },
     snapshot::hash,
 };
@@ -71,7 +71,7 @@ fn round(device: &File, args: &Args, report: &mut Report, totals: &mut Totals) -
     snapshot(device, MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_SNAPSHOT_TRACK, args.pool_pages)?;
     log(device, MERCURY_IOC_LOG_BEGIN)?;
     let mut note = |frame: u64, found: u64| known.insert(frame, found) != Some(found);
-    totals.memory += read(device, MERCURY_IOC_SNAPSHOT_LOOK, 0, &mut note)?.0;
+    totals.memory += read(device, MERCURY_IOC_SNAPSHOT_READ_PRESENT, 0, &mut note)?.0;
     if let Some(file) = &args.wait_file {
         println!("all of memory has been read");
         while !file.exists() {
@@ -81,11 +81,11 @@ fn round(device: &File, args: &Args, report: &mut Report, totals: &mut Totals) -
     for _ in 0..args.collections {
         thread::sleep(Duration::from_millis(200));
         log(device, MERCURY_IOC_LOG_COLLECT)?;
-        totals.logged += read(device, MERCURY_IOC_SNAPSHOT_LOOK, MERCURY_TAKE_LOGGED, &mut note)?.0;
+        totals.logged += read(device, MERCURY_IOC_SNAPSHOT_READ_PRESENT, MERCURY_READ_LOGGED, &mut note)?.0;
     }
     let begun = snapshot(device, MERCURY_IOC_SNAPSHOT_BEGIN, MERCURY_SNAPSHOT_TRACK, args.pool_pages)?;
     let collected = log(device, MERCURY_IOC_LOG_COLLECT)?;
-    let last = read(device, MERCURY_IOC_SNAPSHOT_TAKE, MERCURY_TAKE_LOGGED, &mut note)?;
+    let last = read(device, MERCURY_IOC_SNAPSHOT_READ, MERCURY_READ_LOGGED, &mut note)?;
     totals.last += last.0;
     totals.changed_last += last.1;
     totals.last_of_devices += collected.device_pages;
@@ -99,7 +99,7 @@ fn round(device: &File, args: &Args, report: &mut Report, totals: &mut Totals) -
         });
         is_missed
     };
-    let rest = read(device, MERCURY_IOC_SNAPSHOT_TAKE, MERCURY_TAKE_USED, &mut compare)?.0;
+    let rest = read(device, MERCURY_IOC_SNAPSHOT_READ, MERCURY_READ_USED, &mut compare)?.0;
     totals.missed += missed;
     report.check(last.0 + rest <= begun.memory_pages, || {
         format!("{} and {rest} of {} pages", last.0, begun.memory_pages)
@@ -130,15 +130,15 @@ fn read(device: &File, what: u32, flags: u64, each: &mut impl FnMut(u64, u64) ->
     let mut data = vec![[0_u64; PAGE_WORDS]; BATCH];
     let (mut cursor, mut count, mut others) = (0, 0, 0);
     while cursor != u64::MAX {
-        let mut take = SnapshotTakeRequest {
-            header: Header::of::<SnapshotTakeRequest>(),
+        let mut take = SnapshotReadRequest {
+            header: Header::of::<SnapshotReadRequest>(),
             cursor_phys: cursor,
             end_phys: u64::MAX,
             count: BATCH as u64,
             frames_addr: frames.as_mut_ptr().expose_provenance() as u64,
             data_addr: data.as_mut_ptr().expose_provenance() as u64,
             flags,
-            ..SnapshotTakeRequest::default()
+            ..SnapshotReadRequest::default()
         };
         device::request(device, what, &mut take).map_err(|error| device::explain(error, take.outcome))?;
         for (page, frame) in data.iter().zip(&frames).take(take.count as usize) {

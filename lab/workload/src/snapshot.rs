@@ -7,8 +7,8 @@ use std::{fs::File, os::unix::fs::FileExt};
 use mercury_abi::{
     Header,
     ioctl::{
-        MERCURY_IOC_SNAPSHOT_BEGIN, MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_TAKE,
-        MERCURY_SNAPSHOT_HASH, SnapshotRequest, SnapshotTakeRequest,
+        MERCURY_IOC_SNAPSHOT_BEGIN, MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_READ,
+        MERCURY_SNAPSHOT_HASH, SnapshotReadRequest, SnapshotRequest,
     },
     snapshot::hash,
 };
@@ -76,17 +76,17 @@ fn take_all(device: &File, report: &mut Report) -> Result<u64> {
     let mut data = vec![[0_u64; PAGE_WORDS]; BATCH];
     let (mut cursor, mut taken) = (0, 0);
     while cursor != u64::MAX {
-        let mut take = SnapshotTakeRequest {
-            header: Header::of::<SnapshotTakeRequest>(),
+        let mut take = SnapshotReadRequest {
+            header: Header::of::<SnapshotReadRequest>(),
             cursor_phys: cursor,
             end_phys: u64::MAX,
             count: BATCH as u64,
             frames_addr: address(&mut frames),
             data_addr: address(&mut data),
             hashes_addr: address(&mut hashes),
-            ..SnapshotTakeRequest::default()
+            ..SnapshotReadRequest::default()
         };
-        device::request(device, MERCURY_IOC_SNAPSHOT_TAKE, &mut take)
+        device::request(device, MERCURY_IOC_SNAPSHOT_READ, &mut take)
             .map_err(|error| device::explain(error, take.outcome))?;
         for ((page, frame), expected) in data.iter().zip(&frames).zip(&hashes).take(take.count as usize) {
             let found = hash(page);

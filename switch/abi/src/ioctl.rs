@@ -40,8 +40,8 @@ pub const MERCURY_IOC_FAULT: u32 = iowr::<FaultRequest>(8);
 /// Begins a snapshot of memory; all CPUs must be attached. Argument: a [`SnapshotRequest`], with
 /// the same input as [`MERCURY_IOC_SNAPSHOT_PREPARE`] if that came before.
 pub const MERCURY_IOC_SNAPSHOT_BEGIN: u32 = iowr::<SnapshotRequest>(9);
-/// Reads frames of the snapshot. Argument: a [`SnapshotTakeRequest`].
-pub const MERCURY_IOC_SNAPSHOT_TAKE: u32 = iowr::<SnapshotTakeRequest>(10);
+/// Reads frames of the snapshot. Argument: a [`SnapshotReadRequest`].
+pub const MERCURY_IOC_SNAPSHOT_READ: u32 = iowr::<SnapshotReadRequest>(10);
 /// Ends the snapshot. Argument: a [`SnapshotRequest`].
 pub const MERCURY_IOC_SNAPSHOT_END: u32 = iowr::<SnapshotRequest>(11);
 
@@ -67,8 +67,8 @@ pub const MERCURY_IOC_RESTORE_GO: u32 = iowr::<LoadRequest>(15);
 pub const MERCURY_IOC_FENCE: u32 = iowr::<FenceRequest>(18);
 
 /// Reads frames of a prepared snapshot, as they are now. A frame may change meanwhile: a caller
-/// that needs its content at one instant compares afterwards. Argument: a [`SnapshotTakeRequest`].
-pub const MERCURY_IOC_SNAPSHOT_LOOK: u32 = iowr::<SnapshotTakeRequest>(24);
+/// that needs its content at one instant compares afterwards. Argument: a [`SnapshotReadRequest`].
+pub const MERCURY_IOC_SNAPSHOT_READ_PRESENT: u32 = iowr::<SnapshotReadRequest>(24);
 /// Reads loaded frames back, from where they lie. Argument: a [`LoadFramesRequest`], whose data is
 /// written.
 pub const MERCURY_IOC_RESTORE_READ: u32 = iowr::<LoadFramesRequest>(25);
@@ -77,7 +77,7 @@ pub const MERCURY_IOC_RESTORE_READ: u32 = iowr::<LoadFramesRequest>(25);
 /// with [`MERCURY_SNAPSHOT_TRACK`]. Argument: a [`LogRequest`].
 pub const MERCURY_IOC_LOG_BEGIN: u32 = iowr::<LogRequest>(26);
 /// Collects the frames that may have been written since the last collection, or since the log
-/// began. From here on [`MERCURY_TAKE_LOGGED`] refers to them. After the instant: the frames that
+/// began. From here on [`MERCURY_READ_LOGGED`] refers to them. After the instant: the frames that
 /// may have been written before it. Argument: a [`LogRequest`].
 pub const MERCURY_IOC_LOG_COLLECT: u32 = iowr::<LogRequest>(27);
 
@@ -157,11 +157,11 @@ pub const MERCURY_SNAPSHOT_TRACK: u64 = 1 << 3;
 /// Value of [`SnapshotRequest::swap_pages`]: every active swap area lies in memory, as zram does.
 pub const MERCURY_SWAP_IN_MEMORY: u64 = u64::MAX;
 
-/// Flag of [`SnapshotTakeRequest::flags`]: read only frames that the last collection of the dirty
+/// Flag of [`SnapshotReadRequest::flags`]: read only frames that the last collection of the dirty
 /// log found.
-pub const MERCURY_TAKE_LOGGED: u64 = 1 << 0;
-/// Flag of [`SnapshotTakeRequest::flags`]: skip frames that were free at the instant.
-pub const MERCURY_TAKE_USED: u64 = 1 << 1;
+pub const MERCURY_READ_LOGGED: u64 = 1 << 0;
+/// Flag of [`SnapshotReadRequest::flags`]: skip frames that were free at the instant.
+pub const MERCURY_READ_USED: u64 = 1 << 1;
 
 /// Bit of [`SystemInfo::features`]: this build has fault points.
 pub const MERCURY_FEATURE_FAULT_INJECTION: u64 = 1 << 0;
@@ -301,7 +301,7 @@ pub struct SnapshotRequest {
 /// Arguments of reading frames.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct SnapshotTakeRequest {
+pub struct SnapshotReadRequest {
     /// Size and version of this structure.
     pub header: Header,
     /// In: guest-physical address of the first frame to read. Out: address at which to continue;
@@ -320,7 +320,7 @@ pub struct SnapshotTakeRequest {
     pub hashes_addr: u64,
     /// Out: 1 if the pool runs low. The caller should hurry, because writers have to wait soon.
     pub low: u64,
-    /// In: bits of `MERCURY_TAKE_*`.
+    /// In: bits of `MERCURY_READ_*`.
     pub flags: u64,
     /// Out: how the operation ended.
     pub outcome: Outcome,

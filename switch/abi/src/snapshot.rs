@@ -7,7 +7,7 @@
 //!    [`SnapshotCall::Begin`] once.
 //! 2. [`SnapshotCall::Enter`] on every CPU at the same time, with interrupts off: that rendezvous
 //!    is the instant.
-//! 3. [`SnapshotCall::Take`] on any CPU, until all frames have been read.
+//! 3. [`SnapshotCall::Read`] on any CPU, until all frames have been read.
 //! 4. [`SnapshotCall::Leave`] on every CPU, then [`SnapshotCall::End`]: the donated pages belong to
 //!    the driver again.
 //!
@@ -33,8 +33,8 @@ pub enum SnapshotCall {
     Begin = 1,
     /// Waits on this CPU for the other CPUs, then runs it on the snapshot's tables. No argument.
     Enter = 2,
-    /// Reads frames; argument: a [`TakeList`]. The value is 1 if the pool runs low.
-    Take = 3,
+    /// Reads frames; argument: a [`ReadList`]. The value is 1 if the pool runs low.
+    Read = 3,
     /// Runs this CPU on the identity map again. No argument.
     Leave = 4,
     /// Forgets the snapshot and every donated page. No argument.
@@ -219,13 +219,13 @@ pub struct LogCollect {
     pub pages: u64,
 }
 
-/// Number of entries of a [`TakeList`]. So many pages are copied with interrupts off.
-pub const TAKE_LIST_MAX: usize = 16;
+/// Number of entries of a [`ReadList`]. So many pages are copied with interrupts off.
+pub const READ_LIST_MAX: usize = 16;
 
 /// One frame to be read.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct TakeEntry {
+pub struct ReadEntry {
     /// Guest-physical address of the frame, page-aligned.
     pub frame_phys: u64,
     /// Host-physical address of the page that receives the content. The page must not be kept
@@ -236,15 +236,15 @@ pub struct TakeEntry {
 /// Frames to be read, best in ascending order.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct TakeList {
-    /// Number of entries in use, at most [`TAKE_LIST_MAX`].
+pub struct ReadList {
+    /// Number of entries in use, at most [`READ_LIST_MAX`].
     pub count: u32,
     /// Reserved; zero on both sides.
     pub reserved: u32,
     /// Written by the hypervisor: bit n is set if the frame of entry n had been read before.
-    pub taken_before: u64,
+    pub read_before: u64,
     /// The frames, and the pages that receive their content.
-    pub entries: [TakeEntry; TAKE_LIST_MAX],
+    pub entries: [ReadEntry; READ_LIST_MAX],
 }
 
 /// The state and the cost of a snapshot.
@@ -274,7 +274,7 @@ pub struct SnapshotStatus {
     /// TSC ticks of the instant in the hypervisor, on the CPU that came last. They include
     /// `persistent_ticks`.
     pub enter_ticks: u64,
-    /// Number of [`SnapshotCall::Take`] calls that reported a low pool.
+    /// Number of [`SnapshotCall::Read`] calls that reported a low pool.
     pub hurries: u64,
     /// Number of times that a writer waited for free pool pages.
     pub waits: u64,

@@ -19,9 +19,9 @@ use mercury_abi::{
         MERCURY_IOC_FAULT, MERCURY_IOC_FENCE, MERCURY_IOC_FIRMWARE, MERCURY_IOC_LOAD, MERCURY_IOC_LOG_BEGIN,
         MERCURY_IOC_LOG_COLLECT, MERCURY_IOC_MEASURE, MERCURY_IOC_RESTORE_BEGIN, MERCURY_IOC_RESTORE_GO,
         MERCURY_IOC_RESTORE_LOAD, MERCURY_IOC_RESTORE_READ, MERCURY_IOC_ROLLBACK, MERCURY_IOC_SNAPSHOT_BEGIN,
-        MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_LOOK, MERCURY_IOC_SNAPSHOT_MACHINE,
-        MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_TAKE, MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM,
-        MERCURY_IOC_UNLOAD, MeasureRequest, Outcome, RestartRequest, SnapshotRequest, SnapshotTakeRequest,
+        MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_MACHINE, MERCURY_IOC_SNAPSHOT_PREPARE,
+        MERCURY_IOC_SNAPSHOT_READ, MERCURY_IOC_SNAPSHOT_READ_PRESENT, MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM,
+        MERCURY_IOC_UNLOAD, MeasureRequest, Outcome, RestartRequest, SnapshotReadRequest, SnapshotRequest,
         StatusRequest, SwitchRequest, SwitchResult, SystemInfo,
     },
     restart::{LoadEntry, RestartCpu, RestartRange},
@@ -403,13 +403,13 @@ impl Device {
     }
 
     /// Reads up to `count` frames of the instant.
-    pub fn snapshot_take(&self, cursor: &mut Cursor, count: usize) -> Result<Frames> {
-        self.frames::<MERCURY_IOC_SNAPSHOT_TAKE>(cursor, count, 0)
+    pub fn snapshot_read(&self, cursor: &mut Cursor, count: usize) -> Result<Frames> {
+        self.frames::<MERCURY_IOC_SNAPSHOT_READ>(cursor, count, 0)
     }
 
-    /// Reads those of them that `MERCURY_TAKE_*` selects. The snapshot has `MERCURY_SNAPSHOT_HASH`,
+    /// Reads those of them that `MERCURY_READ_*` selects. The snapshot has `MERCURY_SNAPSHOT_HASH`,
     /// and each frame comes with the hypervisor's hash of the instant.
-    pub fn snapshot_take_hashed(
+    pub fn snapshot_read_hashed(
         &self,
         cursor: &mut Cursor,
         count: usize,
@@ -417,24 +417,29 @@ impl Device {
     ) -> Result<(Frames, Vec<u64>)> {
         let mut hashes = vec![0; count];
         let room = address(hashes.as_mut_ptr());
-        let frames = self.frames_and::<MERCURY_IOC_SNAPSHOT_TAKE>(cursor, count, flags, room)?;
+        let frames = self.frames_and::<MERCURY_IOC_SNAPSHOT_READ>(cursor, count, flags, room)?;
         hashes.truncate(frames.phys.len());
         Ok((frames, hashes))
     }
 
-    /// Reads those of them that `MERCURY_TAKE_*` selects.
-    pub fn snapshot_take_some(&self, cursor: &mut Cursor, count: usize, flags: u64) -> Result<Frames> {
-        self.frames::<MERCURY_IOC_SNAPSHOT_TAKE>(cursor, count, flags)
+    /// Reads those of them that `MERCURY_READ_*` selects.
+    pub fn snapshot_read_some(&self, cursor: &mut Cursor, count: usize, flags: u64) -> Result<Frames> {
+        self.frames::<MERCURY_IOC_SNAPSHOT_READ>(cursor, count, flags)
     }
 
     /// Reads up to `count` frames of a snapshot that is only prepared, as they are now.
-    pub fn snapshot_look(&self, cursor: &mut Cursor, count: usize) -> Result<Frames> {
-        self.frames::<MERCURY_IOC_SNAPSHOT_LOOK>(cursor, count, 0)
+    pub fn snapshot_read_present(&self, cursor: &mut Cursor, count: usize) -> Result<Frames> {
+        self.frames::<MERCURY_IOC_SNAPSHOT_READ_PRESENT>(cursor, count, 0)
     }
 
-    /// Reads those of them that `MERCURY_TAKE_*` selects.
-    pub fn snapshot_look_some(&self, cursor: &mut Cursor, count: usize, flags: u64) -> Result<Frames> {
-        self.frames::<MERCURY_IOC_SNAPSHOT_LOOK>(cursor, count, flags)
+    /// Reads those of them that `MERCURY_READ_*` selects.
+    pub fn snapshot_read_present_some(
+        &self,
+        cursor: &mut Cursor,
+        count: usize,
+        flags: u64,
+    ) -> Result<Frames> {
+        self.frames::<MERCURY_IOC_SNAPSHOT_READ_PRESENT>(cursor, count, flags)
     }
 
     /// Begins a dirty log, for a snapshot that was prepared with room for one.
@@ -471,8 +476,8 @@ impl Device {
         hashes_addr: u64,
     ) -> Result<Frames> {
         let mut frames = Frames { phys: vec![0; count], data: vec![0; count * PAGE], hurry: false };
-        let mut request = SnapshotTakeRequest {
-            header: Header::of::<SnapshotTakeRequest>(),
+        let mut request = SnapshotReadRequest {
+            header: Header::of::<SnapshotReadRequest>(),
             cursor_phys: cursor.next_phys,
             end_phys: cursor.end_phys,
             count: count as u64,
@@ -480,7 +485,7 @@ impl Device {
             data_addr: address(frames.data.as_mut_ptr()),
             hashes_addr,
             flags,
-            ..SnapshotTakeRequest::default()
+            ..SnapshotReadRequest::default()
         };
         let result = self.request::<REQUEST, _>(&mut request);
         failure("reading memory", result, &request.outcome)?;

@@ -14,7 +14,7 @@
 
 static struct {
 	/* The argument of a call to read frames, and the pages that it reads them to. */
-	struct mercury_take_list *list;
+	struct mercury_read_list *list;
 	void *buffer;
 	/* By the number of a kept page: hashes of the frames at the instant, in builds with fault points. */
 	u64 *hashes;
@@ -27,7 +27,7 @@ static struct {
 u32 mercury_read_allocate(u64 flags, unsigned long ram_pages)
 {
 	read.list = mercury_piece(0, GFP_KERNEL);
-	read.buffer = mercury_piece(ilog2(MERCURY_TAKE_LIST_MAX), GFP_KERNEL);
+	read.buffer = mercury_piece(ilog2(MERCURY_READ_LIST_MAX), GFP_KERNEL);
 	if (!read.list || !read.buffer)
 		return MERCURY_CODE_NO_MEMORY;
 	if (flags & MERCURY_SNAPSHOT_HASH) {
@@ -64,11 +64,11 @@ static bool is_broken(u64 frame)
 }
 
 /* Lists the next wanted frames from the cursor on, at most `room`. Returns how many there are. */
-static u32 list_frames(struct mercury_snapshot_take_request *request, const struct mercury_wanted *wanted,
+static u32 list_frames(struct mercury_snapshot_read_request *request, const struct mercury_wanted *wanted,
 		       u64 room)
 {
 	const struct mercury_kept *kept = mercury_kept();
-	struct mercury_take_list *list = read.list;
+	struct mercury_read_list *list = read.list;
 	unsigned int i;
 
 	list->count = 0;
@@ -82,7 +82,7 @@ static u32 list_frames(struct mercury_snapshot_take_request *request, const stru
 			frame = mercury_frames_next(wanted, frame, end);
 			if (frame == end)
 				break;
-			if (list->count == min_t(u64, room, MERCURY_TAKE_LIST_MAX)) {
+			if (list->count == min_t(u64, room, MERCURY_READ_LIST_MAX)) {
 				request->cursor_phys = frame;
 				return list->count;
 			}
@@ -102,7 +102,7 @@ static u32 list_frames(struct mercury_snapshot_take_request *request, const stru
 }
 
 /* Hands a frame that was read to user space. */
-static int put_frame(struct mercury_snapshot_take_request *request, u32 entry, u64 hash)
+static int put_frame(struct mercury_snapshot_read_request *request, u32 entry, u64 hash)
 {
 	u64 __user *frames = u64_to_user_ptr(request->frames_addr);
 	u64 __user *hashes = u64_to_user_ptr(request->hashes_addr);
@@ -119,19 +119,19 @@ static int put_frame(struct mercury_snapshot_take_request *request, u32 entry, u
 }
 
 /* Reads the listed frames as they were at the instant, but for those that were read before. */
-static int read_past(struct mercury_snapshot_take_request *request)
+static int read_past(struct mercury_snapshot_read_request *request)
 {
-	struct mercury_take_list *list = read.list;
+	struct mercury_read_list *list = read.list;
 	u32 i, code;
 	int err;
 
-	code = mercury_snapshot_call_for(MERCURY_SNAPSHOT_CALL_TAKE, list, &request->low);
+	code = mercury_snapshot_call_for(MERCURY_SNAPSHOT_CALL_READ, list, &request->low);
 	if (code != MERCURY_CODE_OK)
 		return code;
 	for (i = 0; i < list->count; i++) {
 		u64 hash = 0;
 
-		if (list->taken_before & BIT_ULL(i))
+		if (list->read_before & BIT_ULL(i))
 			continue;
 		if (read.hashes)
 			hash = read.hashes[mercury_kept_number(list->entries[i].frame_phys)];
@@ -178,7 +178,7 @@ static void read_frame(phys_addr_t frame, void *to)
 }
 
 /* Reads the listed frames as they are now. */
-static int read_present(struct mercury_snapshot_take_request *request)
+static int read_present(struct mercury_snapshot_read_request *request)
 {
 	int err;
 	u32 i;
@@ -198,8 +198,8 @@ static bool is_page_or_end(u64 phys)
 }
 
 /* Reads the wanted frames from the cursor on, as many as there is room for. */
-static int read_frames(struct mercury_snapshot_take_request *request,
-		       int (*read_listed)(struct mercury_snapshot_take_request *request))
+static int read_frames(struct mercury_snapshot_read_request *request,
+		       int (*read_listed)(struct mercury_snapshot_read_request *request))
 {
 	struct mercury_wanted wanted = {};
 	u64 room = request->count;
@@ -207,12 +207,12 @@ static int read_frames(struct mercury_snapshot_take_request *request,
 
 	request->count = 0;
 	request->low = 0;
-	if (request->flags & ~(MERCURY_TAKE_LOGGED | MERCURY_TAKE_USED) ||
+	if (request->flags & ~(MERCURY_READ_LOGGED | MERCURY_READ_USED) ||
 	    !is_page_or_end(request->cursor_phys) || !is_page_or_end(request->end_phys))
 		return MERCURY_CODE_BAD_ARGUMENT;
-	if (request->flags & MERCURY_TAKE_USED)
+	if (request->flags & MERCURY_READ_USED)
 		wanted.free = mercury_scan_free(&wanted.count);
-	if (request->flags & MERCURY_TAKE_LOGGED) {
+	if (request->flags & MERCURY_READ_LOGGED) {
 		wanted.collected = mercury_dirty_log_collected(&wanted.count);
 		if (!wanted.collected)
 			return MERCURY_CODE_BAD_ARGUMENT;
@@ -230,12 +230,12 @@ static int read_frames(struct mercury_snapshot_take_request *request,
 	return MERCURY_CODE_OK;
 }
 
-int mercury_read_past(struct mercury_snapshot_take_request *request)
+int mercury_read_past(struct mercury_snapshot_read_request *request)
 {
 	return read_frames(request, read_past);
 }
 
-int mercury_read_present(struct mercury_snapshot_take_request *request)
+int mercury_read_present(struct mercury_snapshot_read_request *request)
 {
 	/* Only the first page of a free block says that it is free: the end outlasts a list of frames. */
 	read.free_end = 0;

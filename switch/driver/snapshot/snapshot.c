@@ -352,7 +352,7 @@ void mercury_snapshot_release(void)
 		mercury_snapshot_end();
 }
 
-static int no_frames(struct mercury_snapshot_take_request *request)
+static int no_frames(struct mercury_snapshot_read_request *request)
 {
 	request->count = 0;
 	request->low = 0;
@@ -360,13 +360,13 @@ static int no_frames(struct mercury_snapshot_take_request *request)
 }
 
 /* Reads frames as they were at the instant. */
-int mercury_snapshot_read(struct mercury_snapshot_take_request *request)
+int mercury_snapshot_read(struct mercury_snapshot_read_request *request)
 {
 	return snapshot.live && !snapshot.kept ? mercury_read_past(request) : no_frames(request);
 }
 
 /* Reads frames as they are now, before the instant. */
-int mercury_snapshot_read_present(struct mercury_snapshot_take_request *request)
+int mercury_snapshot_read_present(struct mercury_snapshot_read_request *request)
 {
 	return snapshot.prepared && !snapshot.live ? mercury_read_present(request) : no_frames(request);
 }

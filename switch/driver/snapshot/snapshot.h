@@ -57,8 +57,8 @@ static __always_inline u32 mercury_snapshot_call(u64 what, void *argument)
 u32 mercury_snapshot_prepare(const struct mercury_snapshot_request *request);
 u32 mercury_snapshot_begin(struct mercury_snapshot_request *request, struct mercury_outcome *outcome);
 u32 mercury_snapshot_finish(struct mercury_snapshot_request *request);
-int mercury_snapshot_read(struct mercury_snapshot_take_request *request);
-int mercury_snapshot_read_present(struct mercury_snapshot_take_request *request);
+int mercury_snapshot_read(struct mercury_snapshot_read_request *request);
+int mercury_snapshot_read_present(struct mercury_snapshot_read_request *request);
 u32 mercury_snapshot_log_begin(void);
 u32 mercury_snapshot_log_collect(struct mercury_log_request *request);
 int mercury_snapshot_machine(struct mercury_restart_request *request, struct mercury_outcome *outcome);
@@ -143,8 +143,8 @@ u32 mercury_read_allocate(u64 flags, unsigned long ram_pages);
 void mercury_read_forget(void);
 u64 *mercury_read_hashes(void);
 void *mercury_read_spare_page(void);
-int mercury_read_past(struct mercury_snapshot_take_request *request);
-int mercury_read_present(struct mercury_snapshot_take_request *request);
+int mercury_read_past(struct mercury_snapshot_read_request *request);
+int mercury_read_present(struct mercury_snapshot_read_request *request);
 
 /* dirty_log.c */
 u32 mercury_dirty_log_allocate(void);

@@ -88,8 +88,8 @@ pub struct Source<'a> {
 
 impl Source<'_> {
     fn take(&mut self, cursor: &mut Cursor) -> Result<Frames> {
-        let Some(to) = &mut self.hashes else { return self.device.snapshot_take(cursor, BATCH) };
-        let (frames, hashes) = self.device.snapshot_take_hashed(cursor, BATCH, 0)?;
+        let Some(to) = &mut self.hashes else { return self.device.snapshot_read(cursor, BATCH) };
+        let (frames, hashes) = self.device.snapshot_read_hashed(cursor, BATCH, 0)?;
         let mut words = frames.phys.iter().zip(&hashes).flat_map(|(phys, hash)| [*phys, *hash]);
         let written = words.try_for_each(|word| to.write_all(&word.to_le_bytes())).and_then(|()| to.flush());
         written.map_err(|error| {

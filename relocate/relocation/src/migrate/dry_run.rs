@@ -290,7 +290,7 @@ fn refuse_interrupted(deferred: &Deferred) -> Result<()> {
     Ok(())
 }
 
-/// Scans the frames that `MERCURY_TAKE_*` name.
+/// Scans the frames that `MERCURY_READ_*` name.
 fn scan(
     device: &Device,
     ledger: &mut Ledger,
@@ -304,7 +304,7 @@ fn scan(
     let mut cursor = Cursor { next_phys: 0, end_phys: u64::MAX };
     while !cursor.is_done() {
         refuse_interrupted(deferred)?;
-        let frames = device.snapshot_look_some(&mut cursor, BATCH, only)?;
+        let frames = device.snapshot_read_present_some(&mut cursor, BATCH, only)?;
         look.scanned += frames.phys.len() as u64;
         let mut pages = Pages::default();
         let (all, _) = frames.data.as_chunks::<PAGE>();

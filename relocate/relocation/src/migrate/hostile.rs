@@ -33,7 +33,7 @@ fn an_honest_destination_is_believed() {
     let seen = stage.seen();
     assert_eq!(seen.tombstone, Some(Tombstone::GivenUp));
     let order = [
-        "look",
+        "scan",
         "hold still",
         "fence off",
         "take the instant",
@@ -129,14 +129,14 @@ fn acts() -> impl Strategy<Value = Vec<Act>> {
 }
 
 const DOES: [&str; 13] = [
-    "look",
+    "scan",
     "begin the log",
     "collect the log",
     "hold back",
     "fence off",
     "hold still",
     "take the instant",
-    "take",
+    "read",
     "end the instant",
     "commit",
     "tombstone Committed",

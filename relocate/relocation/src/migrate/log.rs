@@ -2,7 +2,7 @@
 //! `--dry-run` use it alike.
 
 use super::system::Memory;
-use mercury_abi::ioctl::{MERCURY_SNAPSHOT_TRACK, MERCURY_TAKE_LOGGED};
+use mercury_abi::ioctl::{MERCURY_READ_LOGGED, MERCURY_SNAPSHOT_TRACK};
 use mercury_control::{device::Device, error::Result};
 
 /// The way to find frames that have changed since they were sent: hashes of all memory, or a dirty
@@ -37,13 +37,13 @@ impl Log {
         }
     }
 
-    /// Returns the frames that have to be read next: `MERCURY_TAKE_*`.
+    /// Returns the frames that have to be read next: `MERCURY_READ_*`.
     pub fn collect(&mut self, memory: &dyn Memory) -> u64 {
         if !matches!(self, Self::Live) {
             return 0;
         }
         match memory.collect_log() {
-            Ok(()) => MERCURY_TAKE_LOGGED,
+            Ok(()) => MERCURY_READ_LOGGED,
             Err(why) => {
                 *self = Self::None(why.to_string());
                 0

@@ -14,7 +14,7 @@ use std::{fs::File, net::SocketAddr, thread::JoinHandle};
 /// The memory of the machine. One thread reads it while another one does the rest.
 pub trait Memory: Sync {
     /// Reads current frames from a cursor on: up to `count`, among those that `only` names
-    /// (`MERCURY_TAKE_*`).
+    /// (`MERCURY_READ_*`).
     ///
     /// # Errors
     ///
@@ -26,7 +26,7 @@ pub trait Memory: Sync {
     /// # Errors
     ///
     /// Returns an error if they cannot be read.
-    fn take(&self, cursor: &mut Cursor, count: usize, only: u64) -> Result<Frames>;
+    fn read(&self, cursor: &mut Cursor, count: usize, only: u64) -> Result<Frames>;
 
     /// Reads frames as they were at the instant, each with the hash that the hypervisor has made of
     /// it.
@@ -34,7 +34,7 @@ pub trait Memory: Sync {
     /// # Errors
     ///
     /// Returns an error if they cannot be read.
-    fn take_hashed(&self, cursor: &mut Cursor, count: usize, only: u64) -> Result<(Frames, Vec<u64>)>;
+    fn read_hashed(&self, cursor: &mut Cursor, count: usize, only: u64) -> Result<(Frames, Vec<u64>)>;
 
     /// Begins the dirty log.
     ///
@@ -53,15 +53,15 @@ pub trait Memory: Sync {
 
 impl Memory for Device {
     fn scan(&self, cursor: &mut Cursor, count: usize, only: u64) -> Result<Frames> {
-        self.snapshot_look_some(cursor, count, only)
+        self.snapshot_read_present_some(cursor, count, only)
     }
 
-    fn take(&self, cursor: &mut Cursor, count: usize, only: u64) -> Result<Frames> {
-        self.snapshot_take_some(cursor, count, only)
+    fn read(&self, cursor: &mut Cursor, count: usize, only: u64) -> Result<Frames> {
+        self.snapshot_read_some(cursor, count, only)
     }
 
-    fn take_hashed(&self, cursor: &mut Cursor, count: usize, only: u64) -> Result<(Frames, Vec<u64>)> {
-        self.snapshot_take_hashed(cursor, count, only)
+    fn read_hashed(&self, cursor: &mut Cursor, count: usize, only: u64) -> Result<(Frames, Vec<u64>)> {
+        self.snapshot_read_hashed(cursor, count, only)
     }
 
     fn begin_log(&self) -> Result<()> {

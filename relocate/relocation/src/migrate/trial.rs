@@ -14,7 +14,7 @@ use super::{
 };
 use crate::operator::Operator;
 use crate::options::MigrateOptions;
-use mercury_abi::ioctl::MERCURY_TAKE_LOGGED;
+use mercury_abi::ioctl::MERCURY_READ_LOGGED;
 use mercury_control::{
     device::{Cursor, Frames},
     error::{Error, Result},
@@ -137,7 +137,7 @@ impl Seen {
     fn frames(&self, from: &[[u8; PAGE]], cursor: &mut Cursor, count: usize, only: u64) -> Frames {
         let first = cursor.next_phys.max(START);
         let end = START + PAGES * PAGE as u64;
-        let wanted = |phys: &u64| only != MERCURY_TAKE_LOGGED || self.collected.contains(phys);
+        let wanted = |phys: &u64| only != MERCURY_READ_LOGGED || self.collected.contains(phys);
         let phys: Vec<_> = (first..end).step_by(PAGE).filter(wanted).take(count).collect();
         let data = phys.iter().flat_map(|phys| from[((phys - START) / PAGE as u64) as usize]).collect();
         let next = phys.last().map(|last| last + PAGE as u64).filter(|next| *next < end);
@@ -165,7 +165,7 @@ impl Memory for Stage {
         let mut seen = self.seen();
         let is_still = seen.is_still;
         seen.check(!is_still, "memory is read as it is now though it stands still");
-        seen.does("look")?;
+        seen.does("scan")?;
         let frames = seen.frames(&seen.pages, cursor, count, only);
         // The load goes on writing.
         let number = seen.did.len() as u64 % PAGES;
@@ -174,9 +174,9 @@ impl Memory for Stage {
         Ok(frames)
     }
 
-    fn take(&self, cursor: &mut Cursor, count: usize, only: u64) -> Result<Frames> {
+    fn read(&self, cursor: &mut Cursor, count: usize, only: u64) -> Result<Frames> {
         let mut seen = self.seen();
-        seen.does("take")?;
+        seen.does("read")?;
         let Some(pages) = seen.instant.clone() else {
             seen.check(false, "memory of an instant that was not taken");
             return Err(Error::new(Exit::Failed, "there is no instant"));
@@ -184,7 +184,7 @@ impl Memory for Stage {
         Ok(seen.frames(&pages, cursor, count, only))
     }
 
-    fn take_hashed(&self, _: &mut Cursor, _: usize, _: u64) -> Result<(Frames, Vec<u64>)> {
+    fn read_hashed(&self, _: &mut Cursor, _: usize, _: u64) -> Result<(Frames, Vec<u64>)> {
         Err(Error::new(Exit::Failed, "there is no hypervisor"))
     }
 

@@ -39,7 +39,7 @@ fn ctrl_c_between_the_last_word_and_the_verdict() {
 /// too late.
 #[test]
 fn ctrl_c_at_every_step() {
-    for at in ["look", "fence off", "hold still", "take the instant", "take", "end the instant"] {
+    for at in ["scan", "fence off", "hold still", "take the instant", "read", "end the instant"] {
         let stage = Stage::new();
         stage.seen().interrupted_at = Some(at.into());
         resumed(&plays(&stage, &honest(), LIMIT, "abandon"), "interrupted");
@@ -57,7 +57,7 @@ fn ctrl_c_at_every_step() {
 /// A failure of the machine before the commit ends the move, and the machine runs on.
 #[test]
 fn what_fails_before_the_commit_changes_nothing() {
-    for what in ["look", "fence off", "hold still", "take the instant", "take", "end the instant"] {
+    for what in ["scan", "fence off", "hold still", "take the instant", "read", "end the instant"] {
         let stage = Stage::new();
         stage.seen().failing = vec![what.into()];
         resumed(&plays(&stage, &honest(), LIMIT, "abandon"), &format!("{what} fails"));
@@ -192,5 +192,5 @@ fn what_has_arrived_is_no_source() {
     stage.seen().arrives = true;
     assert_eq!(plays(&stage, &honest(), LIMIT, "resume"), Ended::Arrived);
     let seen = stage.seen();
-    assert!(!seen.has_done("take") && !seen.has_done("go on") && !seen.has_done("commit"), "{:?}", seen.did);
+    assert!(!seen.has_done("read") && !seen.has_done("go on") && !seen.has_done("commit"), "{:?}", seen.did);
 }

@@ -3,7 +3,7 @@
 
 use mercury_abi::code::Code;
 use mercury_abi::snapshot::{
-    LogCollect, LogSetup, PageList, RollbackReason, SnapshotCall, SnapshotSetup, SnapshotStatus, TakeList,
+    LogCollect, LogSetup, PageList, ReadList, RollbackReason, SnapshotCall, SnapshotSetup, SnapshotStatus,
 };
 
 use super::live::Live;
@@ -67,7 +67,7 @@ enum Change {
     Donate(Argument<PageList>),
     Reclaim(Argument<PageList>),
     Begin(Argument<SnapshotSetup>),
-    Read(Argument<TakeList>),
+    Read(Argument<ReadList>),
     End,
     Status(Argument<SnapshotStatus>),
     GiveUp(Code),
@@ -88,7 +88,7 @@ impl Change {
         const DONATE: u64 = SnapshotCall::Donate as u64;
         const RECLAIM: u64 = SnapshotCall::Reclaim as u64;
         const BEGIN: u64 = SnapshotCall::Begin as u64;
-        const READ: u64 = SnapshotCall::Take as u64;
+        const READ: u64 = SnapshotCall::Read as u64;
         const END: u64 = SnapshotCall::End as u64;
         const STATUS: u64 = SnapshotCall::Status as u64;
         const GIVE_UP: u64 = SnapshotCall::GiveUp as u64;

@@ -6,8 +6,8 @@
 use mercury_abi::code::Code;
 use mercury_abi::restart::RestartCpu;
 use mercury_abi::snapshot::{
-    LogCollect, LogSetup, PAGE_LIST_MAX, PageList, RollbackReason, RollbackReport, SnapshotSetup,
-    SnapshotStatus, TAKE_LIST_MAX, TakeList,
+    LogCollect, LogSetup, PAGE_LIST_MAX, PageList, READ_LIST_MAX, ReadList, RollbackReason, RollbackReport,
+    SnapshotSetup, SnapshotStatus,
 };
 
 #[cfg(feature = "fault-injection")]
@@ -192,17 +192,17 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
 
     /// Reads frames as they were at the instant. Returns true if the pool runs low.
     #[inline(never)]
-    pub(super) fn read(&mut self, list: &mut TakeList) -> Result<bool, Code> {
+    pub(super) fn read(&mut self, list: &mut ReadList) -> Result<bool, Code> {
         let snapshot = self.snapshot.as_mut().ok_or(Code::NoSnapshot)?;
-        list.taken_before = 0;
-        let count = (list.count as usize).min(TAKE_LIST_MAX);
+        list.read_before = 0;
+        let count = (list.count as usize).min(READ_LIST_MAX);
         for (number, entry) in list.entries.iter().enumerate().take(count) {
             if !snapshot.is_exact() {
                 return Err(self.invalid);
             }
             let (frame, to) = (GuestPhys::new(entry.frame_phys), HostPhys::new(entry.to_phys));
             if !snapshot.read(&mut self.ledger, self.memory, frame, to) {
-                list.taken_before |= 1 << number;
+                list.read_before |= 1 << number;
             }
         }
         Ok(self.ledger.tells_to_hurry())

@@ -6,7 +6,7 @@ use mercury_abi::code::Code;
 use mercury_abi::gate::OwnedRange;
 use mercury_abi::restart::RestartCpu;
 use mercury_abi::snapshot::{
-    LogCollect, LogSetup, MAP_BITS, PAGE_LIST_MAX, PageList, SnapshotSetup, TakeEntry, TakeList,
+    LogCollect, LogSetup, MAP_BITS, PAGE_LIST_MAX, PageList, ReadEntry, ReadList, SnapshotSetup,
 };
 
 use super::ledger::Ledger;
@@ -148,11 +148,11 @@ impl<F: Format<Address = GuestPhys>> Machine<F> {
     }
 
     fn read(&mut self, page: usize) -> Result<Option<u8>, Code> {
-        let entry = TakeEntry { frame_phys: phys(&self.memory[page]), to_phys: phys(&self.buffer[0]) };
-        let mut list = TakeList { count: 1, ..TakeList::default() };
+        let entry = ReadEntry { frame_phys: phys(&self.memory[page]), to_phys: phys(&self.buffer[0]) };
+        let mut list = ReadList { count: 1, ..ReadList::default() };
         list.entries[0] = entry;
         self.live.read(&mut list)?;
-        Ok((list.taken_before == 0).then_some(self.buffer[0].0[4095]))
+        Ok((list.read_before == 0).then_some(self.buffer[0].0[4095]))
     }
 }
 
@@ -270,7 +270,7 @@ fn a_pool_that_runs_low_makes_the_reader_hurry() {
     let mut machine = Machine::<AmdNested>::new(64);
     assert_eq!(machine.begin(), Ok(()));
     machine.write(2, 0);
-    let mut none = TakeList::default();
+    let mut none = ReadList::default();
     assert_eq!((machine.live.read(&mut none), machine.live.throttle()), (Ok(false), 0));
     *machine.live.ledger.donated() *= 100;
     assert_eq!(machine.live.read(&mut none), Ok(true));

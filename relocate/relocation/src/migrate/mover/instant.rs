@@ -9,7 +9,7 @@ use super::{
     },
     Mover, Step,
 };
-use mercury_abi::ioctl::MERCURY_TAKE_USED;
+use mercury_abi::ioctl::MERCURY_READ_USED;
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
@@ -42,7 +42,7 @@ impl Mover<'_> {
     /// Reads the frames that were not in the dirty log as well, and counts those that should have
     /// been in it.
     fn verify_log(&mut self, limits: &Limits) -> std::result::Result<(), Event> {
-        let rest = self.pass(From::Instant, MERCURY_TAKE_USED, "the rest, to compare", limits)?;
+        let rest = self.pass(From::Instant, MERCURY_READ_USED, "the rest, to compare", limits)?;
         self.report.missed = Some(rest.changed);
         self.operator.tell(&format!(
             "{} pages were not in the dirty log, of which {} should have been",

@@ -162,9 +162,9 @@ impl Mover<'_> {
         let read = |cursor: &mut Cursor, count| match from {
             From::Now => memory.scan(cursor, count, only),
             From::Instant => match proof {
-                None => memory.take(cursor, count, only),
+                None => memory.read(cursor, count, only),
                 Some(proof) => {
-                    let (frames, hashes) = memory.take_hashed(cursor, count, only)?;
+                    let (frames, hashes) = memory.read_hashed(cursor, count, only)?;
                     proof.compare(&frames, &hashes);
                     Ok(frames)
                 }
