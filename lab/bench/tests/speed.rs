@@ -45,7 +45,7 @@ fn snapshots_are_short_and_the_same_on_small_and_large_machines() -> Result<()> 
     for pause in &pauses {
         println!("{pause:?}");
         assert!(pause.snapshot_instructions <= 5000, "{pause:?}");
-        assert!(pause.lasting_pages > 0 && pause.phases.copy_lasting > 0, "{pause:?}");
+        assert!(pause.persistent_pages > 0 && pause.phases.copy_persistent > 0, "{pause:?}");
         let phases = pause.totals.iter().min().copied().unwrap_or(0);
         assert!(pause.unexplained_ns() <= phases / 4, "{pause:?}");
     }

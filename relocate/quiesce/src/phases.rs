@@ -25,10 +25,8 @@ pub struct Phases {
     /// Parts in their order.
     pub steps: Vec<Phase>,
     /// Pages of persistent DMA memory that were copied at the instant.
-    #[serde(rename = "lasting_pages")]
     pub persistent_pages: u64,
     /// Ticks of these copies, within the next.
-    #[serde(rename = "lasting_ticks")]
     pub persistent_ticks: u64,
     /// Ticks in the hypervisor, within the step `hypervisor`.
     pub hypervisor_ticks: u64,

@@ -42,7 +42,7 @@ pub struct Phases {
     /// Time in the hypervisor, without the next step.
     pub hypervisor: u64,
     /// Time to copy the persistent DMA memory.
-    pub copy_lasting: u64,
+    pub copy_persistent: u64,
     /// Time of the way back, and of the first write: all levels of tables are made for it, and the
     /// page is copied.
     pub first_write: u64,
@@ -69,7 +69,7 @@ impl Phases {
             ("system core suspended", self.suspend_core),
             ("CPU saved", self.save),
             ("hypervisor: all of memory protected", self.hypervisor),
-            ("hypervisor: copy of persistent DMA memory", self.copy_lasting),
+            ("hypervisor: copy of persistent DMA memory", self.copy_persistent),
             ("back, and the first write", self.first_write),
             ("system core resumed", self.resume_core),
             ("all CPUs go on", self.release),
@@ -91,7 +91,7 @@ impl Phases {
             found.map(|value| value as u64).ok_or_else(|| Error::Host(format!("no step {name} in {phases}")))
         };
         let step = |name: &str| figure(name, "ticks");
-        let copy_lasting = number(phases, "lasting_ticks")? as u64;
+        let copy_persistent = number(phases, "persistent_ticks")? as u64;
         let within = number(phases, "hypervisor_ticks")? as u64;
         let (quiesce, thaw) = (step("quiesce")?, step("thaw")?);
         Ok(Self {
@@ -104,8 +104,8 @@ impl Phases {
             search: step("search")?,
             suspend_core: step("suspend")?,
             save: step("save")?,
-            hypervisor: within.saturating_sub(copy_lasting),
-            copy_lasting,
+            hypervisor: within.saturating_sub(copy_persistent),
+            copy_persistent,
             first_write: step("hypervisor")?.saturating_sub(within),
             resume_core: step("resume")?,
             release: step("release")?,
@@ -128,7 +128,7 @@ impl Phases {
             suspend_core: of(|one| one.suspend_core),
             save: of(|one| one.save),
             hypervisor: of(|one| one.hypervisor),
-            copy_lasting: of(|one| one.copy_lasting),
+            copy_persistent: of(|one| one.copy_persistent),
             first_write: of(|one| one.first_write),
             resume_core: of(|one| one.resume_core),
             release: of(|one| one.release),
@@ -186,7 +186,7 @@ pub struct Pause {
     /// The pause of each round that the command measured with the kernel's clock, in nanoseconds.
     pub measured_ns: Vec<u64>,
     /// Pages of persistent DMA memory.
-    pub lasting_pages: u64,
+    pub persistent_pages: u64,
     pub memory_pages: u64,
 }
 
@@ -248,7 +248,7 @@ pub fn with_memory(memory_mib: u32, rounds: usize) -> Result<Pause> {
         phases: Phases::medians(&all),
         totals: all.iter().map(Phases::total).collect(),
         measured_ns,
-        lasting_pages: number(&last["phases"], "lasting_pages")? as u64,
+        persistent_pages: number(&last["phases"], "persistent_pages")? as u64,
         memory_pages: number(&last, "memory")? as u64 / 4096,
     })
 }
@@ -292,16 +292,16 @@ mod tests {
         let steps: Vec<_> =
             names.iter().map(|name| json!({ "name": name, "ticks": 5000, "us": 2.0 })).collect();
         let phases = Phases::read(
-            &json!({ "steps": steps, "lasting_ticks": 4800, "hypervisor_ticks": 4900 }),
+            &json!({ "steps": steps, "persistent_ticks": 4800, "hypervisor_ticks": 4900 }),
             &devices,
         )
         .unwrap();
         assert_eq!((phases.freeze_tasks, phases.quiesce_devices), (2000, 3000));
-        assert_eq!((phases.hypervisor, phases.copy_lasting, phases.first_write), (100, 4800, 100));
+        assert_eq!((phases.hypervisor, phases.copy_persistent, phases.first_write), (100, 4800, 100));
         assert_eq!((phases.resume_devices, phases.thaw_tasks), (700, 4300));
         assert_eq!(phases.hold, 2000);
         assert_eq!(phases.total(), 9 * 5000 + 2000, "nothing is counted twice or left out");
-        assert!(Phases::read(&json!({ "steps": [], "lasting_ticks": 0 }), &devices).is_err());
+        assert!(Phases::read(&json!({ "steps": [], "persistent_ticks": 0 }), &devices).is_err());
         assert_eq!(Devices::read("nothing"), None);
     }
 

@@ -73,7 +73,7 @@ fn wholes(pauses: &[Pause]) -> String {
     if low <= 1.0 {
         return format!("kept: {measured}");
     }
-    let growing = |pause: &Pause| pause.phases.search + pause.phases.copy_lasting;
+    let growing = |pause: &Pause| pause.phases.search + pause.phases.copy_persistent;
     let rest = |pause: &Pause| pause.total() - growing(pause) as f64;
     format!(
         "**missed**: {measured}. The steps that grow search for persistent DMA memory and copy it: {} instructions with\n\
@@ -109,7 +109,7 @@ fn pauses(figures: &Checkpoint) -> String {
         format!("{} – {}", thousands(least.copied().unwrap_or(0)), thousands(most.copied().unwrap_or(0)))
     });
     add("pages of memory", &|pause| thousands(pause.memory_pages));
-    add("of which persistent DMA memory", &|pause| thousands(pause.lasting_pages));
+    add("of which persistent DMA memory", &|pause| thousands(pause.persistent_pages));
     let sizes: Vec<String> =
         pauses.iter().map(|pause| format!("{} MiB", thousands(pause.memory_mib.into()))).collect();
     let header: Vec<&str> = ["instructions"].into_iter().chain(sizes.iter().map(String::as_str)).collect();
@@ -305,7 +305,7 @@ pub mod tests {
             },
             totals: vec![25_000_000, 25_100_000, 25_200_000],
             measured_ns: vec![25_300_000],
-            lasting_pages: 4000,
+            persistent_pages: 4000,
             memory_pages: 100_000,
         };
         let memory = Memory { fixed_bytes: 1 << 20, per_cpu_bytes: 40 << 10, possible_cpus: 2 };

@@ -33,10 +33,8 @@ const ANSWERED: Duration = Duration::from_secs(600);
 pub struct Arrival {
     /// Pairing token of the receiver. The key for announcements is derived from it and from the
     /// secret of the offer.
-    #[serde(rename = "line")]
     pub token: String,
     /// Secret of the offer.
-    #[serde(rename = "hails")]
     pub secret: Secret,
     pub attempt: [u8; 16],
     /// Cards of this machine at its source.

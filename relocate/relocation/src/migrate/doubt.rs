@@ -267,10 +267,8 @@ pub enum Ended {
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Doubt {
     /// Pairing token of the receiver.
-    #[serde(rename = "line")]
     pub token: String,
     /// Secret of the offer.
-    #[serde(rename = "hails")]
     pub secret: Secret,
     pub attempt: [u8; 16],
     /// Cards of this machine.

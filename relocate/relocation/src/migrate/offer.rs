@@ -33,7 +33,6 @@ pub struct Offer {
     pub disks: Vec<OfferedDisk>,
     /// Secret for the announcements of this attempt. A peer that has only seen the pairing token
     /// does not have it.
-    #[serde(rename = "hails")]
     pub secret: Secret,
     /// Number of streams for its pages.
     pub streams: u32,

@@ -46,7 +46,6 @@ pub struct After {
     /// Source of the changed pages: a dirty log, or hashes of all memory and the reason.
     pub found_by: String,
     /// Pages that were read after the instant.
-    #[serde(rename = "looked")]
     pub scanned: u64,
     /// Microseconds until everything stood still, with the instant.
     pub quiesce_us: f64,
@@ -318,7 +317,7 @@ mod tests {
         report.arrive();
         let arrived = said(&report);
         for name in
-            ["found_by", "looked", "quiesce_us", "last_us", "verify_us", "start_us", "downtime_us", "seconds"]
+            ["found_by", "scanned", "quiesce_us", "last_us", "verify_us", "start_us", "downtime_us", "seconds"]
         {
             assert!(arrived.get(name).is_none(), "{name}: {arrived}");
         }
