@@ -262,7 +262,7 @@ pub fn receive_with(destination: &Machine, address: &str, options: &str) -> Resu
 /// tombstone.
 #[must_use]
 pub fn migrate(words: &str, options: &str) -> String {
-    format!("mercury migrate {words} --without-mark {options}")
+    format!("mercury migrate {words} --without-tombstone {options}")
 }
 
 /// Returns the text about moves on the machine's console.

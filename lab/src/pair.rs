@@ -74,7 +74,7 @@ pub fn run(kernel: Kernel, cpus: u32, memory_mib: u32, on_terminal: fn(Spec) -> 
 fn await_machine(machine: &Machine, place: u8) -> Result<String> {
     let address = format!("10.9.0.1{place}");
     plug_in(machine, &address)?;
-    Ok(format!("mercury migrate {} --without-mark", receive_after(machine, &address, DELAY)?))
+    Ok(format!("mercury migrate {} --without-tombstone", receive_after(machine, &address, DELAY)?))
 }
 
 /// Writes the first words of the shell into the machines' root.

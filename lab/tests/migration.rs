@@ -172,7 +172,7 @@ fn maintenance_goes_along_and_comes_back() -> Result<()> {
     let (id, boots) = (boot_id(&machine)?, destination.boots());
     let there = receive(&destination, "10.9.0.3")?;
     let maintenance =
-        format!("exec 3<>{WORDS}; exec mercury maintenance {there} --without-mark <&3 >/run/said 2>&1");
+        format!("exec 3<>{WORDS}; exec mercury maintenance {there} --without-tombstone <&3 >/run/said 2>&1");
     machine.sh(&format!("mkfifo {WORDS}; setsid sh -c '{maintenance}' > /dev/null 2>&1 &"))?;
     machine.wait_shutdown(LIMIT)?;
     destination.wait_other(boots)?;
@@ -211,8 +211,9 @@ fn a_machine_with_failing_memory_leaves_by_itself() -> Result<()> {
     machine.put("/root/sensor", SENSOR.as_bytes(), 0o755)?;
     let (id, boots) = (boot_id(machine)?, destination.boots());
     let words = receive(destination, "10.9.0.3")?;
-    machine.sh(&format!("mkdir -p /etc/mercury; umask 077; echo '{words}' > /etc/mercury/spare.key"))?;
-    machine.sh("setsid mercury daemon --to 10.9.0.3 -- --without-mark > /run/said 2>&1 &")?;
+    machine
+        .sh(&format!("mkdir -p /etc/mercury; umask 077; echo '{words}' > /etc/mercury/destination.key"))?;
+    machine.sh("setsid mercury daemon --to 10.9.0.3 -- --without-tombstone > /run/said 2>&1 &")?;
     machine.sh("until mercury evacuate --status | grep 'waits for orders'; do sleep 0.2; done")?;
     machine.sh("/root/sensor 1; mercury evacuate --status | grep 'waits for orders'")?;
     let corrected = 0x9400_0000_0000_0001;
@@ -253,7 +254,7 @@ fn who_does_not_fit_is_refused() -> Result<()> {
     fails(peer, machine, &line, &["does not accept this machine", "the firmware's memory map"])?;
     // The destination still waits, and still gives the reason.
     fails(peer, machine, &line, &["the firmware's memory map"])?;
-    let predicted = machine.sh("mercury migrate --dry-run --without-mark")?;
+    let predicted = machine.sh("mercury migrate --dry-run --without-tombstone")?;
     println!("{predicted}");
     assert!(predicted.contains("applications stand still for about"), "{predicted}");
     goes_on(peer, machine)?;

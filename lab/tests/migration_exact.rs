@@ -41,7 +41,7 @@ fn a_machine_at_full_work_arrives_exact() -> Result<()> {
     let devices = one_disk(&disk(&machine, "both")?);
     devices.start(&machine)?;
     let predicted: Value =
-        serde_json::from_str(&machine.sh("mercury migrate --dry-run --without-mark --json")?).unwrap();
+        serde_json::from_str(&machine.sh("mercury migrate --dry-run --without-tombstone --json")?).unwrap();
     println!("{predicted}");
     assert_eq!(predicted["found_by"], "a dirty log");
     assert!(predicted["dirty_pages_per_second"].as_f64().unwrap() > 10.0);
@@ -49,8 +49,8 @@ fn a_machine_at_full_work_arrives_exact() -> Result<()> {
     let (boot, _folder, waits) = prepared(&destination, "receive --listen 10.9.0.3")?;
     let key = waits["key"].as_str().unwrap();
     destination.power_cut()?;
-    machine.sh(&format!("mkdir -p /etc/mercury; umask 077; echo '{key}' > /etc/mercury/spare.key"))?;
-    let options = "--without-mark --verify-instant --max-throttle 0";
+    machine.sh(&format!("mkdir -p /etc/mercury; umask 077; echo '{key}' > /etc/mercury/destination.key"))?;
+    let options = "--without-tombstone --verify-instant --max-throttle 0";
     machine.sh(&format!("setsid mercury daemon --to 10.9.0.3 -- {options} > /run/daemon 2>&1 &"))?;
     machine.sh("until mercury evacuate --status | grep 'waits for orders'; do sleep 0.2; done")?;
     machine.put("/run/orders", ORDERS.as_bytes(), 0o644)?;

@@ -44,14 +44,15 @@ fn who_comes_second_is_told_why_and_disturbs_nobody() -> Result<()> {
     fails(peer, machine, &line, &["does not accept this machine", "too little memory is free"])?;
     assert_eq!(times(destination, COMES), 0);
 
-    machine.sh(&format!("mkdir -p /etc/mercury; umask 077; echo '{words}' > /etc/mercury/spare.key"))?;
-    machine.sh("setsid mercury daemon --to 10.9.0.3 -- --without-mark > /run/daemon 2>&1 &")?;
+    machine
+        .sh(&format!("mkdir -p /etc/mercury; umask 077; echo '{words}' > /etc/mercury/destination.key"))?;
+    machine.sh("setsid mercury daemon --to 10.9.0.3 -- --without-tombstone > /run/daemon 2>&1 &")?;
     machine.sh("until mercury evacuate --status | grep 'waits for orders'; do sleep 0.2; done")?;
     let mut first = machine.spawn(&migrate(&words, "--bandwidth 1"))?;
     wait_more(destination, COMES, 0)?;
     let again = migrate(&words, "");
     is_refused(machine, &again, BUSY)?;
-    is_refused(machine, "mercury migrate --dry-run --without-mark", BUSY)?;
+    is_refused(machine, "mercury migrate --dry-run --without-tombstone", BUSY)?;
     is_refused(machine, "mercury checkpoint --force-devices /run/image", BUSY)?;
     // Another reason comes first: the root is on NFS.
     is_refused(machine, "mercury checkpoint /run/image", "is on NFS 4.2")?;

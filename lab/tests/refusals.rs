@@ -68,11 +68,11 @@ fn what_counts_is_use() -> Result<()> {
 
     start(&machine, "rdma", USER_OF_RDMA, "")?;
     assert_eq!(predicted(&machine, "checkpoint")?, ("no".into(), vec!["devices-unseen".into()]));
-    assert_eq!(predicted(&machine, "migrate")?.1, ["devices-unseen", "no-place-for-mark"]);
+    assert_eq!(predicted(&machine, "migrate")?.1, ["devices-unseen", "no-place-for-tombstone"]);
     let user = "RDMA device rxe0, used by python3 (";
     is_refused(&machine, &format!("checkpoint {DISK}"), "devices-unseen", user)?;
-    is_refused(&machine, "migrate --dry-run --without-mark", "devices-unseen", user)?;
-    is_refused(&machine, "migrate --dry-run --force-devices", "no-place-for-mark", "mark --prepare")?;
+    is_refused(&machine, "migrate --dry-run --without-tombstone", "devices-unseen", user)?;
+    is_refused(&machine, "migrate --dry-run --force-devices", "no-place-for-tombstone", "mark --prepare")?;
     machine.sh("pkill -f '^python3 /run/rdma'")?;
 
     machine.sh("modprobe softdog soft_margin=12")?;

@@ -15,8 +15,8 @@ use crate::{
     maintenance::MaintenanceArgs,
     metrics::MetricsArgs,
     relocate::{
-        checkpoint::CheckpointArgs, mark::MarkArgs, merge::MergeArgs, migrate::MigrateArgs,
-        receive::ReceiveArgs, restore::RestoreArgs, snapshot::SnapshotArgs,
+        checkpoint::CheckpointArgs, merge::MergeArgs, migrate::MigrateArgs, receive::ReceiveArgs,
+        restore::RestoreArgs, snapshot::SnapshotArgs, tombstone::TombstoneArgs,
     },
     shared::{CpusArgs, ModuleArgs},
     status::StatusArgs,
@@ -139,12 +139,12 @@ pub enum Command {
         that it moved to. A system that comes back by `mercury migrate` clears the tombstone. --clear is \
         for a system that will not come back: use it only if the system does not run elsewhere, and never \
         will.\n\nThe tombstone is a UEFI variable of the firmware. For a machine without UEFI, --prepare \
-        makes a file for it on a local disk, such as /boot/mercury.mark; let the initial RAM disk know \
+        makes a file for it on a local disk, such as /boot/mercury.tombstone; let the initial RAM disk know \
         the file then (update-initramfs -u).\n\nAt a start, on the kernel's command line: \
-        mercury.mark=clear starts the system and clears the tombstone, mercury.mark=ignore starts it and \
-        leaves the tombstone, mercury.mark=poweroff powers off at once if there is a tombstone."
+        mercury.tombstone=clear starts the system and clears the tombstone, mercury.tombstone=ignore starts it and \
+        leaves the tombstone, mercury.tombstone=poweroff powers off at once if there is a tombstone."
     )]
-    Mark(MarkArgs),
+    Tombstone(TombstoneArgs),
     /// Move this machine to another one, and back when its own hardware has been repaired
     #[command(long_about = "Moves this machine to another one that waits in `mercury receive`, as `mercury \
         migrate` does, and then waits there. The source is powered off, and can be repaired. When the \
@@ -165,8 +165,8 @@ pub enum Command {
     #[command(
         long_about = "Waits for the order to move this machine, by `mercury evacuate` or SIGUSR1, and \
         then moves it by `mercury migrate`. The pairing token of the destination is read from its file at \
-        each order.\n\nmercuryd.service runs this command when /etc/mercury/spare.key exists, with the \
-        settings of /etc/default/mercuryd: a line MERCURY_SPARE=HOST, and if needed a line \
+        each order.\n\nmercuryd.service runs this command when /etc/mercury/destination.key exists, with the \
+        settings of /etc/default/mercuryd: a line MERCURY_DESTINATION=HOST, and if needed a line \
         MIGRATE_OPTIONS=... with options for `mercury migrate`."
     )]
     Daemon(DaemonArgs),

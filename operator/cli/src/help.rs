@@ -249,7 +249,7 @@ mod tests {
             "mercury migrate --pause",
             "mercury migrate --verify",
             "mercury checkpoint --hash",
-            "mercury mark --at",
+            "mercury tombstone --at",
             "mercury receive --her",
         ] {
             let said = said(line);

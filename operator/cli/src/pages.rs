@@ -110,7 +110,7 @@ const INITRD: File = file(
 );
 const MENU: File = file("/boot/grub/custom.cfg", "The file that --boot-menu writes GRUB's entry to.");
 const KEY_FILE: File = file(
-    "/etc/mercury/spare.key",
+    "/etc/mercury/destination.key",
     "The pairing token that `mercury receive` has printed on the destination. Only root may read it.",
 );
 const GUESTS: File = file(
@@ -119,7 +119,7 @@ const GUESTS: File = file(
 );
 const CONTROL: File = file("/run/mercury/control", "The socket at which mercuryd takes orders.");
 const DEFAULTS: File =
-    file("/etc/default/mercuryd", "MERCURY_SPARE=HOST, and MIGRATE_OPTIONS=... for `mercury migrate`.");
+    file("/etc/default/mercuryd", "MERCURY_DESTINATION=HOST, and MIGRATE_OPTIONS=... for `mercury migrate`.");
 
 /// Every page: first `mercury` itself, then its commands in the order of the help.
 pub const PAGES: &[Page] = &[
@@ -326,23 +326,23 @@ pub const PAGES: &[Page] = &[
     .files(&[DEFAULTS, KEY_FILE, CONTROL, file("/usr/lib/systemd/system/mercuryd.service", "The unit of the daemon.")])
     .see(&["systemctl(1)"]),
     Page::of(
-        "mark",
+        "tombstone",
         Group::Move,
         &[
-            example("Show the tombstone", "mercury mark"),
+            example("Show the tombstone", "mercury tombstone"),
             example(
                 "Make a place for the tombstone on a machine without UEFI",
-                "mercury mark --prepare /boot/mercury.mark && update-initramfs -u",
+                "mercury tombstone --prepare /boot/mercury.tombstone && update-initramfs -u",
             ),
-            example("Clear the tombstone: the system never runs elsewhere again", "mercury mark --clear"),
+            example("Clear the tombstone: the system never runs elsewhere again", "mercury tombstone --clear"),
         ],
     )
     .files(&[
         file(
-            "/sys/firmware/efi/efivars/MercuryMark-b3391025-8533-46fd-88a9-0064a0d1c64e",
+            "/sys/firmware/efi/efivars/MercuryTombstone-b3391025-8533-46fd-88a9-0064a0d1c64e",
             "The tombstone on a machine with UEFI.",
         ),
-        file("/etc/mercury/mark.places", "Places of tombstones on disks."),
+        file("/etc/mercury/tombstone.places", "Places of tombstones on disks."),
     ])
     .see(&["update-initramfs(8)"]),
     Page::of(

@@ -144,7 +144,7 @@ pub struct MergeOptions {
 
 /// The options of a look at the tombstone, or of its removal.
 #[derive(Clone, Debug, Default)]
-pub struct MarkOptions {
+pub struct TombstoneOptions {
     /// Clear the tombstone: the system does not run elsewhere, and never will
     pub clear: bool,
     /// Make a file for the tombstone on a local disk, where a starting system finds it
@@ -196,7 +196,7 @@ pub struct MigrateOptions {
     /// Move although no tombstone that survives a power cut will keep this machine from starting
     /// while it runs at the destination: make sure that it does not start by itself when its power
     /// comes back
-    pub without_mark: bool,
+    pub without_tombstone: bool,
     /// Level of compression, one of zstd's
     pub level: i32,
     /// Find changed pages by hashes of all memory, as on machines without a dirty log

@@ -34,8 +34,8 @@ pub enum Lifted {
     Offline,
     /// Lifted by --force-disks.
     Disks,
-    /// Lifted by --without-mark.
-    Mark,
+    /// Lifted by --without-tombstone.
+    Tombstone,
 }
 
 /// A check of the machine.
@@ -142,10 +142,10 @@ const QUESTIONS: &[Question] = &[
         ask: refuse_sessions,
     },
     Question {
-        name: "mark",
+        name: "tombstone",
         fine: "there is a place that survives a power cut",
         before: &[Migrate],
-        lifted_by: Some(Lifted::Mark),
+        lifted_by: Some(Lifted::Tombstone),
         ask: |_, sysroot| tombstone::refuse_placeless(sysroot),
     },
 ];
@@ -315,7 +315,10 @@ mod tests {
         const ALL: [&str; 3] = ["swap", "devices", "watchdogs"];
         assert_eq!(names_of(Checkpoint, &[]), [&ALL[..], &["offline CPUs", "NFS"]].concat());
         assert_eq!(names_of(Snapshot, &[]), [&ALL[..], &["local disks", "NFS"]].concat());
-        assert_eq!(names_of(Migrate, &[]), [&ALL[..], &["offline CPUs", "fingerprints", "mark"]].concat());
+        assert_eq!(
+            names_of(Migrate, &[]),
+            [&ALL[..], &["offline CPUs", "fingerprints", "tombstone"]].concat()
+        );
         assert_eq!(names_of(PowerOff, &[]), [&ALL[..], &["offline CPUs", "fingerprints"]].concat());
     }
 
@@ -332,7 +335,7 @@ mod tests {
 
     #[test]
     fn options_lift_reasons() {
-        let all = [Lifted::Devices, Lifted::Offline, Lifted::Disks, Lifted::Mark];
+        let all = [Lifted::Devices, Lifted::Offline, Lifted::Disks, Lifted::Tombstone];
         assert_eq!(names_of(Checkpoint, &all), ["swap", "watchdogs"]);
         assert_eq!(names_of(PowerOff, &all), ["swap", "watchdogs"]);
         assert_eq!(names_of(Snapshot, &all), ["swap", "watchdogs", "NFS"]);

@@ -300,12 +300,16 @@ mod tests {
     #[test]
     fn what_has_moved_on() {
         let mounts = [mount("/dev/sda1", true), mount("/dev/sdb1", true)];
-        let marks = |marks: [Option<&str>; 2]| marks.map(|mark| mark.map(str::to_owned));
-        let were = marks([None, Some("1")]);
+        let fingerprints = |all: [Option<&str>; 2]| all.map(|one| one.map(str::to_owned));
+        let were = fingerprints([None, Some("1")]);
         assert_eq!(moved_on(&mounts, &were, &were), None);
-        assert_eq!(moved_on(&mounts, &were, &marks([Some("1"), Some("1")])), None, "it had no mark");
+        assert_eq!(
+            moved_on(&mounts, &were, &fingerprints([Some("1"), Some("1")])),
+            None,
+            "it had no fingerprint"
+        );
         for is in [Some("2"), None] {
-            assert_eq!(moved_on(&mounts, &were, &marks([None, is])), Some(&mounts[1]));
+            assert_eq!(moved_on(&mounts, &were, &fingerprints([None, is])), Some(&mounts[1]));
         }
     }
 }

@@ -288,7 +288,7 @@ codes! {
     /// The restore environment could not tell if a file system is unchanged.
     DisksUncomparable = 187, "disks-uncomparable";
     /// There is no place for the tombstone of a move.
-    NoPlaceForMark = 188, "no-place-for-mark";
+    NoPlaceForTombstone = 188, "no-place-for-tombstone";
     /// The driver is not installed for the running kernel.
     DriverMissing = 190, "driver-missing";
     /// There is no modprobe command.

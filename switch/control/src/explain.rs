@@ -807,12 +807,12 @@ pub const TABLE: &[Entry] = &[
          --force-disks, and you must know if the disks are unchanged",
     ),
     entry_of(
-        Code::NoPlaceForMark,
+        Code::NoPlaceForTombstone,
         "there is no place for a tombstone that keeps this machine from starting while it runs at the \
          destination",
         "After a power cut this machine would start from disks that it shares with the machine that it \
          has moved to. The tombstone is a variable of UEFI firmware, or a file on a local disk.",
-        "`mercury mark --prepare FILE` makes a place on a local disk; --without-mark moves without a \
+        "`mercury tombstone --prepare FILE` makes a place on a local disk; --without-tombstone moves without a \
          tombstone: then make sure that this machine does not start by itself when its power comes back",
     ),
     entry_of(

@@ -71,7 +71,7 @@ pub fn ask(socket: &Path, order: &Order) -> io::Result<Answer> {
 
 fn no_daemon(socket: &Path, error: &io::Error) -> Error {
     Error::new(Exit::State, format!("no answer from mercuryd at {}: {error}", socket.display())).hint(
-        "`systemctl start mercuryd` starts it, if MERCURY_SPARE=HOST is in /etc/default/mercuryd \
-             and the destination's pairing token is in /etc/mercury/spare.key",
+        "`systemctl start mercuryd` starts it, if MERCURY_DESTINATION=HOST is in /etc/default/mercuryd \
+             and the destination's pairing token is in /etc/mercury/destination.key",
     )
 }

@@ -48,11 +48,16 @@ const SOCKET: &str = "/run/mercury/control";
 #[derive(Debug, Args)]
 pub struct DaemonArgs {
     /// The destination that waits in `mercury receive`: HOST or HOST:PORT
-    #[arg(long, env = "MERCURY_SPARE", value_name = "HOST")]
+    #[arg(long, env = "MERCURY_DESTINATION", value_name = "HOST")]
     pub to: String,
     /// File with the pairing token that `mercury receive` has printed there; only root may be able
     /// to read it
-    #[arg(long, env = "MERCURY_KEY_FILE", value_name = "FILE", default_value = "/etc/mercury/spare.key")]
+    #[arg(
+        long,
+        env = "MERCURY_KEY_FILE",
+        value_name = "FILE",
+        default_value = "/etc/mercury/destination.key"
+    )]
     pub key_file: PathBuf,
     /// Control socket to create
     #[arg(long, value_name = "FILE", default_value = SOCKET)]

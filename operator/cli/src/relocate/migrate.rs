@@ -69,7 +69,7 @@ pub struct MigrateArgs {
     /// while it runs at the destination: make sure that it does not start by itself when its power
     /// comes back
     #[arg(long)]
-    pub without_mark: bool,
+    pub without_tombstone: bool,
     /// Level of compression, one of zstd's
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(i32).range(-7..=19), allow_hyphen_values = true)]
     pub level: i32,
@@ -107,7 +107,7 @@ impl From<&MigrateArgs> for MigrateOptions {
             pool: args.pool,
             with_disk: args.with_disk.clone(),
             force_devices: args.force_devices,
-            without_mark: args.without_mark,
+            without_tombstone: args.without_tombstone,
             level: args.level,
             hash: args.hash,
             verify_log: args.verify_log,

@@ -2,9 +2,9 @@
 //! conversion to the options of that work.
 
 pub mod checkpoint;
-pub mod mark;
 pub mod merge;
 pub mod migrate;
 pub mod receive;
 pub mod restore;
 pub mod snapshot;
+pub mod tombstone;

@@ -5,7 +5,7 @@
 
 use crate::{
     operator::Operator,
-    tombstone::{Folders, Marks, Standing},
+    tombstone::{Folders, Standing, Tombstones},
 };
 use mercury_control::{
     device::{Access, Device},
@@ -213,7 +213,7 @@ impl Reach {
         Self { devices, folders: Folders::open(&Sysroot::default()), silence: Silence::prepare() }
     }
 
-    fn marks(&self, standing: &Standing) -> io::Result<Marks> {
+    fn tombstones(&self, standing: &Standing) -> io::Result<Tombstones> {
         standing.open(&self.folders, self.devices.as_ref())
     }
 
@@ -274,7 +274,7 @@ pub struct Doubt {
     /// Cards of this machine.
     pub cards: Vec<Card>,
     /// Its tombstone, if there is one that survives a power cut.
-    pub mark: Option<Standing>,
+    pub tombstone: Option<Standing>,
 }
 
 // The pairing token is a secret.
@@ -288,7 +288,7 @@ impl Doubt {
     /// Makes the doubt of this attempt, without a tombstone.
     #[must_use]
     pub fn of(token: &PairingToken, attempt: Attempt, secret: Secret, cards: &[Card]) -> Self {
-        Self { token: token.to_string(), secret, attempt: attempt.0, cards: cards.to_vec(), mark: None }
+        Self { token: token.to_string(), secret, attempt: attempt.0, cards: cards.to_vec(), tombstone: None }
     }
 
     fn announcements(&self) -> Option<Announcements> {
@@ -300,7 +300,7 @@ impl Doubt {
     /// and the other end is told that it need not wait for a verdict.
     pub fn call_off(&self) {
         let Some(announcements) = self.announcements() else { return };
-        let keeper = Keeper { marks: None, fault: None };
+        let keeper = Keeper { tombstones: None, fault: None };
         let mut asker =
             AtConsole { announcements: Some((announcements, true)), keeper, operator: Operator::default() };
         call_off(Attempt(self.attempt), &mut asker, CALLING_OFF);
@@ -315,9 +315,9 @@ impl Doubt {
              machine stands still until it is known that it does not run at the destination",
         );
         let announcements = self.announcements();
-        let mut keeper = Keeper { marks: None, fault: None };
-        if let Some(standing) = &self.mark {
-            keeper = Keeper::new(reach.marks(standing).map_err(|error| error.to_string()));
+        let mut keeper = Keeper { tombstones: None, fault: None };
+        if let Some(standing) = &self.tombstone {
+            keeper = Keeper::new(reach.tombstones(standing).map_err(|error| error.to_string()));
         }
         // The killed process may not have written the tombstone. Without it, the destination is not
         // told to start.
@@ -350,24 +350,25 @@ trait Ask {
 
 /// The keeper of the tombstone, if there is one.
 struct Keeper {
-    marks: Option<Marks>,
+    tombstones: Option<Tombstones>,
     /// Reason why the tombstone cannot be kept, if there should be one.
     fault: Option<String>,
 }
 
 impl Keeper {
-    fn new(marks: Result<Marks, String>) -> Self {
-        match marks {
-            Ok(marks) => Self { marks: Some(marks), fault: None },
-            Err(fault) => Self { marks: None, fault: Some(fault) },
+    fn new(tombstones: Result<Tombstones, String>) -> Self {
+        match tombstones {
+            Ok(tombstones) => Self { tombstones: Some(tombstones), fault: None },
+            Err(fault) => Self { tombstones: None, fault: Some(fault) },
         }
     }
 
     /// Returns true if the tombstone says that the machine may run elsewhere. Writes it if it does
     /// not say so yet.
     fn is_committed(&mut self) -> bool {
-        if let Some(marks) = self.marks.as_mut().filter(|marks| !marks.says(Tombstone::Committed))
-            && let Err(why) = marks.write(Tombstone::Committed)
+        if let Some(tombstones) =
+            self.tombstones.as_mut().filter(|tombstones| !tombstones.says(Tombstone::Committed))
+            && let Err(why) = tombstones.write(Tombstone::Committed)
         {
             self.fault = Some(why);
         }
@@ -375,7 +376,7 @@ impl Keeper {
     }
 
     fn keep(&mut self, tombstone: Tombstone) -> Result<(), String> {
-        self.marks.as_mut().map_or(Ok(()), |marks| marks.write(tombstone))
+        self.tombstones.as_mut().map_or(Ok(()), |tombstones| tombstones.write(tombstone))
     }
 }
 
@@ -408,7 +409,7 @@ impl Ask for AtConsole {
         if let Err(why) = self.keeper.keep(tombstone) {
             self.operator.tell(&format!(
                 "the tombstone of this move cannot be changed: {why}. While it is there this machine does \
-                 not start by itself: use `mercury mark --clear`"
+                 not start by itself: use `mercury tombstone --clear`"
             ));
         }
     }
@@ -495,7 +496,7 @@ mod tests {
         answers: Vec<(usize, Message)>,
         decides: Option<(usize, Decision)>,
         told: Vec<String>,
-        marks: Vec<Tombstone>,
+        tombstones: Vec<Tombstone>,
         questions: usize,
     }
 
@@ -518,7 +519,7 @@ mod tests {
         }
 
         fn record(&mut self, tombstone: Tombstone) {
-            self.marks.push(tombstone);
+            self.tombstones.push(tombstone);
         }
 
         fn tell(&mut self, text: &str) {
@@ -544,7 +545,7 @@ mod tests {
             let mut script = answered(&[(Attempt([8; 16]), Word::Discarded), (ATTEMPT, word)]);
             assert_eq!(ask(ATTEMPT, &mut script, Duration::from_secs(60)), ended);
             assert_eq!(script.said, [Word::Commit], "it was asked");
-            assert_eq!(script.marks, [tombstone]);
+            assert_eq!(script.tombstones, [tombstone]);
             assert!(script.told.is_empty());
         }
     }
@@ -577,7 +578,7 @@ mod tests {
             let mut script = answered(answers);
             call_off(ATTEMPT, &mut script, Duration::from_millis(200));
             assert_eq!(script.said, [Word::Cancel]);
-            assert!(script.marks.is_empty() && script.told.is_empty());
+            assert!(script.tombstones.is_empty() && script.told.is_empty());
             let is_right = if answers.is_empty() { script.questions > 2 } else { script.questions == 2 };
             assert!(is_right, "{answers:?}: it has listened {} times", script.questions);
         }
@@ -590,7 +591,7 @@ mod tests {
             secret: [3; 32],
             attempt: [7; 16],
             cards: vec![],
-            mark: None,
+            tombstone: None,
         };
         let text = serde_json::to_string(&doubt).expect("JSON");
         assert_eq!(serde_json::from_str::<Doubt>(&text).expect("a doubt"), doubt);

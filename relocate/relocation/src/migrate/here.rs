@@ -13,7 +13,7 @@ use super::{
     report::MoveEvent,
     system::{After, System},
 };
-use crate::{operator::Operator, options::MigrateOptions, random::random, tombstone::Marks};
+use crate::{operator::Operator, options::MigrateOptions, random::random, tombstone::Tombstones};
 use mercury_abi::ioctl::{MERCURY_SNAPSHOT_HASH, MERCURY_SNAPSHOT_TRACK};
 use mercury_control::{
     device::{Device, Silent},
@@ -80,7 +80,7 @@ pub struct With<'a> {
 /// The real machine that moves.
 pub struct Here<'a> {
     with: With<'a>,
-    marks: Option<Marks>,
+    tombstones: Option<Tombstones>,
     pool: u64,
     /// Flags of the snapshot.
     flags: u64,
@@ -100,7 +100,7 @@ fn failed(what: &str, error: &std::io::Error) -> Error {
 }
 
 impl<'a> Here<'a> {
-    /// Prepares the move, with `marks` if there is a tombstone that survives a power cut; nothing
+    /// Prepares the move, with `tombstones` if there is a tombstone that survives a power cut; nothing
     /// stands still yet.
     ///
     /// # Errors
@@ -108,7 +108,7 @@ impl<'a> Here<'a> {
     /// Returns the reason if the move cannot be prepared.
     pub fn make_ready(
         with: With<'a>,
-        marks: Option<Marks>,
+        tombstones: Option<Tombstones>,
         (to, token, link): (SocketAddr, PairingToken, Link),
     ) -> Result<(Self, Departure<'a>)> {
         let With { args, sysroot, device, .. } = with;
@@ -141,7 +141,7 @@ impl<'a> Here<'a> {
         let cpus = sysroot.online_cpus().iter().count();
         let offer = Offer { machine, cpus, disks, secret, streams: streams(args) };
         let here = Self {
-            marks: marks.map(|marks| marks.of(attempt)),
+            tombstones: tombstones.map(|tombstones| tombstones.of(attempt)),
             pool,
             flags: hashes | if matches!(log, Log::Prepared) { MERCURY_SNAPSHOT_TRACK } else { 0 },
             mounts,
@@ -288,7 +288,7 @@ impl System for Here<'_> {
     fn commit(&mut self, doubt: Doubt, console: Option<File>) -> Result<()> {
         self.with.device.fence_stays()?;
         no_way_back::begin(console);
-        let doubt = Doubt { mark: self.marks.as_ref().map(Marks::standing), ..doubt };
+        let doubt = Doubt { tombstone: self.tombstones.as_ref().map(Tombstones::standing), ..doubt };
         let guard = &mut *self.with.guard;
         guard.will(&Undo::Open).and_then(|()| guard.will(&Undo::Decide(Step::of(&doubt)?))).map_err(
             |error| {
@@ -301,7 +301,7 @@ impl System for Here<'_> {
     }
 
     fn tombstone(&mut self, tombstone: Tombstone) -> Result<(), String> {
-        self.marks.as_mut().map_or(Ok(()), |marks| marks.write(tombstone))
+        self.tombstones.as_mut().map_or(Ok(()), |tombstones| tombstones.write(tombstone))
     }
 
     fn go_on(&mut self) {

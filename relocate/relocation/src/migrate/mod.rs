@@ -42,7 +42,7 @@ use crate::{
     operator::Operator,
     options::MigrateOptions,
     refusals::{self, Lifted, Operation},
-    tombstone::Marks,
+    tombstone::Tombstones,
 };
 use here::{Here, With};
 use link::Link;
@@ -117,11 +117,12 @@ fn leave(args: &MigrateOptions, say: Say<'_>, deferred: &Deferred) -> Result<rep
     let (device, _) = access::loaded(args.module.as_deref(), "migrate")?;
     // The open device keeps other processes from moving this machine now, and the undo process
     // finds what is opened here.
-    let marks = if args.without_mark { None } else { Some(Marks::choose(&args.host, &sysroot)?) };
+    let tombstones =
+        if args.without_tombstone { None } else { Some(Tombstones::choose(&args.host, &sysroot)?) };
     let mut guard = UndoProcess::start()?;
     let attached = Attached::make(&device, &mut guard)?;
     let with = With { args, say, sysroot: &sysroot, deferred, device: &device, guard: &mut guard };
-    let (mut here, departure) = Here::make_ready(with, marks, (to, token, link))?;
+    let (mut here, departure) = Here::make_ready(with, tombstones, (to, token, link))?;
     let patience = Patience { running: RUNNING, frozen: FROZEN, doubt: doubt::PATIENCE, hold: None };
     let mut mover = Mover::new(args, &mut here, patience, departure)?;
     let outcome = mover.run();
@@ -225,8 +226,10 @@ fn refuse_busy() -> Result<()> {
 
 /// Refuses the same machines as `mercury doctor` predicts, before anything is tried.
 fn refuse_unmovable(args: &MigrateOptions, sysroot: &Sysroot) -> Result<()> {
-    let lifted =
-        refusals::lifted(&[(args.force_devices, Lifted::Devices), (args.without_mark, Lifted::Mark)]);
+    let lifted = refusals::lifted(&[
+        (args.force_devices, Lifted::Devices),
+        (args.without_tombstone, Lifted::Tombstone),
+    ]);
     refusals::refuse(Operation::Migrate, &lifted, sysroot)
 }
 

@@ -316,9 +316,16 @@ mod tests {
         assert_eq!(said(&report)["downtime_us"], 0.0);
         report.arrive();
         let arrived = said(&report);
-        for name in
-            ["found_by", "scanned", "quiesce_us", "last_us", "verify_us", "start_us", "downtime_us", "seconds"]
-        {
+        for name in [
+            "found_by",
+            "scanned",
+            "quiesce_us",
+            "last_us",
+            "verify_us",
+            "start_us",
+            "downtime_us",
+            "seconds",
+        ] {
             assert!(arrived.get(name).is_none(), "{name}: {arrived}");
         }
         assert_eq!(arrived["pages"], serde_json::json!([0]));

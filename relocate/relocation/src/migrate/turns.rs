@@ -95,7 +95,7 @@ fn a_commit_that_cannot_be_kept_is_withdrawn() {
 /// While the tombstone may be there, only the destination's promise or the operator lets the
 /// machine go on.
 #[test]
-fn a_mark_that_stays_holds_it() {
+fn a_tombstone_that_stays_holds_it() {
     let verified = [Act::SayVerified, Act::AwaitDone("tombstone Cleared")];
     for (then, why) in [
         (vec![Act::Announce(Word::Discarded)], "a promise to all"),

@@ -12,7 +12,7 @@ use std::{
 };
 
 /// Word on the kernel's command line: the wish about a tombstone.
-const WORD: &str = "mercury.mark=";
+const WORD: &str = "mercury.tombstone=";
 /// Time for a disk that may have a tombstone to appear.
 const DISK_PATIENCE: Duration = Duration::from_secs(30);
 /// Time for the operator to read before the machine powers off.
@@ -59,8 +59,8 @@ enum Verdict {
 /// Decides by the tombstones that were found; `system` is the system that would start.
 fn decide(found: &[Found], system: Option<&str>) -> Verdict {
     let mut verdict = Verdict::Starts;
-    for (place, mark) in found {
-        let record = match mark {
+    for (place, tombstone) in found {
+        let record = match tombstone {
             Ok(Some(record)) if record.forbids() => record,
             Ok(_) => continue,
             Err(why) => {
@@ -101,8 +101,8 @@ fn text(record: &Record) -> String {
 
 const WHAT_TO_DO: &str = "Two machines with the same disks destroy them, so nothing is started here. Only \
     if the system does not run elsewhere, and never will: type `clear` here, or start with \
-    mercury.mark=clear on the kernel's command line. mercury.mark=ignore starts this system once and \
-    leaves the tombstone; mercury.mark=poweroff does not wait. `off` powers off, and so does this machine \
+    mercury.tombstone=clear on the kernel's command line. mercury.tombstone=ignore starts this system once and \
+    leaves the tombstone; mercury.tombstone=poweroff does not wait. `off` powers off, and so does this machine \
     by itself in five minutes.";
 
 /// Checks for tombstones, and returns only if the system may start.
@@ -125,7 +125,7 @@ pub fn look(sysroot: &Sysroot) -> Exit {
         (Verdict::Starts, _) => {}
         (Verdict::StartsBeside(text), _) => say(&text),
         (Verdict::Stays(text), Wish::Ignore) => {
-            say(&format!("{text} The system starts anyway: mercury.mark=ignore"))
+            say(&format!("{text} The system starts anyway: mercury.tombstone=ignore"))
         }
         (Verdict::Stays(text), Wish::Clear) => {
             say(&text);
@@ -142,7 +142,7 @@ pub fn look(sysroot: &Sysroot) -> Exit {
             clear_all(&places);
         }
     }
-    if let Err(error) = initramfs::say_looked(&spots, sysroot) {
+    if let Err(error) = initramfs::say_checked(&spots, sysroot) {
         say(&format!("the check for a tombstone cannot be noted: {error}"));
     }
     Exit::Done
@@ -205,8 +205,8 @@ fn say(text: &str) {
 mod tests {
     use super::{super::record::tests::record, *};
 
-    fn found(mark: Result<Option<Record>, String>) -> Vec<Found> {
-        vec![("a variable".into(), mark)]
+    fn found(tombstone: Result<Option<Record>, String>) -> Vec<Found> {
+        vec![("a variable".into(), tombstone)]
     }
 
     #[test]
@@ -234,14 +234,14 @@ mod tests {
     }
 
     #[test]
-    fn one_without_a_mark_starts() {
+    fn one_without_a_tombstone_starts() {
         assert_eq!(decide(&[], None), Verdict::Starts);
         assert_eq!(decide(&found(Ok(None)), None), Verdict::Starts);
         assert_eq!(decide(&found(Ok(Some(record(State::Cleared, 9)))), None), Verdict::Starts);
     }
 
     #[test]
-    fn what_cannot_be_read_may_be_a_mark() {
+    fn what_cannot_be_read_may_be_a_tombstone() {
         let mut all = found(Err("the tombstone is damaged".into()));
         all.push(("two blocks".into(), Ok(None)));
         assert!(matches!(decide(&all, None), Verdict::Stays(text) if text.contains("It is unknown")));
@@ -253,10 +253,10 @@ mod tests {
     fn the_command_line_decides() {
         for (line, wish) in [
             ("quiet", Wish::Ask),
-            ("quiet mercury.mark=clear ro", Wish::Clear),
-            ("mercury.mark=clear mercury.mark=ignore", Wish::Ignore),
-            ("mercury.mark=poweroff", Wish::PowerOff),
-            ("mercury.mark=yes xmercury.mark=clear", Wish::Ask),
+            ("quiet mercury.tombstone=clear ro", Wish::Clear),
+            ("mercury.tombstone=clear mercury.tombstone=ignore", Wish::Ignore),
+            ("mercury.tombstone=poweroff", Wish::PowerOff),
+            ("mercury.tombstone=yes xmercury.tombstone=clear", Wish::Ask),
         ] {
             assert_eq!(Wish::of(line), wish, "{line}");
         }

@@ -1,8 +1,8 @@
-//! `mercury mark`: shows the tombstone that keeps a system that has moved from starting here,
+//! `mercury tombstone`: shows the tombstone that keeps a system that has moved from starting here,
 //! clears it, and prepares a place for it on a disk.
 
 use super::{Named, SPOTS, all, boot, clear, disk, initramfs, record::Record, spots, when};
-use crate::options::MarkOptions;
+use crate::options::TombstoneOptions;
 use mercury_control::{
     access,
     error::{Error, Result},
@@ -28,7 +28,7 @@ struct Report {
 struct Shown {
     place: String,
     #[serde(skip_serializing_if = "Option::is_none")]
-    mark: Option<Record>,
+    tombstone: Option<Record>,
     /// Reason why the place cannot be used.
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
@@ -41,36 +41,36 @@ impl Render for Report {
         if self.places.is_empty() {
             to.line(
                 "this machine has no place for a tombstone: no UEFI, and none on a disk (`mercury \
-                mark --prepare FILE` makes one)",
+                tombstone --prepare FILE` makes one)",
             );
         }
         for shown in &self.places {
-            let state = match (&shown.mark, &shown.error) {
+            let state = match (&shown.tombstone, &shown.error) {
                 (_, Some(error)) => error.clone(),
                 (None, None) => "no tombstone".into(),
-                (Some(mark), None) => describe(mark, shown.cleared),
+                (Some(tombstone), None) => describe(tombstone, shown.cleared),
             };
             to.line(format!("{}: {state}", shown.place));
         }
         if self.forbids {
             to.line(
                 "a system that starts here does not go on; if it never runs elsewhere again: `mercury \
-                mark --clear`",
+                tombstone --clear`",
             );
         }
     }
 }
 
-fn describe(mark: &Record, cleared: bool) -> String {
-    let name = serde_json::to_value(mark.state).unwrap_or_default();
+fn describe(tombstone: &Record, cleared: bool) -> String {
+    let name = serde_json::to_value(tombstone.state).unwrap_or_default();
     let name = name.as_str().unwrap_or_default().to_owned();
-    let attempt = if mark.attempt.bytes().all(|digit| digit == b'0') {
+    let attempt = if tombstone.attempt.bytes().all(|digit| digit == b'0') {
         String::new()
     } else {
-        format!(", to {} (attempt {})", mark.to, mark.attempt)
+        format!(", to {} (attempt {})", tombstone.to, tombstone.attempt)
     };
     let now = if cleared { " now" } else { "" };
-    format!("{name}{now}{attempt}, {}", mark.when())
+    format!("{name}{now}{attempt}, {}", tombstone.when())
 }
 
 /// Shows, clears or prepares places.
@@ -78,14 +78,14 @@ fn describe(mark: &Record, cleared: bool) -> String {
 /// # Errors
 ///
 /// Returns an error if this cannot be done.
-pub fn run(args: &MarkOptions, say: Say<'_>) -> Result<Exit> {
+pub fn run(args: &TombstoneOptions, say: Say<'_>) -> Result<Exit> {
     let sysroot = Sysroot::default();
-    access::need_root("mark")?;
+    access::need_root("tombstone")?;
     if args.at_boot {
         return Ok(boot::look(&sysroot));
     }
-    let known =
-        spots(&sysroot).map_err(|why| failed(&why).hint("`mercury mark --prepare FILE` writes it again"));
+    let known = spots(&sysroot)
+        .map_err(|why| failed(&why).hint("`mercury tombstone --prepare FILE` writes it again"));
     if let Some(folder) = &args.initramfs {
         initramfs::furnish(folder, &known?, &sysroot)
             .map_err(|error| failed(&format!("{}: {error}", folder.display())))?;
@@ -96,8 +96,9 @@ pub fn run(args: &MarkOptions, say: Say<'_>) -> Result<Exit> {
     if let Some(file) = &args.prepare {
         let first = Record { at: when::now(), number: 1, ..Record::new(Attempt([0; 16]), "", None) };
         let spot = disk::prepare(file, &first, &sysroot).map_err(|why| {
-            failed(&why)
-                .hint("name a file on a local ext4 or XFS on a disk of its own, such as /boot/mercury.mark")
+            failed(&why).hint(
+                "name a file on a local ext4 or XFS on a disk of its own, such as /boot/mercury.tombstone",
+            )
         })?;
         known.retain(|other| other.uuid != spot.uuid);
         known.push(spot);
@@ -122,18 +123,18 @@ impl Report {
             };
             places.push(Shown::of(&named, place.and_then(|place| place.read()), cleared));
         }
-        let forbids = places.iter().any(|shown| shown.mark.as_ref().is_some_and(Record::forbids));
+        let forbids = places.iter().any(|shown| shown.tombstone.as_ref().is_some_and(Record::forbids));
         Ok(Self { places, forbids })
     }
 }
 
 impl Shown {
     fn of(named: &Named, read: std::result::Result<Option<Record>, String>, cleared: bool) -> Self {
-        let (mark, error) = match read {
-            Ok(mark) => (mark, None),
+        let (tombstone, error) = match read {
+            Ok(tombstone) => (tombstone, None),
             Err(why) => (None, Some(why)),
         };
-        Self { place: named.to_string(), mark, error, cleared }
+        Self { place: named.to_string(), tombstone, error, cleared }
     }
 }
 
@@ -161,15 +162,15 @@ mod tests {
     use mercury_control::output::{Format, text};
 
     #[test]
-    fn marks_are_shown_and_cleared() {
+    fn tombstones_are_shown_and_cleared() {
         let root = tempfile::tempdir().expect("a folder");
         let folder = root.path().join(super::super::firmware::FOLDER);
         fs::create_dir_all(&folder).expect("folders");
         let sysroot = Sysroot::at(root.path());
         let bytes = [&[7, 0, 0, 0][..], &record(State::Committed, 3).pack().expect("it fits")].concat();
-        fs::write(folder.join(super::super::firmware::MARK), bytes).expect("a file");
+        fs::write(folder.join(super::super::firmware::TOMBSTONE), bytes).expect("a file");
         let shown = |clears| Report::of(clears, &[], &sysroot).expect("shown");
-        let said = |report: &Report| text(Format::Text, "mark", report);
+        let said = |report: &Report| text(Format::Text, "tombstone", report);
         let before = shown(false);
         assert!(before.forbids && said(&before).contains("committed, to 10.9.0.3:4747"), "{}", said(&before));
         let cleared = shown(true);
@@ -177,7 +178,7 @@ mod tests {
         let after = shown(true);
         assert!(!after.places[0].cleared && !after.forbids);
         let json: serde_json::Value =
-            serde_json::from_str(&text(Format::Json, "mark", &after)).expect("JSON");
+            serde_json::from_str(&text(Format::Json, "tombstone", &after)).expect("JSON");
         assert!(json.to_string().contains("\"state\":\"cleared\""), "{json}");
     }
 
@@ -185,6 +186,6 @@ mod tests {
     fn a_machine_without_a_place_says_so() {
         let root = tempfile::tempdir().expect("a folder");
         let report = Report::of(false, &[], &Sysroot::at(root.path())).expect("shown");
-        assert!(text(Format::Text, "mark", &report).contains("--prepare FILE"));
+        assert!(text(Format::Text, "tombstone", &report).contains("--prepare FILE"));
     }
 }

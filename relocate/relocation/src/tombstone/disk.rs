@@ -232,9 +232,9 @@ mod tests {
         let (folder, blocks) = device();
         assert_eq!(blocks.read(), Ok(None));
         for (state, number) in [(State::Cleared, 1), (State::Committed, 2)] {
-            let mark = record(state, number);
-            blocks.write(&mark.pack().expect("it fits")).expect("written");
-            assert_eq!(blocks.read(), Ok(Some(mark)));
+            let tombstone = record(state, number);
+            blocks.write(&tombstone.pack().expect("it fits")).expect("written");
+            assert_eq!(blocks.read(), Ok(Some(tombstone)));
         }
         let bytes = fs::read(folder.path().join("disk")).expect("a file");
         for (index, block) in bytes.chunks(BLOCK).enumerate() {

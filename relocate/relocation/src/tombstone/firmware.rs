@@ -17,7 +17,7 @@ use std::{
 /// The folder in which the kernel shows the variables.
 pub const FOLDER: &str = "sys/firmware/efi/efivars";
 /// Name of the source's tombstone, with Mercury's own vendor GUID.
-pub const MARK: &str = "MercuryMark-b3391025-8533-46fd-88a9-0064a0d1c64e";
+pub const TOMBSTONE: &str = "MercuryTombstone-b3391025-8533-46fd-88a9-0064a0d1c64e";
 
 /// Attributes: kept without power, and visible to the firmware and to the system.
 const ATTRIBUTES: [u8; 4] = 7_u32.to_le_bytes();
@@ -150,17 +150,17 @@ mod tests {
     fn a_variable_is_kept_with_its_attributes() {
         let folder = tempfile::tempdir().expect("a folder");
         let variables = Variables::at(folder.path()).expect("it is there");
-        assert_eq!(variables.read(MARK).expect("none"), None);
+        assert_eq!(variables.read(TOMBSTONE).expect("none"), None);
         for data in [b"first", b"other"] {
-            variables.write(MARK, data).expect("written");
-            let file = fs::read(folder.path().join(MARK)).expect("a file");
+            variables.write(TOMBSTONE, data).expect("written");
+            let file = fs::read(folder.path().join(TOMBSTONE)).expect("a file");
             assert_eq!(file, [&[7, 0, 0, 0][..], data].concat());
-            assert_eq!(variables.read(MARK).expect("read").as_deref(), Some(&data[..]));
+            assert_eq!(variables.read(TOMBSTONE).expect("read").as_deref(), Some(&data[..]));
         }
-        assert_eq!(variables.read("MercuryMark-another").expect("none"), None);
-        variables.remove(MARK).expect("removed");
-        variables.remove(MARK).expect("it is gone already");
-        assert_eq!(variables.read(MARK).expect("none"), None);
+        assert_eq!(variables.read("MercuryTombstone-another").expect("none"), None);
+        variables.remove(TOMBSTONE).expect("removed");
+        variables.remove(TOMBSTONE).expect("it is gone already");
+        assert_eq!(variables.read(TOMBSTONE).expect("none"), None);
     }
 
     /// An empty variable counts as missing: the name of a variable that could not be written stays.
@@ -169,8 +169,8 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let variables = Variables::at(folder.path()).expect("it is there");
         for bytes in [&[][..], &[7, 0, 0, 0]] {
-            fs::write(folder.path().join(MARK), bytes).expect("a file");
-            assert_eq!(variables.read(MARK).expect("none"), None);
+            fs::write(folder.path().join(TOMBSTONE), bytes).expect("a file");
+            assert_eq!(variables.read(TOMBSTONE).expect("none"), None);
         }
     }
 
@@ -181,8 +181,8 @@ mod tests {
         fs::create_dir(&before).expect("a folder");
         let variables = Variables::at(&before).expect("it is there");
         fs::rename(&before, &after).expect("renamed");
-        variables.write(MARK, b"mark").expect("written");
-        assert!(after.join(MARK).exists());
+        variables.write(TOMBSTONE, b"tombstone").expect("written");
+        assert!(after.join(TOMBSTONE).exists());
     }
 
     #[test]

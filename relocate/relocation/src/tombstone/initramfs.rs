@@ -12,9 +12,9 @@ use mercury_control::{
 use std::{fs, io, path::Path, process::Command};
 
 /// The file in which a system that has checked says so, with [`digest`].
-pub const LOOKED: &str = "run/mercury/mark-looked";
+pub const CHECKED: &str = "run/mercury/tombstone-checked";
 /// The script, in an initial RAM disk.
-const SCRIPT: &str = "scripts/init-premount/mercury-mark";
+const SCRIPT: &str = "scripts/init-premount/mercury-tombstone";
 /// Folder in an initial RAM disk with the places on disks that it knows, and the identity of its
 /// system.
 const FOLDER: &str = "etc/mercury";
@@ -49,7 +49,7 @@ fn looks(named: &Named, spots: &[Spot], sysroot: &Sysroot) -> std::result::Resul
     let wanted = digest(spots);
     let needs_place = matches!(named, Named::Disk(..));
     // A kernel that was booted by the network may have no file of its initial RAM disk here.
-    if let Some(looked) = sysroot.text(LOOKED)
+    if let Some(looked) = sysroot.text(CHECKED)
         && (!needs_place || looked.trim() == wanted)
     {
         return Ok(());
@@ -71,7 +71,7 @@ fn holds(list: &str, digest: Option<&str>) -> std::result::Result<(), &'static s
     if !has(SCRIPT) {
         return Err("has no script for the check");
     }
-    if digest.is_some_and(|digest| !has(&format!("{FOLDER}/mark.places.{digest}"))) {
+    if digest.is_some_and(|digest| !has(&format!("{FOLDER}/tombstone.places.{digest}"))) {
         return Err("does not know the place that was prepared on a disk");
     }
     Ok(())
@@ -85,15 +85,15 @@ fn holds(list: &str, digest: Option<&str>) -> std::result::Result<(), &'static s
 pub fn furnish(folder: &Path, spots: &[Spot], sysroot: &Sysroot) -> io::Result<()> {
     let to = folder.join(FOLDER);
     fs::create_dir_all(&to)?;
-    fs::write(to.join("mark.places"), serde_json::to_vec(spots)?)?;
-    fs::write(to.join(format!("mark.places.{}", digest(spots))), "")?;
-    fs::write(to.join("mark.system"), system(sysroot).unwrap_or_default())
+    fs::write(to.join("tombstone.places"), serde_json::to_vec(spots)?)?;
+    fs::write(to.join(format!("tombstone.places.{}", digest(spots))), "")?;
+    fs::write(to.join("tombstone.system"), system(sysroot).unwrap_or_default())
 }
 
 /// Returns the system that an initial RAM disk belongs to, if it knows.
 #[must_use]
 pub fn whose(sysroot: &Sysroot) -> Option<String> {
-    let text = sysroot.text(&format!("{FOLDER}/mark.system"))?;
+    let text = sysroot.text(&format!("{FOLDER}/tombstone.system"))?;
     Some(text.trim().to_owned()).filter(|text| !text.is_empty())
 }
 
@@ -102,8 +102,8 @@ pub fn whose(sysroot: &Sysroot) -> Option<String> {
 /// # Errors
 ///
 /// Returns an error if the note cannot be written.
-pub fn say_looked(spots: &[Spot], sysroot: &Sysroot) -> io::Result<()> {
-    let path = sysroot.path(LOOKED);
+pub fn say_checked(spots: &[Spot], sysroot: &Sysroot) -> io::Result<()> {
+    let path = sysroot.path(CHECKED);
     fs::create_dir_all(path.parent().unwrap_or(&path))?;
     fs::write(path, digest(spots))
 }
@@ -113,13 +113,13 @@ mod tests {
     use super::*;
 
     fn spot(uuid: &str) -> Spot {
-        Spot { uuid: uuid.into(), kind: "ext4".into(), file: "/boot/mark".into(), offsets: [4096, 8192] }
+        Spot { uuid: uuid.into(), kind: "ext4".into(), file: "/boot/tombstone".into(), offsets: [4096, 8192] }
     }
 
     #[test]
     fn what_an_initial_ram_disk_holds() {
         let digest = digest(&[spot("a")]);
-        let list = format!("./bin/sh\n{SCRIPT}\n{FOLDER}/mark.places.{digest}\n");
+        let list = format!("./bin/sh\n{SCRIPT}\n{FOLDER}/tombstone.places.{digest}\n");
         assert_eq!(holds(&list, None), Ok(()));
         assert_eq!(holds(&list, Some(&digest)), Ok(()));
         assert!(holds(&list, Some(&super::digest(&[spot("b")]))).is_err());
@@ -139,11 +139,11 @@ mod tests {
         let inside = Sysroot::at(&to);
         assert_eq!(whose(&inside), system(&sysroot));
         assert_eq!(super::super::spots(&inside).as_deref(), Ok(&spots[..]));
-        assert!(to.join(FOLDER).join(format!("mark.places.{}", digest(&spots))).exists());
+        assert!(to.join(FOLDER).join(format!("tombstone.places.{}", digest(&spots))).exists());
         // The check has run, which counts even if there is no file of the initial RAM disk.
         let disk = Named::Disk("sda1".into(), [4096, 8192]);
         assert!(looks(&disk, &spots, &sysroot).is_err());
-        say_looked(&spots, &sysroot).expect("written");
+        say_checked(&spots, &sysroot).expect("written");
         assert_eq!(looks(&disk, &spots, &sysroot), Ok(()));
         assert!(looks(&disk, &[spot("b")], &sysroot).is_err());
         assert_eq!(looks(&Named::Firmware, &[spot("b")], &sysroot), Ok(()));

@@ -3,10 +3,10 @@
 //! reasons.
 //!
 //! A tombstone has one of two places: a variable of the firmware ([`firmware`]), or two blocks of a
-//! local disk ([`disk`]) that `mercury mark --prepare` has made and whose position the initial RAM
+//! local disk ([`disk`]) that `mercury tombstone --prepare` has made and whose position the initial RAM
 //! disk knows. Both hold the same record ([`record`]). A starting system reads it before it touches
 //! any other disk or the network ([`boot`]), if its initial RAM disk has the package's script
-//! ([`initramfs`]). [`Marks`] is the source's handle, with all that it needs open.
+//! ([`initramfs`]). [`Tombstones`] is the source's handle, with all that it needs open.
 
 pub mod boot;
 pub mod command;
@@ -33,11 +33,11 @@ use std::{
     os::fd::{AsFd, OwnedFd},
 };
 
-/// The list of places on disks that `mercury mark --prepare` has made. A machine that moves has the
+/// The list of places on disks that `mercury tombstone --prepare` has made. A machine that moves has the
 /// places of all hardware that it is on.
-const SPOTS: &str = "etc/mercury/mark.places";
+const SPOTS: &str = "etc/mercury/tombstone.places";
 /// The hint for a machine without a place.
-const WITHOUT: &str = "--without-mark moves without a tombstone: then make sure that this machine does \
+const WITHOUT: &str = "--without-tombstone moves without a tombstone: then make sure that this machine does \
     not start by itself when its power comes back";
 
 /// A place for a tombstone by name, for a process that reaches it by descriptors that are open
@@ -70,7 +70,7 @@ impl Place {
     fn read(&self) -> std::result::Result<Option<Record>, String> {
         match self {
             Self::Disk(blocks) => blocks.read(),
-            Self::Firmware(variables) => match variables.read(firmware::MARK) {
+            Self::Firmware(variables) => match variables.read(firmware::TOMBSTONE) {
                 Ok(None) => Ok(None),
                 Ok(Some(bytes)) => {
                     let found = Record::unpack(&bytes)?;
@@ -86,7 +86,7 @@ impl Place {
         let bytes = record.pack()?;
         let written = match self {
             Self::Disk(blocks) => blocks.write(&bytes),
-            Self::Firmware(variables) => variables.write(firmware::MARK, &bytes),
+            Self::Firmware(variables) => variables.write(firmware::TOMBSTONE, &bytes),
         };
         written.map_err(|error| error.to_string())?;
         match self.read()? {
@@ -112,20 +112,20 @@ impl Folders {
 
 /// A place that holds this machine's tombstone, and the tombstone.
 #[derive(Debug)]
-pub struct Marks {
+pub struct Tombstones {
     place: Place,
     named: Named,
     record: Record,
 }
 
-impl Marks {
+impl Tombstones {
     /// Chooses a place that works, and proves it by writing to it.
     ///
     /// # Errors
     ///
     /// Returns an error if there is none, or it holds another system's tombstone.
     pub fn choose(to: &str, sysroot: &Sysroot) -> Result<Self> {
-        Self::first(to, sysroot, |marks| marks.write(Tombstone::Cleared))
+        Self::first(to, sysroot, |tombstones| tombstones.write(Tombstone::Cleared))
     }
 
     /// Returns the first place that `works` and that no other tombstone occupies.
@@ -145,14 +145,15 @@ impl Marks {
                     continue;
                 }
             };
-            let mut marks = Self { place, named, record: Record::new(Attempt([0; 16]), to, system(sysroot)) };
-            marks.refuse_anothers()?;
-            match works(&mut marks) {
+            let mut tombstones =
+                Self { place, named, record: Record::new(Attempt([0; 16]), to, system(sysroot)) };
+            tombstones.refuse_anothers()?;
+            match works(&mut tombstones) {
                 Ok(()) => {
-                    initramfs::refuse_blind(&marks.named, &spots, sysroot)?;
-                    return Ok(marks);
+                    initramfs::refuse_blind(&tombstones.named, &spots, sysroot)?;
+                    return Ok(tombstones);
                 }
-                Err(why) => whys.push(format!("{}: {why}", marks.named)),
+                Err(why) => whys.push(format!("{}: {why}", tombstones.named)),
             }
         }
         if whys.is_empty() {
@@ -215,7 +216,7 @@ impl Marks {
                 found.when()
             ),
         )
-        .hint("if that system will never start here: `mercury mark --clear`"))
+        .hint("if that system will never start here: `mercury tombstone --clear`"))
     }
 }
 
@@ -232,7 +233,7 @@ impl Standing {
     /// # Errors
     ///
     /// Returns an error if the place cannot be opened.
-    pub fn open(&self, folders: &Folders, devices: Option<&OwnedFd>) -> io::Result<Marks> {
+    pub fn open(&self, folders: &Folders, devices: Option<&OwnedFd>) -> io::Result<Tombstones> {
         let place = match &self.named {
             Named::Firmware => {
                 let variables = folders.variables.as_ref().ok_or(io::ErrorKind::NotFound)?;
@@ -248,7 +249,7 @@ impl Standing {
         if let Ok(Some(found)) = place.read() {
             record.number = record.number.max(found.number);
         }
-        Ok(Marks { place, named: self.named.clone(), record })
+        Ok(Tombstones { place, named: self.named.clone(), record })
     }
 }
 
@@ -258,12 +259,12 @@ impl Standing {
 ///
 /// Returns an error with the reason why there is none.
 pub fn refuse_placeless(sysroot: &Sysroot) -> Result<()> {
-    Marks::first("", sysroot, |_| Ok(())).map(drop)
+    Tombstones::first("", sysroot, |_| Ok(())).map(drop)
 }
 
 fn refusal(why: &str) -> Error {
     Error::coded(
-        Code::NoPlaceForMark,
+        Code::NoPlaceForTombstone,
         format!(
             "there is no place for a tombstone that keeps this machine from starting after a power cut \
              while it runs at the destination: {why}"
@@ -310,7 +311,7 @@ fn system(sysroot: &Sysroot) -> Option<String> {
     if id.len() != 32 || !id.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return None;
     }
-    let hash = blake3::derive_key("mercury 2026-11 the system that a mark is of", id.as_bytes());
+    let hash = blake3::derive_key("mercury 2026-11 the system that a tombstone is of", id.as_bytes());
     Some(hash[..16].iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
@@ -334,7 +335,7 @@ pub fn clear_here(sysroot: &Sysroot) -> Vec<String> {
         if let Err(why) = clear(&place) {
             failed.push(format!(
                 "the tombstone of an earlier move cannot be cleared ({named}: {why}): this machine will \
-                 not start here by itself; `mercury mark --clear` tries again"
+                 not start here by itself; `mercury tombstone --clear` tries again"
             ));
         }
     }
@@ -373,14 +374,14 @@ mod tests {
         put("etc/machine-id", id);
         // The file keeps the code from mounting efivarfs.
         put(&format!("{}/BootOrder-x", firmware::FOLDER), "");
-        put(initramfs::LOOKED, &initramfs::digest(&[]));
+        put(initramfs::CHECKED, &initramfs::digest(&[]));
         let sysroot = Sysroot::at(root.path());
         (root, sysroot)
     }
 
     fn variable(root: &Path) -> Record {
-        let bytes = fs::read(root.join(firmware::FOLDER).join(firmware::MARK)).expect("a variable");
-        Record::unpack(&bytes[4..]).expect("whole").expect("a mark")
+        let bytes = fs::read(root.join(firmware::FOLDER).join(firmware::TOMBSTONE)).expect("a variable");
+        Record::unpack(&bytes[4..]).expect("whole").expect("a tombstone")
     }
 
     const ONE: &str = "00112233445566778899aabbccddeeff\n";
@@ -388,17 +389,17 @@ mod tests {
     #[test]
     fn a_move_is_marked() {
         let (root, sysroot) = machine(ONE);
-        let mut marks = Marks::choose("b:4747", &sysroot).expect("a place").of(ATTEMPT);
+        let mut tombstones = Tombstones::choose("b:4747", &sysroot).expect("a place").of(ATTEMPT);
         assert_eq!(variable(root.path()).state, State::Cleared, "that it can be written is shown before");
-        assert!(!marks.says(Tombstone::Committed));
-        marks.write(Tombstone::Committed).expect("written");
-        assert!(marks.says(Tombstone::Committed) && !marks.says(Tombstone::Cleared));
+        assert!(!tombstones.says(Tombstone::Committed));
+        tombstones.write(Tombstone::Committed).expect("written");
+        assert!(tombstones.says(Tombstone::Committed) && !tombstones.says(Tombstone::Cleared));
         let found = variable(root.path());
         assert_eq!((found.attempt, found.to.as_str()), (ATTEMPT.to_string(), "b:4747"));
         assert_eq!(found.system, system(&sysroot));
         // The undo process writes on from where the source was, and its record counts.
-        let standing = serde_json::to_string(&marks.standing()).expect("JSON");
-        let standing: Standing = serde_json::from_str(&standing).expect("a mark");
+        let standing = serde_json::to_string(&tombstones.standing()).expect("JSON");
+        let standing: Standing = serde_json::from_str(&standing).expect("a tombstone");
         let mut guards = standing.open(&Folders::open(&sysroot), None).expect("open");
         assert!(guards.says(Tombstone::Committed));
         guards.write(Tombstone::Cleared).expect("written");
@@ -410,28 +411,31 @@ mod tests {
     fn what_arrives_clears_what_is_there() {
         let (root, sysroot) = machine(ONE);
         assert!(clear_here(&sysroot).is_empty());
-        assert!(!root.path().join(firmware::FOLDER).join(firmware::MARK).exists(), "there was none");
-        let mut marks = Marks::choose("b", &sysroot).expect("a place").of(ATTEMPT);
-        marks.write(Tombstone::GivenUp).expect("written");
+        assert!(!root.path().join(firmware::FOLDER).join(firmware::TOMBSTONE).exists(), "there was none");
+        let mut tombstones = Tombstones::choose("b", &sysroot).expect("a place").of(ATTEMPT);
+        tombstones.write(Tombstone::GivenUp).expect("written");
         assert!(variable(root.path()).forbids());
         assert!(clear_here(&sysroot).is_empty());
         assert!(!variable(root.path()).forbids());
         // A damaged tombstone would keep the machine from starting just the same.
-        fs::write(root.path().join(firmware::FOLDER).join(firmware::MARK), b"\x07\0\0\0MERCURY-MARK-1\0\0")
-            .expect("a file");
+        fs::write(
+            root.path().join(firmware::FOLDER).join(firmware::TOMBSTONE),
+            b"\x07\0\0\0MERCURY-MOVED-1\0",
+        )
+        .expect("a file");
         assert!(clear_here(&sysroot).is_empty());
         assert!(!variable(root.path()).forbids());
     }
 
     /// Another system's tombstone is not written over.
     #[test]
-    fn anothers_mark_stays() {
+    fn anothers_tombstone_stays() {
         let (root, sysroot) = machine(ONE);
-        Marks::choose("b", &sysroot).expect("a place").write(Tombstone::GivenUp).expect("written");
+        Tombstones::choose("b", &sysroot).expect("a place").write(Tombstone::GivenUp).expect("written");
         // A tombstone of this system is over, because the system runs.
-        Marks::choose("c", &sysroot).expect("a place").write(Tombstone::GivenUp).expect("written");
+        Tombstones::choose("c", &sysroot).expect("a place").write(Tombstone::GivenUp).expect("written");
         fs::write(root.path().join("etc/machine-id"), ONE.replace('0', "1")).expect("a file");
-        let error = Marks::choose("d", &sysroot).expect_err("refused");
+        let error = Tombstones::choose("d", &sysroot).expect_err("refused");
         assert!(error.message.contains("another system, which has moved to c"), "{error}");
         assert!(variable(root.path()).forbids());
         // Nor is it cleared when this system arrives: that one may run elsewhere.
@@ -446,15 +450,15 @@ mod tests {
     #[test]
     fn without_a_place_or_eyes_it_is_refused() {
         let (root, sysroot) = machine(ONE);
-        fs::remove_file(root.path().join(initramfs::LOOKED)).expect("gone");
-        let error = Marks::choose("b", &sysroot).expect_err("no check at a start");
+        fs::remove_file(root.path().join(initramfs::CHECKED)).expect("gone");
+        let error = Tombstones::choose("b", &sysroot).expect_err("no check at a start");
         assert!(error.message.contains("initial RAM disk"), "{error}");
         fs::remove_dir_all(root.path().join("sys")).expect("gone");
-        let error = Marks::choose("b", &sysroot).expect_err("no place");
+        let error = Tombstones::choose("b", &sysroot).expect_err("no place");
         assert!(error.message.contains("no UEFI"), "{error}");
         fs::create_dir_all(root.path().join("etc/mercury")).expect("a folder");
         fs::write(root.path().join(SPOTS), "[").expect("a file");
-        assert!(Marks::choose("b", &sysroot).is_err());
+        assert!(Tombstones::choose("b", &sysroot).is_err());
     }
 
     #[test]

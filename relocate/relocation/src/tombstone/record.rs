@@ -1,7 +1,7 @@
 //! The record of a tombstone: the same bytes in a variable of the firmware and in a block of a disk.
 //!
 //! ```text
-//! 0    16   "MERCURY-MARK-1" and two NULs
+//! 0    16   "MERCURY-MOVED-1" and two NULs
 //! 16   4    length of the text, little-endian
 //! 20   n    the text: JSON
 //! 20+n      zeros
@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 /// Size of a record: a disk writes so many bytes as a whole.
 pub const LENGTH: usize = 512;
-const MAGIC: &[u8; 16] = b"MERCURY-MARK-1\0\0";
+const MAGIC: &[u8; 16] = b"MERCURY-MOVED-1\0";
 const TEXT: usize = 20;
 const HASH: usize = 480;
 
@@ -153,11 +153,11 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn what_never_was_a_mark_is_none() {
-        for bytes in [&[][..], &[0; LENGTH], &[0xFF; LENGTH], b"MERCURY-MARK-2"] {
+    fn what_never_was_a_tombstone_is_none() {
+        for bytes in [&[][..], &[0; LENGTH], &[0xFF; LENGTH], b"MERCURY-MOVED-2"] {
             assert_eq!(Record::unpack(bytes), Ok(None));
         }
-        assert!(Record::unpack(b"MERCURY-MARK-1\0\0").is_err());
+        assert!(Record::unpack(b"MERCURY-MOVED-1\0").is_err());
     }
 
     proptest! {

@@ -442,7 +442,7 @@ impl<'a> Mover<'a> {
                 format!("the tombstone of this move cannot be written ({tombstone:?}): {why}"),
             )
             .hint(
-                "`mercury mark` shows the tombstone; while it is there, this machine does not start \
+                "`mercury tombstone` shows the tombstone; while it is there, this machine does not start \
                     by itself",
             )
         })

@@ -23,11 +23,11 @@ use workloads::restart::need_qemu;
 const FILES: [(&str, &[u8]); 4] = [
     ("/usr/share/initramfs-tools/hooks/mercury", include_bytes!("../../packaging/initramfs/hook")),
     (
-        "/usr/share/initramfs-tools/scripts/init-premount/mercury-mark",
+        "/usr/share/initramfs-tools/scripts/init-premount/mercury-tombstone",
         include_bytes!("../../packaging/initramfs/script"),
     ),
-    ("/etc/initramfs-tools/scripts/lab", include_bytes!("../guest/marks/root")),
-    ("/root/make-initramfs", include_bytes!("../guest/marks/initramfs")),
+    ("/etc/initramfs-tools/scripts/lab", include_bytes!("../guest/tombstones/root")),
+    ("/root/make-initramfs", include_bytes!("../guest/tombstones/initramfs")),
 ];
 
 /// The message of the system that would have started.
@@ -113,7 +113,7 @@ fn goes_on(switch: &Machine, machine: &Machine) -> Result<()> {
 /// told to go on.
 fn comes_back(place: Place) -> Result<()> {
     need_qemu()?;
-    let files = Files::new(if place == Place::Firmware { "marks-firmware" } else { "marks-disk" });
+    let files = Files::new(if place == Place::Firmware { "tombstones-firmware" } else { "tombstones-disk" });
     let switch = Switch::boot()?;
     let plugged = |number: u8| {
         let spec = switch.plugged(Kernel::BookwormCloud, 2, 768, number);
@@ -136,7 +136,7 @@ fn comes_back(place: Place) -> Result<()> {
     } else {
         assert!(refused.stderr.contains("no place for a tombstone"), "{}", refused.stderr);
         machine.sh("modprobe virtio_blk; mkfs.ext4 -q /dev/vda; mount /dev/vda /mnt")?;
-        println!("{}", machine.sh("mercury mark --prepare /mnt/mercury.mark; umount /mnt")?);
+        println!("{}", machine.sh("mercury tombstone --prepare /mnt/mercury.tombstone; umount /mnt")?);
     }
     let debians = debians(&switch.peer, &machine, &files)?;
 
@@ -157,7 +157,7 @@ fn comes_back(place: Place) -> Result<()> {
     println!("{console}");
     assert!(console.contains(STAYS) && console.contains("to 10.9.0.3"), "{console}");
     assert!(!console.contains(BEGINS), "{console}");
-    let off = machine.try_other(&debians.with("mercury.mark=poweroff"), START)?;
+    let off = machine.try_other(&debians.with("mercury.tombstone=poweroff"), START)?;
     assert!(off.contains("this machine is powered off") && !off.contains(BEGINS), "{off}");
     is_well(&destination, &id)?;
     goes_on(&switch.peer, &destination)?;
@@ -182,17 +182,17 @@ fn comes_back(place: Place) -> Result<()> {
     is_well(&repaired, &id)?;
     goes_on(&switch.peer, &repaired)?;
     // The mover reports the tombstone's removal when all applications run on.
-    let mut mark = String::new();
+    let mut tombstone = String::new();
     for _ in 0..50 {
-        mark = repaired.sh("mercury mark")?;
-        if mark.contains(": cleared") {
+        tombstone = repaired.sh("mercury tombstone")?;
+        if tombstone.contains(": cleared") {
             break;
         }
         thread::sleep(Duration::from_millis(200));
     }
-    println!("{mark}");
-    assert!(mark.contains(": cleared") && !mark.contains("does not go on"), "{mark}");
-    let shown: serde_json::Value = serde_json::from_str(&repaired.sh("mercury mark --json")?).unwrap();
+    println!("{tombstone}");
+    assert!(tombstone.contains(": cleared") && !tombstone.contains("does not go on"), "{tombstone}");
+    let shown: serde_json::Value = serde_json::from_str(&repaired.sh("mercury tombstone --json")?).unwrap();
     assert_eq!(shown["forbids"], false, "{shown}");
     repaired.check_next_attach()?;
 

@@ -1,11 +1,11 @@
-//! The options of `mercury mark`.
+//! The options of `mercury tombstone`.
 
 use clap::Args;
-use mercury_relocation::options::MarkOptions;
+use mercury_relocation::options::TombstoneOptions;
 use std::path::PathBuf;
 
 #[derive(Debug, Args)]
-pub struct MarkArgs {
+pub struct TombstoneArgs {
     /// Clear the tombstone: the system does not run elsewhere, and never will
     #[arg(long)]
     pub clear: bool,
@@ -20,8 +20,8 @@ pub struct MarkArgs {
     pub initramfs: Option<PathBuf>,
 }
 
-impl From<&MarkArgs> for MarkOptions {
-    fn from(args: &MarkArgs) -> Self {
+impl From<&TombstoneArgs> for TombstoneOptions {
+    fn from(args: &TombstoneArgs) -> Self {
         Self {
             clear: args.clear,
             prepare: args.prepare.clone(),
