@@ -89,7 +89,7 @@ fn aims(figures: &Hosted) -> String {
         let measured = faster(figures, name, Way::Hosted, Way::Uml).unwrap_or(0.0);
         let isolated = faster(figures, name, Way::HostedIsolated, Way::Uml).unwrap_or(0.0);
         let said = format!("{measured:.1}, in processes {isolated:.1}");
-        format!("{what} {least} × ({})", verdict(measured >= *least, &said, why))
+        format!("- {what}: {least} × ({}).", verdict(measured >= *least, &said, why))
     });
     let slow = of(figures, work::BUILD, Way::Hosted).unwrap_or(f64::INFINITY);
     let build = verdict(slow <= BUILD_AT_MOST, &format!("{slow:.2}"), BUILD_MISSED);
@@ -99,10 +99,10 @@ fn aims(figures: &Hosted) -> String {
     let fastest = others.fold(f64::INFINITY, f64::min);
     let first = verdict(call < fastest, &format!("{call:.1}, the fastest of the others {fastest:.1}"), "");
     format!(
-        "The aims without isolation, as multiples of UML's speed by ptrace: {}.\n\n\
+        "These are the aims without isolation, as multiples of UML's speed by ptrace.\n\n{}\n\n\
         A system call is to be faster than in all other systems ({first}). A build is to take at most {BUILD_AT_MOST}\n\
         times as long as natively ({build}).\n",
-        fast.collect::<Vec<_>>().join(";\n")
+        fast.collect::<Vec<_>>().join("\n")
     )
 }
 
