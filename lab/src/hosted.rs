@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_command_line_could_take_apart_is_no_terminal_s_name() {
+    fn terminal_names_have_no_special_characters() {
         assert!(is_plain("screen.xterm-256color") && !is_plain("a b") && !is_plain("x\"") && !is_plain(""));
     }
 }

@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_there_once_is_right() {
+    fn a_ledger_with_each_entry_once_is_right() {
         assert!(of(5, 5, 5, 5).is_right());
         assert!(!Ledger { sum_is_right: false, ..of(5, 5, 5, 5) }.is_right());
         assert!(!Ledger { wrong_accounts: 2, ..of(5, 5, 5, 5) }.is_right());
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_twice_or_unheard_is_told_apart() {
+    fn lost_doubled_and_unheard_entries_are_told_apart() {
         let [lost, doubled, unheard] = [of(5, 4, 4, 4), of(5, 6, 5, 5), of(5, 6, 6, 5)];
         assert_eq!((lost.lost, lost.doubled, lost.unheard), (1, 0, 0));
         assert_eq!((doubled.lost, doubled.doubled, doubled.unheard), (0, 1, 0));

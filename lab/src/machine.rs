@@ -627,7 +627,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_process_worked_is_read() {
+    fn processor_time_of_a_process_is_parsed() {
         let stat = "42 (qemu (x) y) S 1 1 1 0 -1 4194560 100 0 0 0 1500 250 0 0 20 0 5 0 100 1000 10";
         assert_eq!(ticks_of(stat), Some(1750));
         assert_eq!(ticks_of("42 (qemu) S 1"), None);

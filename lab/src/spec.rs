@@ -605,7 +605,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_cannot_work_is_refused() {
+    fn impossible_specs_are_refused() {
         let spec = || Spec::new(Kernel::BookwormCloud);
         assert!(spec().cpus(0).check().is_err());
         assert!(spec().cpus(4).max_cpus(2).check().is_err());

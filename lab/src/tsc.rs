@@ -47,7 +47,7 @@ mod tests {
 
     /// The frequency is one that processors have, and a second measurement agrees to a thousandth.
     #[test]
-    fn it_is_a_frequency() {
+    fn the_measured_frequency_is_plausible() {
         let (one, other) = (measure(), measure());
         assert!((500_000..10_000_000).contains(&one), "{one} kHz");
         assert!(one.abs_diff(other) < one / 1000, "{one} and {other} kHz");

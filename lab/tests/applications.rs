@@ -87,7 +87,7 @@ fn real_time_threads() -> Result<()> {
 
 #[test]
 #[ignore = "long"]
-fn all_of_them_on_debian_13() -> Result<()> {
+fn applications_run_on_debian_13() -> Result<()> {
     let machine = boot(Kernel::TrixieCloud)?;
     let all = ["compute", "fpu", "flags", "vmmcall", "ldt", "ioperm", "sampling", "realtime"];
     across(&machine, &[&all[..], &debugging(Kernel::TrixieCloud)?].concat())

@@ -352,13 +352,13 @@ fn classes_are_rolled_back(count: usize) -> Result<()> {
 
 #[test]
 #[ignore = "long"]
-fn what_the_processor_refuses_is_rolled_back() -> Result<()> {
+fn a_refusal_by_the_processor_is_rolled_back() -> Result<()> {
     on_all_cpus(refusing()?, REFUSED_BY_PROCESSOR, refused_by_processor)
 }
 
 #[test]
 #[ignore = "QEMU 7.2 loses its way when VMRUN refuses a control block: the machine triple-faults"]
-fn what_the_processor_refuses_is_rolled_back_on_qemu_7() -> Result<()> {
+fn a_refusal_by_the_processor_is_rolled_back_on_qemu_7() -> Result<()> {
     on_all_cpus(plain(), REFUSED_BY_PROCESSOR, refused_by_processor)
 }
 

@@ -330,7 +330,7 @@ fn a_tiny_kernel_is_covered_and_comes_up() -> Result<()> {
 
 #[test]
 #[ignore = "long"]
-fn a_shell_reads_and_writes_the_console_and_nobody_needs_rights() -> Result<()> {
+fn an_unprivileged_shell_reads_and_writes_the_console() -> Result<()> {
     let place = Place::new("shell")?;
     let image = Image::ensure(Release::Bookworm)?;
     let init = "#!/bin/sh\necho up: $(uname -r)\nread word\necho read: $word $((6 * 7))\n";
@@ -352,7 +352,7 @@ fn a_shell_reads_and_writes_the_console_and_nobody_needs_rights() -> Result<()> 
 /// port hold.
 #[test]
 #[ignore = "long"]
-fn what_is_typed_arrives_whole() -> Result<()> {
+fn pasted_text_arrives_complete() -> Result<()> {
     const LINES: usize = 3000;
     let place = Place::new("typed")?;
     let disk = place.root_disk(&Image::ensure(Release::Bookworm)?)?;
@@ -690,7 +690,7 @@ print('changed', all(right))
 
 #[test]
 #[ignore = "long"]
-fn what_one_program_changes_all_execute() -> Result<()> {
+fn code_changed_by_one_program_is_executed_by_all() -> Result<()> {
     let place = Place::new("shared-code")?;
     let disk = place.root_disk(&Image::ensure(Release::Bookworm)?)?;
     for options in [&["--verbose"][..], &["--isolation", "process"]] {
@@ -1126,13 +1126,13 @@ fn signal(process: i32, signal: Signal) {
 /// Leaves no process of a machine, whichever of its processes is killed.
 #[test]
 #[ignore = "long"]
-fn nothing_is_left_of_a_machine_that_is_killed() -> Result<()> {
+fn a_killed_machine_leaves_no_process() -> Result<()> {
     kill_at_any_moment(ISOLATIONS[0], [1, 20])
 }
 
 #[test]
 #[ignore = "long"]
-fn nothing_is_left_of_a_killed_machine_with_programs_in_processes_of_their_own() -> Result<()> {
+fn a_killed_isolated_machine_leaves_no_process() -> Result<()> {
     kill_at_any_moment(ISOLATIONS[1], [1, 40])
 }
 
@@ -1235,7 +1235,7 @@ fn a_program_that_gets_past_the_monitor_does_not_reach_the_host() -> Result<()> 
 
 #[test]
 #[ignore = "long"]
-fn what_cannot_be_started_is_refused_with_the_reason() -> Result<()> {
+fn an_unusable_kernel_is_refused_with_the_reason() -> Result<()> {
     use object::{Object, ObjectSection};
 
     let place = Place::new("refused")?;

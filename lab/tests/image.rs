@@ -186,7 +186,7 @@ const VIRTUALIZATION: [&str; 14] = [
 
 /// Never touches the upper halves of vector registers, which are always the system's.
 #[test]
-fn nothing_touches_what_is_not_saved() {
+fn unsaved_vector_registers_are_not_used() {
     for (name, lines) in functions() {
         let wide = |line: &&String| {
             let mnemonic = line.split_whitespace().next().unwrap_or("");

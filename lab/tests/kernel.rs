@@ -219,7 +219,7 @@ fn ways_out(machine: &Machine, efer: u64) -> Result<Vec<(String, &'static str)>>
 
 #[test]
 #[ignore = "long"]
-fn what_makes_a_cpu_leave() -> Result<()> {
+fn each_way_out_detaches_one_cpu_with_its_reason() -> Result<()> {
     let machine = boot(Kernel::BookwormCloud, 2)?;
     let efer = read_msr(&machine, EFER)?.unwrap();
     let work = machine.start_work()?;

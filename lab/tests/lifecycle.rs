@@ -308,7 +308,7 @@ fn a_driver_that_comes_or_goes_is_waited_for() -> Result<()> {
 }
 
 #[test]
-fn nothing_goes_that_is_in_use() -> Result<()> {
+fn a_driver_in_use_is_not_removed() -> Result<()> {
     let machine = Machine::boot(plain())?;
     let work = machine.start_work()?;
     let in_use =
@@ -422,7 +422,7 @@ except OSError as error:
 "#;
 
 #[test]
-fn what_is_mapped_outlives_an_unload() -> Result<()> {
+fn mapped_counters_outlive_an_unload() -> Result<()> {
     let machine = Machine::boot(plain())?;
     machine.put("/root/mapper", MAPPER.as_bytes(), 0o644)?;
     machine.mercury("attach")?;

@@ -57,7 +57,7 @@ fn trixie_generic_boots() -> Result<()> {
 }
 
 #[test]
-fn commands_files_and_background_jobs() -> Result<()> {
+fn the_agent_runs_commands_and_moves_files() -> Result<()> {
     let machine = Machine::boot(plain().cpus(1))?;
     commands_end_as_they_end(&machine)?;
     output_is_whole_and_apart(&machine)?;

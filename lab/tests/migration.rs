@@ -238,7 +238,7 @@ fn a_machine_with_failing_memory_leaves_by_itself() -> Result<()> {
 /// Refuses a source without the pairing token, and a machine of another size, with the reason.
 #[test]
 #[ignore = "long"]
-fn who_does_not_fit_is_refused() -> Result<()> {
+fn an_unequal_machine_is_refused() -> Result<()> {
     need_qemu()?;
     let Scene { switch: Switch { peer, .. }, machine, destination } =
         &Scene::with(Kernel::BookwormCloud, 2, [768, 896])?;
@@ -423,7 +423,7 @@ END")?;
 /// discards the pages, and takes the next machine.
 #[test]
 #[ignore = "long"]
-fn whatever_fails_before_the_commit_changes_nothing() -> Result<()> {
+fn a_failure_before_the_commit_changes_nothing() -> Result<()> {
     need_qemu()?;
     let Scene { switch, machine, destination } = Scene::new(Kernel::BookwormCloud, 2, 768)?;
     let peer = &switch.peer;

@@ -211,7 +211,7 @@ fn has_failed(moving: Background) -> Result<()> {
 /// again. After the commit it keeps asking.
 #[test]
 #[ignore = "long"]
-fn whoever_moves_it_may_be_killed_at_every_step() -> Result<()> {
+fn the_mover_may_be_killed_at_every_step() -> Result<()> {
     need_qemu()?;
     let scene = Scene::new()?.with_destination_at(At::Source("Offering"))?;
     for (step, rounds) in

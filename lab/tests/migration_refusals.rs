@@ -33,7 +33,7 @@ fn is_refused(machine: &Machine, line: &str, reason: &str) -> Result<()> {
 /// destination. None disturbs the move.
 #[test]
 #[ignore = "long"]
-fn who_comes_second_is_told_why_and_disturbs_nobody() -> Result<()> {
+fn a_second_move_is_refused_with_the_reason() -> Result<()> {
     need_qemu()?;
     let Scene { switch: Switch { peer, .. }, machine, destination } =
         &Scene::new(Kernel::BookwormCloud, 2, 768)?;

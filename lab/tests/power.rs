@@ -232,7 +232,7 @@ fn while_restoring(mut subject: Subject, moments: &mut Moments) -> Result<()> {
 
 #[test]
 #[ignore = "long"]
-fn nothing_is_lost() -> Result<()> {
+fn power_cuts_while_writing_and_restoring_lose_nothing() -> Result<()> {
     let mut moments = Moments::new("MERCURY_POWER_SEED", "MERCURY_POWER_CUTS", FEW);
     let subject = while_writing(Subject::new()?, &mut moments)?;
     while_restoring(subject, &mut moments)

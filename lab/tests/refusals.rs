@@ -55,7 +55,7 @@ fn is_refused(machine: &Machine, line: &str, code: &str, name: &str) -> Result<(
 /// Refuses an RDMA device with a context, by the name of its user, and not an unused one. A
 /// watchdog is fed while its program stands still for longer than the watchdog waits.
 #[test]
-fn what_counts_is_use() -> Result<()> {
+fn only_devices_in_use_are_refused() -> Result<()> {
     need_qemu()?;
     let machine = Machine::boot(spec(Kernel::BookwormGeneric))?;
     machine.sh(

@@ -641,7 +641,7 @@ fn state(machine: &Machine) -> Result<Value> {
 /// Leaves the machine running, with a reason, whatever takes its snapshot away.
 #[test]
 #[ignore = "long"]
-fn without_a_snapshot_nothing_happens() -> Result<()> {
+fn a_refused_or_dropped_snapshot_allows_no_rollback() -> Result<()> {
     need_qemu()?;
     let machine = Machine::boot(spec(2))?;
     refused(&machine, "mercury snapshot", "/ (/dev/")?;

@@ -136,7 +136,7 @@ fn cpus_come_and_go() -> Result<()> {
 /// that came back would have other contents.
 #[test]
 #[ignore = "long"]
-fn memory_goes_nowhere() -> Result<()> {
+fn memory_stays_online_during_a_snapshot() -> Result<()> {
     const LEAVES: &str = "for state in /sys/devices/system/memory/memory*/state; do \
          if echo offline > $state 2> /dev/null; then echo online_movable > $state && echo $state; fi; done";
     let machine = boot(spec().kernel_arg("movablecore=384M"))?;
@@ -164,7 +164,7 @@ fn is_right_or_refused(machine: &Machine, output: &Output, image: &str) -> Resul
 /// Makes a right image or none when a program takes all memory during the writing.
 #[test]
 #[ignore = "long"]
-fn memory_is_short() -> Result<()> {
+fn a_checkpoint_survives_a_lack_of_memory() -> Result<()> {
     let machine = boot(spec())?;
     let counter = |name: &str| -> Result<u64> {
         Ok(machine.sh(&format!("grep '^{name} ' /proc/vmstat | cut -d ' ' -f 2"))?.parse().unwrap())
@@ -297,7 +297,7 @@ fn the_pool_is_exhausted() -> Result<()> {
 /// given up.
 #[test]
 #[ignore = "long"]
-fn nobody_is_killed_for_the_pool() -> Result<()> {
+fn the_pool_shrinks_before_a_task_is_killed() -> Result<()> {
     let machine = boot(spec())?;
     let needs = "python3 -c 'room = bytearray(80 << 20); room[::4096] = b\"x\" * len(room[::4096])'";
     exhaust_the_pool(&machine, 16, |machine| {
@@ -305,14 +305,14 @@ fn nobody_is_killed_for_the_pool() -> Result<()> {
         machine.sh(needs).map(drop)
     })?;
     assert_eq!(machine.sh("grep '^oom_kill ' /proc/vmstat")?, "oom_kill 0");
-    nobody_is_killed_before_the_instant(&machine)?;
+    the_pool_shrinks_before_the_instant(&machine)?;
     assert_eq!(machine.sh("grep '^oom_kill ' /proc/vmstat")?, "oom_kill 0");
     machine.check_next_attach()
 }
 
 /// Checks the time before the instant. The command refuses a pool that leaves programs too little,
 /// and the driver accepts no such pool. A pool gives memory back to programs that need it.
-fn nobody_is_killed_before_the_instant(machine: &Machine) -> Result<()> {
+fn the_pool_shrinks_before_the_instant(machine: &Machine) -> Result<()> {
     let available = || -> Result<u64> {
         Ok(machine.sh("awk '/MemAvailable/ {print int($2 / 1024)}' /proc/meminfo")?.parse().unwrap())
     };
@@ -491,7 +491,7 @@ fn disturb(
 /// Keeps the previous image at Ctrl-C, and at kills of the command and of its undo process.
 #[test]
 #[ignore = "long"]
-fn a_signal_leaves_the_image_before() -> Result<()> {
+fn a_signal_keeps_the_previous_image() -> Result<()> {
     let mut moments = moments();
     let machine = boot(spec())?;
     let line = format!("mercury checkpoint {IMAGE}");
@@ -507,7 +507,7 @@ fn a_signal_leaves_the_image_before() -> Result<()> {
 /// Keeps the images that are merged at such signals. The next merge works.
 #[test]
 #[ignore = "long"]
-fn a_signal_leaves_what_is_merged() -> Result<()> {
+fn a_signal_keeps_the_merged_images() -> Result<()> {
     let mut moments = moments();
     let machine = boot(spec())?;
     machine.sh(&format!("mercury checkpoint {DISK} && mercury checkpoint --incremental={DISK} {OTHER}"))?;

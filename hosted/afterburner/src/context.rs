@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_always_left_stays_so_in_all_modes() {
+    fn code_left_alone_stays_so_in_all_modes() {
         let mut context = Context::new(Treatment::Left);
         for directive in [".code32", ".code64"] {
             assert!(!context.follow(directive, "").unwrap().contains("left"), "{directive}");

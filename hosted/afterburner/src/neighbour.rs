@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn what_may_not_be_moved_is_a_barrier() {
+    fn an_immovable_instruction_is_a_barrier() {
         for text in [
             "call *foo",
             "call __fentry__",

@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_assembly_has_an_end() {
+    fn parsing_ends_on_invalid_assembly() {
         for text in ["\"", "'", "'\\", "/*", "\"\\", ":", "1:", "::", "'\n"] {
             let _ = cut(text);
         }

@@ -201,7 +201,7 @@ fn labels_and_calls_are_not_borrowed() {
 }
 
 #[test]
-fn what_must_stay_together_does() {
+fn inseparable_instructions_stay_together() {
     for (text, bytes) in [
         ("sti; hlt; call g", &[0xFB, 0xF4][..]),
         ("sti; .byte 0x0f, 0x01, 0xc9; call g", &[0xFB, 0x0F, 0x01, 0xC9]),
@@ -228,7 +228,7 @@ fn a_shadow_is_rather_left_without_a_slot() {
 }
 
 #[test]
-fn what_is_not_executed_is_filled_up_for_nothing() {
+fn padding_costs_nothing_where_it_is_not_executed() {
     for (text, fill) in [("iretq", 0x0F), ("cli; ret", 0xCC), ("cli; jmp .Lx; .Lx: nop", 0xCC)] {
         let image = slots(text);
         clean(&image);
@@ -477,7 +477,7 @@ fn a_wrong_operand_is_found() {
 }
 
 #[test]
-fn what_has_no_records_is_refused() {
+fn an_object_without_records_is_refused() {
     let directory = tempfile::tempdir().unwrap();
     let verified = |text: &[u8]| {
         let path = directory.path().join("a.ko");

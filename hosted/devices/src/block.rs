@@ -369,7 +369,7 @@ mod tests {
     const STATUS: u64 = BUFFERS + 0x2000;
 
     #[test]
-    fn what_is_no_disk_is_refused_with_the_reason() {
+    fn an_unusable_disk_is_refused_with_the_reason() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("disk");
         let refused = || Block::open(&path, true).unwrap_err().message().to_owned();
@@ -469,7 +469,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_host_has_not_done_of_a_request_is_done() {
+    fn a_request_that_the_host_has_done_in_part_is_completed() {
         with_memory(|memory| {
             memory::write(memory, BUFFERS, &[1; 1024]).unwrap();
             let part =

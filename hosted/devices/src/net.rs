@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_guest_sends_waits_for_whoever_reads_it() {
+    fn frames_of_the_guest_wait_for_the_reader() {
         let (card, mut cable) = card();
         with_driver(card, |driver| {
             driver.begin(ACCEPTED, 2);

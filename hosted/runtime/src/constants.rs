@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn what_hides_the_kernel_from_programs_hides_no_more_than_it() {
+    fn only_the_kernel_s_own_mask_is_found() {
         // movabs $0x7fffffffefff,%rdx ; mov %rbx,%rax ; or $1,%rax or $2,%rax ; cmp %rbp,%rdx
         let found = |bit| {
             let code = [
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn who_asks_for_the_kernel_finds_it_everywhere() {
+    fn address_checks_find_the_kernel_everywhere() {
         assert_eq!(mapped(LINKED_TASK_SIZE, Function::AsksForKernel), Some(0x1000));
         assert_eq!(mapped(LINKED_KERNEL, Function::Other), None);
     }

@@ -410,7 +410,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_kernel_is_said() {
+    fn an_invalid_kernel_is_refused_with_the_reason() {
         let refused = |bytes: &[u8]| Kernel::parse(bytes).unwrap_err().message().to_owned();
         assert!(refused(b"#!/bin/sh").contains("no ELF file"));
         let mut image = vec![0; 0x400];

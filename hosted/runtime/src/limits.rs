@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_where_the_guest_s_memory_goes_is_named() {
+    fn mappings_in_the_guest_s_addresses_are_named() {
         const USUAL: &str = "555555554000-555555583000 r--p 00000000 fe:00 1 /usr/bin/mercury\n\
                              7ffff7dd5000-7ffff7dfb000 r--p 00000000 fe:00 2 /usr/lib/libc.so.6\n";
         assert!(host(&[(MAPS, USUAL)]).1.addresses().is_ok() && host(&[]).1.addresses().is_ok());

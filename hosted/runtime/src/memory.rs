@@ -470,7 +470,7 @@ mod tests {
         /// Tries every alignment, and lengths on both sides of the limit for the processor's own
         /// instruction.
         #[test]
-        fn what_is_copied_in_comes_out_and_nothing_beside_it(
+        fn copies_change_only_their_own_bytes(
             at in 0_u64..24, bytes in proptest::collection::vec(any::<u8>(), 0..200), to in 1000_u64..1024,
         ) {
             with_memory(|memory| {

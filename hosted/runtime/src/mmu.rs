@@ -266,7 +266,7 @@ mod tests {
         /// The rights that survive a change of the address space are those that a processor uses
         /// without changing an entry.
         #[test]
-        fn what_is_looked_up_is_what_a_processor_does_without_marking(
+        fn lookup_without_marking_agrees_with_a_processor(
             upper in prop::array::uniform3(flags()),
             leaves in prop::collection::vec((flags(), 0..16_u64), PAGES as usize),
             large in flags(),

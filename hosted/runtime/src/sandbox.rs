@@ -374,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_named_ends_it_too_and_what_is_needed_does_not() {
+    fn unlisted_system_calls_end_the_monitor_and_needed_ones_do_not() {
         const NUMBERS: i64 = 480;
         const X32: i64 = 0x4000_0000;
         /// The calls of the trampolines of the host's probes (`uretprobe`, `uprobe`). Newer hosts
@@ -393,7 +393,7 @@ mod tests {
 
     /// Calls that are allowed for one purpose are for no other.
     #[test]
-    fn arguments_are_looked_at() {
+    fn arguments_of_system_calls_are_checked() {
         let own = i64::from(std::process::id());
         let special =
             Special { rings: vec![11], listener: Some(12), processors: vec![4321], bound: vec![5432] };

@@ -349,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn what_means_something_else_in_another_place_is_left() {
+    fn instructions_that_depend_on_their_address_are_left() {
         for before in [
             // mov (%rip),%eax ; call ; jmp ; push ; rdtsc and nops ; mov %fs,%eax and more
             &[0x8B, 0x05, 0, 0, 0, 0][..],
@@ -384,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn what_only_looks_like_a_site_is_none() {
+    fn bytes_within_other_instructions_are_no_site() {
         assert_eq!(planned(GETPID, 0), Err(Refusal::NoSite));
         let mut page = page(&[]);
         page[20..22].copy_from_slice(&SYSCALL);

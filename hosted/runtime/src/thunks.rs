@@ -847,7 +847,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_borrowed_is_executed_and_the_guest_goes_on_behind() {
+    fn borrowed_instructions_are_executed_before_the_guest_goes_on() {
         // cli ; movl $1,%eax
         let bytes = [0xFA, 0xB8, 1, 0, 0, 0];
         let records = [record(Kind::Cli, 0, 1, 6)];
@@ -860,7 +860,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_in_the_block_is_read_there() {
+    fn state_in_the_block_is_read_without_an_exit() {
         let made = |kind: Kind, bytes: &[u8]| {
             let records = [record(kind, 0, bytes.len() as u8, bytes.len() as u8)];
             let thunk = build(&Slot { address: PLACE, bytes, records: &records }, AT, 0).unwrap();
@@ -930,7 +930,7 @@ mod tests {
     }
 
     #[test]
-    fn the_way_back_can_be_finished_for_it_once_it_has_looked() {
+    fn a_return_past_the_check_can_be_finished() {
         let gates = gates(AT, 7).unwrap();
         let code = text(&gates.code);
         let at = |ip: u64| code.iter().position(|one| one.ip() == ip).unwrap();
@@ -948,7 +948,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_process_may_do_is_left() {
+    fn instructions_that_a_process_may_execute_are_left() {
         assert!(!is_filled(&[record(Kind::Stac, 0, 3, 3)]));
         assert!(is_filled(&[record(Kind::Swapgs, 0, 3, 8), record(Kind::ReadBase, 3, 5, 8)]));
         let mut alternative = record(Kind::Cli, 0, 1, 5);

@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn what_something_leads_to_or_changes_is_not_moved() {
+    fn jump_targets_and_changed_bytes_are_not_moved() {
         let at = 0x4100_0000;
         let fixed =
             |targets: &[u64], replaced| Fixed { targets: targets.iter().copied().collect(), replaced };

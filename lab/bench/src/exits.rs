@@ -128,7 +128,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn what_was_gained_is_told_by_reason() {
+    fn exits_are_counted_by_reason() {
         let cpu = |hypercall: u64, msr: u64| json!({ "exits": { "hypercall": hypercall, "msr-pass-through": msr } });
         let before = by_reason(&json!({ "cpus": [cpu(3, 1), cpu(2, 0)] }));
         let after = by_reason(&json!({ "cpus": [cpu(4, 1), cpu(3, 0)] }));

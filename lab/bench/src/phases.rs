@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn what_stays_is_seen() {
+    fn a_cost_that_remains_after_detach_is_found() {
         let costs = Costs {
             never: vec![100.0, 101.0, 100.0],
             others: [vec![100.0; 2], vec![100.0; 2], vec![105.0, 106.0]],

@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_asked_for_reaches_qemu() {
+    fn the_spec_reaches_qemu_s_arguments() {
         let spec = Spec::new(Kernel::TrixieGeneric)
             .cpus(1)
             .cpu_feature("-pdpe1gb")

@@ -166,7 +166,7 @@ mod tests {
     /// Unchanged frames take one entry, however many they are; a frame like one of them is still
     /// found as a twin.
     #[test]
-    fn what_is_as_in_the_parent_is_left_out() {
+    fn frames_as_in_the_parent_are_left_out() {
         let mut data: Vec<u8> = (0..5 * PAGE).map(|at| (at / PAGE) as u8).collect();
         let (_, hashes) = packed(&|_| None, &data);
         let before = |phys: u64| hashes.iter().find(|(frame, _)| *frame == phys).map(|(_, hash)| hash);

@@ -152,7 +152,7 @@ fn three() -> ([Bytes; 3], [Memory; 3]) {
 }
 
 #[test]
-fn what_has_not_changed_costs_nothing() {
+fn unchanged_frames_cost_nothing() {
     let ([base, next, last], memories) = three();
     assert_eq!((commit(&base).unchanged, commit(&next).unchanged), (0, 897));
     assert_eq!(commit(&next).frames, 900);
@@ -385,7 +385,7 @@ proptest! {
     /// A stretch of an image made on another is replaced: the chain is refused, or still gives the
     /// same.
     #[test]
-    fn nothing_else_is_believed(at in 0_usize..200_000, with in proptest::collection::vec(any::<u8>(), 0..200)) {
+    fn replaced_stretches_are_refused(at in 0_usize..200_000, with in proptest::collection::vec(any::<u8>(), 0..200)) {
         let ([base, next, _], _) = three();
         let mut bytes = Vec::new();
         next.clone().read_to_end(&mut bytes).expect("read");

@@ -58,7 +58,7 @@ fn image() -> Vec<u8> {
 }
 
 #[test]
-fn what_is_read_is_what_was_written() {
+fn reading_returns_the_written_frames() {
     let bytes = image();
     let mut reader = Reader::open(&bytes[..]).expect("an image");
     assert_eq!(*reader.machine(), machine());
@@ -131,7 +131,7 @@ proptest! {
     /// A stretch of an image is replaced, by accident or by an attacker: the image is refused, or
     /// still gives the same.
     #[test]
-    fn nothing_else_is_believed(at in 0_usize..200_000, with in proptest::collection::vec(any::<u8>(), 0..200)) {
+    fn replaced_stretches_are_refused(at in 0_usize..200_000, with in proptest::collection::vec(any::<u8>(), 0..200)) {
         let mut bytes = image();
         let at = at % bytes.len();
         let before = bytes.clone();

@@ -81,7 +81,7 @@ fn the_load_is_held_back_in_time() {
 
 /// The part of the downtime that cannot be shortened exceeds the limit: no round helps.
 #[test]
-fn what_cannot_be_is_given_up() {
+fn an_impossible_limit_is_given_up() {
     let limits = Limits { max_downtime: Duration::from_millis(100), ..Limits::default() };
     assert!(matches!(run(limits, QUIET).0, Next::GiveUp { .. }));
     assert!(matches!(run(limits, Load { writes_per_second: 0, ..QUIET }).0, Next::GiveUp { .. }));
@@ -159,7 +159,7 @@ proptest! {
     /// For any measurements the policy ends in time. It never stops above the limit if asked not
     /// to. It never throttles more than allowed, nor less than before.
     #[test]
-    fn it_ends_within_its_limits(limits in limits(), rounds in proptest::collection::vec(round(), 60)) {
+    fn the_policy_ends_within_its_limits(limits in limits(), rounds in proptest::collection::vec(round(), 60)) {
         let mut policy = Policy::new(limits, fixed());
         let mut held_back = 0;
         let mut ended = false;

@@ -119,7 +119,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn what_is_read_is_what_was_written(items in items()) {
+    fn reading_returns_the_written_frames(items in items()) {
         let (bytes, frames) = written(&items);
         let (found, error) = read(&bytes);
         prop_assert!(error.is_none(), "{error:?}");

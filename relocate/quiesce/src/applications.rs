@@ -444,7 +444,7 @@ mod tests {
 
     /// Any folder has such files.
     #[test]
-    fn a_pulse_leaves_nobody_frozen() {
+    fn a_pulse_leaves_no_process_frozen() {
         let group = tempfile::tempdir().expect("a folder");
         let state = group.path().join("cgroup.freeze");
         fs::write(&state, "0").expect("written");

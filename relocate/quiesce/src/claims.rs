@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_held_for_no_known_reason_is_named() {
+    fn a_device_held_for_no_known_reason_is_named() {
         let (root, sysroot) = machine(&[
             ("sda", "8:0"),
             ("sda/sda1", "8:1"),

@@ -549,7 +549,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_mounted_over_another_is_told() {
+    fn a_covered_mount_is_recognized() {
         let line = "36 35 259:3 / /data rw,noatime master:1 - ext4 /dev/nvme0n1p3 rw";
         let below = mount(line).expect("a mount");
         assert!(!is_covered(&below, libc::makedev(259, 3)) && is_covered(&below, libc::makedev(0, 41)));
@@ -558,7 +558,7 @@ mod tests {
     }
 
     #[test]
-    fn what_only_others_have_is_named() {
+    fn mounts_of_other_namespaces_are_named() {
         let root = tempfile::tempdir().expect("a folder");
         let thread = |name: &str, namespace: &str, table: &str| {
             let folder = root.path().join("proc").join(name);
@@ -594,7 +594,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_fingerprint_is_refused() {
+    fn a_file_system_without_a_fingerprint_is_refused() {
         let file_system = |mounted_at: &str, fingerprint: Option<&str>| FileSystem {
             mounted_at: mounted_at.into(),
             kind: "iso9660".into(),

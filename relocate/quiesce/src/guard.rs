@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_undone_is_left() {
+    fn steps_not_undone_remain() {
         let line = |undo: &Undo| serde_json::to_string(undo).expect("JSON");
         let thaw = Undo::Thaw("/".into());
         let texts = [line(&Undo::Detach), UNDONE.into(), line(&Undo::Detach), line(&thaw), "{\"Tha".into()];
@@ -234,7 +234,7 @@ mod tests {
 
     /// A device that does not answer delays only its own file system.
     #[test]
-    fn a_thaw_that_hangs_holds_up_nobody() {
+    fn a_thaw_that_hangs_delays_no_other() {
         let root = tempfile::tempdir().expect("a folder");
         let (pipe, group) = (root.path().join("pipe"), root.path().join("group"));
         fs::create_dir(&group).expect("a folder");

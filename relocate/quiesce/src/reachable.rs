@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_put_together_is_not() {
+    fn composed_devices_are_not_reachable() {
         assert_eq!(of("virtual/block/dm-0", &[]).as_deref(), Some("is made of other devices"));
         assert_eq!(of("virtual/block/md0/md0p1", &[]).as_deref(), Some("is made of other devices"));
         let gone = obstacle(Path::new("/dev/no-such-disk"), &Sysroot::default());

@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_fed_until_the_feeder_ends() {
+    fn a_watchdog_is_fed_until_the_feeder_ends() {
         let fed = Arc::new(AtomicU32::new(0));
         let found = Arc::clone(&fed);
         let count = |fed: &mut Arc<AtomicU32>| {

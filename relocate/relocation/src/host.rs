@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_address_is_told_so() {
+    fn an_invalid_address_is_refused_with_the_reason() {
         for (host, why) in [
             ("[::1", "not closed"),
             ("[::1]99", "no port"),

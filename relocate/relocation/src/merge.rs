@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_go_together_is_named() {
+    fn images_that_do_not_belong_together_are_refused() {
         let case = Case::new();
         let refused = |images: &[&str], reason: &str| {
             let error = case.merge("out", images).expect_err("refused").message;

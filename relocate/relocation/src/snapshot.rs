@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn what_stays_behind() {
+    fn writable_disks_are_left_behind_by_a_rollback() {
         assert!(is_left_behind(&mount("/dev/sda1", true)));
         assert!(is_left_behind(&mount("/dev/mapper/root", true)));
         assert!(!is_left_behind(&mount("/dev/sda1", false)));
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_moved_on() {
+    fn a_changed_file_system_is_found() {
         let mounts = [mount("/dev/sda1", true), mount("/dev/sdb1", true)];
         let fingerprints = |all: [Option<&str>; 2]| all.map(|one| one.map(str::to_owned));
         let were = fingerprints([None, Some("1")]);

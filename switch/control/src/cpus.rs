@@ -138,7 +138,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_printed_is_read_back(cpus in proptest::collection::btree_set(0..300_u32, 1..40)) {
+        fn printed_cpu_sets_are_parsed_back(cpus in proptest::collection::btree_set(0..300_u32, 1..40)) {
             let cpus: CpuSet = cpus.into_iter().collect();
             prop_assert_eq!(set(&cpus.to_string()), cpus);
         }

@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn what_changes_with_the_task_is_no_difference() {
+    fn state_of_the_task_is_no_difference() {
         let change =
             |field, per_task| Change { when: "native", field, before: Hex(1), after: Hex(2), per_task };
         let found = |changes| Compared { cpu: 0, mode: "native", changes };

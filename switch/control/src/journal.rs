@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_known_is_no_field() {
+    fn unknown_facts_are_no_fields() {
         let fields = of_failure("load", &Error::new(Exit::Failed, "no"));
         assert_eq!(
             fields.iter().map(|(name, _)| *name).collect::<Vec<_>>(),

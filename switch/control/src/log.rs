@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_overwritten_is_counted() {
+    fn overwritten_records_are_counted() {
         let mut block = shared_cpu(0);
         let mut reader = Reader::default();
         write(&mut block, 1, 1, [0; 5]);

@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_in_the_way_lets_go_first() {
+    fn modules_that_hold_the_hardware_are_named() {
         let module = |name: &str, references| Module { name: name.into(), references, used_by: vec![] };
         let both = [module("kvm_amd", 2), module("vboxdrv", 0)];
         assert_eq!(names(&both).as_deref(), Some("kvm_amd or vboxdrv"));
@@ -353,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_cpus_leave_is_told_beforehand() {
+    fn reasons_for_a_later_detach_are_named_at_attach() {
         let root = tempfile::tempdir().expect("temporary directory");
         let sysroot = Sysroot::at(root.path());
         let write = |path: &str, text: &str| {

@@ -69,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_out_of_range_is_told_the_range() {
+    fn a_size_out_of_range_is_refused_with_the_range() {
         let parse = mebibytes(64..=1 << 20);
         assert_eq!(parse("63"), Err("it has to be from 64M to 1T".to_owned()));
         assert_eq!(parse("2T"), Err("it has to be from 64M to 1T".to_owned()));
@@ -78,7 +78,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_said_is_read_as_the_same(amount in 1..=1_u64 << 30) {
+        fn printed_sizes_are_parsed_back(amount in 1..=1_u64 << 30) {
             prop_assert_eq!(read(&say(amount)), Some(amount));
             prop_assert_eq!(read(&amount.to_string()), Some(amount));
         }

@@ -40,7 +40,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_typed_can_be_typed_again() {
+    fn the_sudo_line_repeats_the_typed_words() {
         let line = |words: &[&str]| before(words.iter().map(OsString::from));
         assert_eq!(line(&["attach"]), "sudo mercury attach");
         assert_eq!(

@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn what_changed_on_all_cpus_is_no_difference() {
+    fn a_change_on_all_cpus_is_no_difference() {
         let mut reference = None;
         assert_eq!(first_refusal(&good_epyc(0), &mut reference), None);
         let later = |cpu: u32| CpuFacts { efer: 0x4d01, ..good_epyc(cpu) };

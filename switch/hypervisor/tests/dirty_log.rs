@@ -149,7 +149,7 @@ fn run<F: Format<Address = GuestPhys>>(largest: LargestPage, rounds: &[(Vec<usiz
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
     #[test]
-    fn what_is_written_is_collected(
+    fn written_frames_are_collected(
         rounds in vec((vec(0_usize..3000, 0..40), vec(0_usize..3000, 0..10)), 1..5),
     ) {
         run::<AmdNested>(LargestPage::OneGibibyte, &rounds);
@@ -170,7 +170,7 @@ fn a_page_is_noted_anew_when_it_was_collected() {
 
 /// Without room for a table the log is incomplete, and every page can be written.
 #[test]
-fn a_log_without_room_is_in_nobodys_way() {
+fn a_log_without_room_does_not_stop_writers() {
     let mut machine = Machine::<AmdNested>::new(LargestPage::OneGibibyte);
     machine.pages.available = 0;
     let gpa = GuestPhys::new(0x10_0000);

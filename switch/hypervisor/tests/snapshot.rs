@@ -494,7 +494,7 @@ fn frames_are_read_without_room_for_a_note() {
 
 /// A free page costs no copy, and a block that is all free costs no table.
 #[test]
-fn what_was_free_costs_nothing() {
+fn free_pages_cost_nothing() {
     // The third range begins with a block that is free.
     let first = frames().iter().position(|frame| *frame == GIB - 2 * MIB).expect("a frame");
     let mut machine = Machine::<AmdNested>::new(&SMALL, 3, Tracking::Off, false, &[(first, 512)]);

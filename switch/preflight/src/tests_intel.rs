@@ -44,7 +44,7 @@ fn firmware() {
 }
 
 #[test]
-fn what_the_processor_must_have() {
+fn missing_features_are_refused() {
     refused(Code::NoVmx, |f| f.cpuid_1.ecx &= !(1 << 5));
     refused(Code::NoEpt, |f| f.vmx_secondary_controls &= !may(secondary::EPT));
     refused(Code::NoEpt, |f| f.vmx_primary_controls &= !may(primary::ACTIVATE_SECONDARY));
@@ -239,7 +239,7 @@ proptest! {
 
 /// P and E cores may differ in the unused parts of a word.
 #[test]
-fn what_vmx_does_not_use_may_differ() {
+fn unused_bits_may_differ_between_cpus() {
     let mut other = good_xeon(1);
     other.vmx_misc ^= 0x1F | 0b111 << 25;
     assert!(compare(&good_xeon(0), &other).is_empty());

@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_tables_do_not_allow_any_more_is_taken_away() {
+    fn mappings_follow_revoked_rights() {
         let mut mappings = Mappings::default();
         mappings.insert(0x1000, 0x4000, 0x8000, WRITE);
         let changes = mappings.revalidate(|page| match page {
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn what_leads_elsewhere_is_exchanged_and_the_rest_goes_together() {
+    fn changed_pages_are_exchanged_and_the_rest_removed_together() {
         let mut mappings = Mappings::default();
         mappings.insert(0x1000, 0x4000, 0x8000, WRITE);
         mappings.insert(0x6000, 0x1000, 0x4000, READ);
@@ -410,7 +410,7 @@ mod tests {
         }
 
         #[test]
-        fn it_is_what_a_list_of_pages_would_be(
+        fn mappings_equal_a_model_of_single_pages(
             steps in prop::collection::vec((0..48_u64, 1..12_u64, 0..64_u64, any::<bool>(), 0..3_u8), 1..60)
         ) {
             let mut mappings = Mappings::default();

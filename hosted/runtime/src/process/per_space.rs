@@ -582,7 +582,7 @@ mod tests {
     }
 
     #[test]
-    fn who_comes_back_is_told_all_that_has_happened_or_that_it_was_too_much() {
+    fn a_returning_process_gets_all_events_or_an_overflow() {
         let processes = empty(3);
         processes[1].tell(Event::KernelPageDropped(0x1000));
         assert_eq!(processes[2].take_events(), Some(vec![Event::KernelPageDropped(0x1000)]));

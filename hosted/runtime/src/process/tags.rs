@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_processor_may_keep_is_kept() {
+    fn translations_that_a_processor_may_keep_are_kept() {
         let mut tags = two();
         for cr3 in [A | 1, B | 2, A | 1] {
             tags.load(cr3, false);
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_processor_must_drop_is_compared() {
+    fn translations_that_a_processor_must_drop_are_compared() {
         let mut tags = two();
         tags.load(A | 1, true);
         assert!(stale(&mut tags, A | 1) && !stale(&mut tags, A | 1));

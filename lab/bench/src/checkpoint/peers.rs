@@ -339,7 +339,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_others_say_is_read() {
+    fn outputs_of_other_tools_are_parsed() {
         let list = "List of snapshots present on all disks:\nID TAG VM_SIZE DATE\n--   peer   312.5 MiB 2026-01-01 00:00:00\n";
         assert_eq!(saved_bytes(list), Some(312.5 * 1024.0 * 1024.0));
         assert_eq!(saved_bytes("There is no snapshot available."), None);

@@ -370,7 +370,7 @@ pub mod tests {
     }
 
     #[test]
-    fn what_grows_with_memory_is_said() {
+    fn growth_with_memory_is_reported() {
         let mut figures = figures();
         let said = |figures: &Checkpoint| section(figures).split_whitespace().collect::<Vec<_>>().join(" ");
         assert!(
@@ -393,7 +393,7 @@ pub mod tests {
     }
 
     #[test]
-    fn what_is_missed_is_said() {
+    fn missed_aims_are_reported() {
         let mut missed = figures();
         missed.streaming.during_over_before.median = 0.5;
         assert!(section(&missed).contains("(**missed**: 0.50)"));

@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_is_wrong_breaks_the_promise() {
+    fn any_wrong_observation_breaks_the_promise() {
         assert!(verdict(&seen()).is_ok());
         let wrong = [
             Seen { boot_after: "b".into(), ..seen() },

@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_is_wrong_breaks_a_promise() {
+    fn any_wrong_record_breaks_a_promise() {
         assert!(verdict(&record()).is_ok());
         let (ledger, pgbench) = (record().ledger.unwrap_or_default(), record().pgbench.unwrap_or_default());
         let wrong = [

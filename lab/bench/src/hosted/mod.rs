@@ -355,7 +355,7 @@ pub mod tests {
     }
 
     #[test]
-    fn what_a_console_says_besides_does_not_matter() {
+    fn other_text_on_the_console_is_ignored() {
         let text = "[    0.1] a {brace}\r\n{\"format\": 1,\r\n  \"benchmarks\": [\r\n \
                     {\"name\": \"fork\", \"us\": {\"median\": 2.5}}]}\r\n[ 1.0] Kernel panic";
         assert_eq!(costs(text).unwrap(), [("fork".to_owned(), 2.5)]);
@@ -377,7 +377,7 @@ pub mod tests {
     }
 
     #[test]
-    fn who_fails_at_first_is_left_out_unless_it_is_ours() {
+    fn a_peer_that_fails_at_first_is_left_out() {
         let dir = std::env::temp_dir().join(format!("mercury-lab-ways-{}", std::process::id()));
         fs::create_dir_all(&dir).unwrap();
         let fails = PathBuf::from("/bin/false");
@@ -416,7 +416,7 @@ pub mod tests {
     }
 
     #[test]
-    fn who_cannot_be_had_is_left_out_of_everything() {
+    fn a_peer_that_cannot_be_built_is_left_out() {
         let mut bench = nothing_yet(Path::new(""));
         assert!(bench.had(Way::Gvisor, Err(Error::Host("no\nlog".into()))).is_none());
         assert!(bench.is_left_out(Load::Work, Way::Gvisor) && bench.is_left_out(Load::Small, Way::Gvisor));

@@ -172,7 +172,7 @@ mod tests {
                         elapsed_us 2500000\r\nobjects abc -\r\nwork done\r\n";
 
     #[test]
-    fn what_the_work_has_said_is_read() {
+    fn output_of_the_work_is_parsed() {
         let done = done(SAID).unwrap();
         assert_eq!(done.costs, [(POSTGRES.to_owned(), 2000.0), (BUILD.to_owned(), 2_500_000.0)]);
         assert_eq!(done.objects.unwrap(), "abc");

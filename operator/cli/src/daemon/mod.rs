@@ -440,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_order_is_refused_and_the_next_one_is_heard() {
+    fn an_invalid_order_is_refused_and_the_next_one_is_read() {
         with_daemon("noise", |folder, socket, _| {
             for noise in
                 ["\n", "evacuate\n", "{\"order\":\"evacuate\"}\n", "{\"order\":\"status\",\"more\":1}\n"]

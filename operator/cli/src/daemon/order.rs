@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_not_begun_does_not_end() {
+    fn an_order_that_has_not_begun_does_not_end() {
         let mut desk = Desk::default();
         desk.end(Ok(()));
         assert_eq!(desk.state, State::Waiting);

@@ -285,7 +285,7 @@ fn kernels() {
 }
 
 #[test]
-fn what_is_worth_a_note() {
+fn harmless_findings_are_notes() {
     let machine = Machine {
         offline: "4-7".parse().expect("list"),
         crash_kernel_loaded: true,
@@ -332,7 +332,7 @@ fn each_operation_has_a_verdict_of_its_own() {
 }
 
 #[test]
-fn what_cannot_attach_can_do_nothing_else() {
+fn a_machine_that_cannot_attach_can_do_no_operation() {
     let report = examine(&with_facts(|facts| facts.vm_cr = 0x18), true);
     assert_eq!(possible(&report), ["no"; 3]);
     let report = examine(&Machine { answers: None, root: false, ..good_machine() }, true);

@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_where_it_belongs() {
+    fn memory_has_its_addresses_in_the_core() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("core");
         let kept = |start_phys, pages| Range { start_phys, pages, kind: Kind::Kept };

@@ -112,7 +112,7 @@ fn no_certificate_is_refused() {
 }
 
 #[test]
-fn what_has_expired_is_refused() {
+fn an_expired_token_is_refused() {
     let long_ago = SystemTime::now() - 72 * HOUR;
     let (receiver, token) = Receiver::at(long_ago, HOUR).expect("a receiver");
     let [_, sent] = refuses_both(&receiver, config(&token));
@@ -223,7 +223,7 @@ fn an_identity_can_be_carried() {
 
 /// A sender with the token is told why it is not accepted now; no other sender is.
 #[test]
-fn who_comes_second_is_told_why() {
+fn a_second_sender_is_told_why() {
     let (receiver, token) = Receiver::new(HOUR).expect("a receiver");
     let (_, other) = Receiver::new(HOUR).expect("another one");
     let why = "x".repeat(300);

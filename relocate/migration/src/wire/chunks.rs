@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused() {
+    fn impossible_chunks_are_refused() {
         let sector = [1; 512];
         assert!(Chunks::unpack(&record(0, &[(512 | DATA, 512)], &sector)).is_ok());
         for (entries, data) in [

@@ -283,7 +283,7 @@ pub mod tests {
     }
 
     #[test]
-    fn what_is_in_use_changes() {
+    fn clusters_in_use_are_among_the_ranges_that_change() {
         // Clusters 2, 3 and 6 are in use; an odd and an even one of 12 bits, and free ones that
         // look used beside them.
         let twelve = vec![0xF0, 0xFF, 0xFF, 0xFF, 0x0F, 0xF0, 0, 0, 0, 0xFF, 0x0F, 0];

@@ -584,7 +584,7 @@ mod tests {
 
     /// Opening a pipe for reading blocks without a writer, as a device that does not answer blocks.
     #[test]
-    fn what_does_not_answer_is_left_behind() {
+    fn a_device_that_does_not_answer_is_left_behind() {
         let root = tempfile::tempdir().expect("a folder");
         let pipe = root.path().join("pipe");
         rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RWXU).expect("a pipe");

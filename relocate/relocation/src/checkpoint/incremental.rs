@@ -132,7 +132,7 @@ pub mod tests {
     }
 
     #[test]
-    fn what_an_image_needs_is_not_written_over() {
+    fn a_parent_is_not_written_over() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = |name| folder.path().join(name);
         make(&path("base"), 1, 10, None);
@@ -156,7 +156,7 @@ pub mod tests {
     }
 
     #[test]
-    fn what_cannot_be_a_parent_is_named() {
+    fn an_unusable_parent_is_named() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("x");
         let error = Before::open(&path).map(drop).expect_err("refused");

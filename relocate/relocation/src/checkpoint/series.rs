@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_kept_one_needs_is_kept() {
+    fn parents_of_kept_images_are_kept() {
         for (keep, expected) in [(8, 1), (6, 1), (5, 4), (3, 4), (2, 7), (1, 7)] {
             let folder = chains();
             prune(&folder.path().join("node7"), Path::new("newest"), keep).expect("pruned");
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn what_may_be_needed_is_kept() {
+    fn images_that_may_be_needed_are_kept() {
         // A kept image cannot be read, so its needs are unknown.
         let folder = chains();
         fs::write(at(&folder, 6), "damaged").expect("a file");
@@ -255,7 +255,7 @@ mod tests {
 
     /// The operator has made one more by hand, and then the clock was set back.
     #[test]
-    fn what_others_need_is_kept_and_so_is_the_newest() {
+    fn parents_and_the_newest_image_are_kept() {
         let folder = chains();
         let (path, by_hand) = (folder.path().join("node7"), folder.path().join("by-hand"));
         make(&by_hand, 20, 30, Some(&at(&folder, 2)));

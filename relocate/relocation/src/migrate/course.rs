@@ -192,7 +192,7 @@ mod tests {
 
     /// An operator who asked to give up gets that, however few rounds there are.
     #[test]
-    fn what_does_not_fit_is_given_up() {
+    fn a_move_above_the_limit_is_given_up() {
         for rounds in [1, 2, 3, 4, 30] {
             let busy = |_| 400_000;
             let (end, count) = run(&format!("--rounds {rounds} --or-give-up"), busy);
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_hopeless_is_refused() {
+    fn a_hopeless_limit_is_refused() {
         let refused =
             |options| refuse_hopeless(&args(options)).err().map(|error| (error.exit, error.message));
         assert!(

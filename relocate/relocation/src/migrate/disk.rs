@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_made_of_a_disk_is_on_it() {
+    fn a_volume_is_on_the_disks_below_it() {
         let root = tempfile::tempdir().expect("a folder");
         let folder = |name: &str| {
             let path = root.path().join(name);

@@ -552,7 +552,7 @@ mod tests {
 
     /// An answer that promises nothing decides nothing.
     #[test]
-    fn nobody_goes_on_without_a_promise() {
+    fn an_answer_without_a_promise_decides_nothing() {
         for word in [Word::Unknown, Word::Lost] {
             let mut script = answered(&[(ATTEMPT, word), (ATTEMPT, word)]);
             script.decides = Some((5, Decision::Abandon));
@@ -563,7 +563,7 @@ mod tests {
     }
 
     #[test]
-    fn the_operator_is_told_when_nobody_answers() {
+    fn the_operator_is_told_when_no_answer_comes() {
         let mut script = Script { decides: Some((20, Decision::Resume)), ..Script::default() };
         assert_eq!(ask(ATTEMPT, &mut script, MOMENT), Ended::GoesOn);
         assert_eq!(script.told.len(), 1, "once: {:?}", script.told);
@@ -573,7 +573,7 @@ mod tests {
 
     /// A source that has not committed says so, and does not wait for an answer for ever.
     #[test]
-    fn what_was_not_committed_is_called_off() {
+    fn an_uncommitted_move_is_called_off() {
         for answers in [&[(Attempt([8; 16]), Word::Discarded), (ATTEMPT, Word::Discarded)][..], &[]] {
             let mut script = answered(answers);
             call_off(ATTEMPT, &mut script, Duration::from_millis(200));

@@ -355,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn who_writes_more_stands_still_for_longer() {
+    fn a_higher_write_rate_predicts_a_longer_downtime() {
         let mut before = predict("", 0);
         assert!(before.rounds <= 3 && before.downtime_ms < 600.0, "{before:?}");
         for rate in [1_000, 10_000, 100_000, 1_000_000] {
@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_given_up_as_a_move_would_be() {
+    fn a_dry_run_gives_up_as_a_move_would() {
         assert!(predict("--or-give-up --max-throttle 0", 1_000_000).gives_up);
         assert!(!predict("--or-give-up", 1_000).gives_up);
         assert!(!predict("--max-throttle 0", 1_000_000).gives_up);

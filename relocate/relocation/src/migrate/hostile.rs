@@ -80,7 +80,7 @@ fn lies_before_the_commit_leave_it_running() {
 
 /// A destination that has given up ends the streams, and says why on the first one.
 #[test]
-fn who_ends_a_stream_is_asked_why() {
+fn a_peer_that_ends_a_stream_is_asked_why() {
     let stage = Stage::new();
     let by_two = Offer { streams: 2, ..offer() };
     let acts = [word(Word::Accept), word(Word::Discarded)];

@@ -310,7 +310,7 @@ mod tests {
 
     /// Unknown numbers are left out.
     #[test]
-    fn what_is_not_known_is_left_out() {
+    fn unknown_numbers_are_left_out() {
         let mut report = Report::new("one".into(), 4096);
         let said = |report: &Report| serde_json::to_value(report).expect("JSON");
         assert_eq!(said(&report)["downtime_us"], 0.0);

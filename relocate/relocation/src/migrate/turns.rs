@@ -56,7 +56,7 @@ fn ctrl_c_at_every_step() {
 
 /// A failure of the machine before the commit ends the move, and the machine runs on.
 #[test]
-fn what_fails_before_the_commit_changes_nothing() {
+fn a_failure_before_the_commit_changes_nothing() {
     for what in ["scan", "fence off", "hold still", "take the instant", "read", "end the instant"] {
         let stage = Stage::new();
         stage.seen().failing = vec![what.into()];
@@ -95,7 +95,7 @@ fn a_commit_that_cannot_be_kept_is_withdrawn() {
 /// While the tombstone may be there, only the destination's promise or the operator lets the
 /// machine go on.
 #[test]
-fn a_tombstone_that_stays_holds_it() {
+fn a_tombstone_that_cannot_be_cleared_holds_the_machine() {
     let verified = [Act::SayVerified, Act::AwaitDone("tombstone Cleared")];
     for (then, why) in [
         (vec![Act::Announce(Word::Discarded)], "a promise to all"),
@@ -170,7 +170,7 @@ fn a_verdict_is_the_last_that_is_heard() {
 /// Without an answer the source goes on standing still, tells its operator, and does as one of the
 /// two words says.
 #[test]
-fn an_operator_decides_where_nobody_answers() {
+fn an_operator_decides_when_no_answer_comes() {
     for (word, is_elsewhere) in [("resume", false), ("abandon", true)] {
         for closes in [false, true] {
             let stage = Stage::new();
@@ -187,7 +187,7 @@ fn an_operator_decides_where_nobody_answers() {
 
 /// A machine that has arrived says nothing as a source.
 #[test]
-fn what_has_arrived_is_no_source() {
+fn an_arrived_machine_is_no_source() {
     let stage = Stage::new();
     stage.seen().arrives = true;
     assert_eq!(plays(&stage, &honest(), LIMIT, "resume"), Ended::Arrived);

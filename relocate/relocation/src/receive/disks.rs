@@ -331,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_belong_there_is_refused() {
+    fn chunks_outside_the_disk_are_refused() {
         let folder = tempfile::tempdir().expect("a folder");
         let mut targets = targets(folder.path());
         for wrong in

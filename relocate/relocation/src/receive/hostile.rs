@@ -586,7 +586,7 @@ fn disks_that_have_changed_end_it() {
 /// A source is given up after silence between two frames, in the middle of a frame, and after the
 /// verdict.
 #[test]
-fn who_falls_silent_is_given_up() {
+fn a_silent_source_is_given_up() {
     let destination = Destination::patient(SILENCE, SILENCE);
     let mut source = destination.connect(1);
     source.is_accepted();
@@ -615,7 +615,7 @@ fn who_falls_silent_is_given_up() {
 /// Another peer does not delay the source: not a stranger, nor a silent one. A peer with the
 /// pairing token is told the reason.
 #[test]
-fn who_comes_second_is_turned_away() {
+fn a_second_source_is_turned_away() {
     let destination = Destination::patient(SILENCE, SILENCE);
     let mut source = destination.connect(1);
     source.is_accepted();

@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_refused_with_numbers() {
+    fn a_lack_of_room_is_refused_with_numbers() {
         let folder = tempfile::tempdir().expect("a folder");
         fs::create_dir(folder.path().join("proc")).expect("a folder");
         let with = |kib: u64| {

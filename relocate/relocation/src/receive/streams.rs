@@ -275,7 +275,7 @@ fn machines_come_by_several_streams() {
 
 /// A peer that opens a stream that was not offered fails, and disturbs no other peer.
 #[test]
-fn streams_of_nobody_are_refused() {
+fn streams_without_a_source_are_refused() {
     let scene = Scene::new(PATIENCE);
     let mut sender = scene.offer(8, 3);
     let right = scene.attempt_streams();
@@ -398,10 +398,10 @@ fn used_by_threads() -> HashMap<String, Duration> {
 
 /// Measures the benefit of streams if both ends share this machine's processors, and nothing is
 /// read from or written to a driver: `cargo test --release -p mercury-cli --lib
-/// what_streams_are_worth -- --ignored --nocapture`.
+/// throughput_by_number_of_streams -- --ignored --nocapture`.
 #[test]
 #[ignore = "measures"]
-fn what_streams_are_worth() {
+fn throughput_by_number_of_streams() {
     const STRIPES: u64 = 4096;
     let memory = memory(STRIPES, 4);
     let cpus = thread::available_parallelism().map_or(1, usize::from);

@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_there_stays_until_it_is_put() {
+    fn the_old_file_stays_until_the_new_one_is_put() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("vmlinuz");
         let names = || fs::read_dir(folder.path()).expect("a folder").count();
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_could_read_it_still_can() {
+    fn permissions_of_the_old_file_are_kept() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("custom.cfg");
         fs::write(&path, "old").expect("a file");

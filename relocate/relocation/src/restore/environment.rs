@@ -491,7 +491,7 @@ mod tests {
     }
 
     #[test]
-    fn what_works_stays_if_something_fails() {
+    fn old_files_stay_if_a_new_one_cannot_be_written() {
         let folder = tempfile::tempdir().expect("a folder");
         let (kernel, initramfs) = (folder.path().join("vmlinuz"), folder.path().join("initramfs"));
         let read = |path: &Path| fs::read_to_string(path).expect("a file");

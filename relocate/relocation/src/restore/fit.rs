@@ -275,7 +275,7 @@ mod tests {
     const ASIDE: u64 = 130 + 1024 + 2 + 16;
 
     #[test]
-    fn what_waits_needs_room() {
+    fn frames_that_wait_need_room() {
         let mut room = Room::new(&ranges(ASIDE + 3), LIMIT_MIB);
         for _ in 0..3 {
             room.add(&frame(1, Source::Data));

@@ -211,7 +211,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_was_killed_is_told_from_who_has_failed() {
+    fn a_killed_receiver_is_told_from_a_failed_one() {
         let ended = |script| Command::new("sh").args(["-c", script]).status().expect("it runs");
         assert!(was_killed(ended("kill -KILL $$")) && was_killed(ended("kill -ABRT $$")));
         assert!(!was_killed(ended("exit 1")) && !was_killed(ended("true")));

@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_at_boot_is_refused() {
+    fn a_folder_that_the_boot_loader_cannot_read_is_refused() {
         let refused = |files: &[(&str, &str)], reason: &str| {
             let (root, sysroot) = system(files);
             let error = Loader::find(&root.path().join("boot/mercury"), &sysroot).expect_err("refused");

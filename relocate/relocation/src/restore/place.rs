@@ -315,7 +315,7 @@ mod tests {
                       proto=tcp,sec=sys,clientaddr=10.9.0.2,local_lock=none,addr=10.9.0.1";
 
     #[test]
-    fn what_is_on_a_server_is_mounted_as_it_was() {
+    fn an_nfs_image_is_mounted_as_before() {
         let (near, out) = (card([10, 9, 0, 2], None), card([10, 8, 1, 2], Some([10, 8, 1, 1])));
         let found = nfs(V4, vec![out.clone(), near.clone()]).expect("a place");
         assert_eq!(found.path, Path::new("/images/now"));
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_reached_is_refused() {
+    fn an_unreachable_image_is_refused() {
         let cards = || vec![card([10, 9, 0, 2], None)];
         let why = |line: &str, cards| nfs(line, cards).expect_err("refused");
         assert!(why(&V4.replace("sec=sys", "sec=krb5p"), cards()).contains("krb5p"));

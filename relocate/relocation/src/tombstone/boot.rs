@@ -234,14 +234,14 @@ mod tests {
     }
 
     #[test]
-    fn one_without_a_tombstone_starts() {
+    fn a_system_without_a_tombstone_starts() {
         assert_eq!(decide(&[], None), Verdict::Starts);
         assert_eq!(decide(&found(Ok(None)), None), Verdict::Starts);
         assert_eq!(decide(&found(Ok(Some(record(State::Cleared, 9)))), None), Verdict::Starts);
     }
 
     #[test]
-    fn what_cannot_be_read_may_be_a_tombstone() {
+    fn an_unreadable_tombstone_keeps_the_system_off() {
         let mut all = found(Err("the tombstone is damaged".into()));
         all.push(("two blocks".into(), Ok(None)));
         assert!(matches!(decide(&all, None), Verdict::Stays(text) if text.contains("It is unknown")));

@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_initial_ram_disk_holds() {
+    fn contents_of_an_initial_ram_disk_are_judged() {
         let digest = digest(&[spot("a")]);
         let list = format!("./bin/sh\n{SCRIPT}\n{FOLDER}/tombstone.places.{digest}\n");
         assert_eq!(holds(&list, None), Ok(()));

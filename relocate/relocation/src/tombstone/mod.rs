@@ -408,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn what_arrives_clears_what_is_there() {
+    fn an_arrival_clears_its_own_tombstone() {
         let (root, sysroot) = machine(ONE);
         assert!(clear_here(&sysroot).is_empty());
         assert!(!root.path().join(firmware::FOLDER).join(firmware::TOMBSTONE).exists(), "there was none");
@@ -429,7 +429,7 @@ mod tests {
 
     /// Another system's tombstone is not written over.
     #[test]
-    fn anothers_tombstone_stays() {
+    fn a_tombstone_of_another_system_stays() {
         let (root, sysroot) = machine(ONE);
         Tombstones::choose("b", &sysroot).expect("a place").write(Tombstone::GivenUp).expect("written");
         // A tombstone of this system is over, because the system runs.
@@ -448,7 +448,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_place_or_eyes_it_is_refused() {
+    fn a_move_without_a_checked_place_is_refused() {
         let (root, sysroot) = machine(ONE);
         fs::remove_file(root.path().join(initramfs::CHECKED)).expect("gone");
         let error = Tombstones::choose("b", &sysroot).expect_err("no check at a start");

@@ -141,7 +141,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn what_is_packed_is_found() {
+    fn a_packed_record_is_unpacked() {
         for state in [State::Committed, State::Moved, State::Cleared] {
             let record = record(state, u64::MAX);
             let bytes = record.pack().expect("it fits");
@@ -153,7 +153,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn what_never_was_a_tombstone_is_none() {
+    fn blocks_without_the_magic_hold_no_tombstone() {
         for bytes in [&[][..], &[0; LENGTH], &[0xFF; LENGTH], b"MERCURY-MOVED-2"] {
             assert_eq!(Record::unpack(bytes), Ok(None));
         }

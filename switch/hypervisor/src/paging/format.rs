@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_restricted_can_be_loosened() {
+    fn restricted_entries_can_be_loosened() {
         restrictions::<AmdNested>();
         restrictions::<IntelExtended>();
         // An Intel processor may machine-check on a changed size of a page that it executes.

@@ -1075,7 +1075,7 @@ fn real_mode_has_no_error_codes() {
 }
 
 #[test]
-fn what_cannot_leave_from_real_mode_shuts_down() {
+fn a_cpu_in_real_mode_shuts_down_instead_of_leaving() {
     for code in [reason::TRIPLE_FAULT, 60] {
         let mut cpu = Cpu::attached();
         if code == 60 {

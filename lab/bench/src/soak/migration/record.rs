@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_wrong() {
+    fn any_wrong_record_fails_the_check() {
         assert!(record().check().is_ok());
         let pgbench = record().pgbench.unwrap();
         let ledger = record().ledger.unwrap();

@@ -166,7 +166,7 @@ fn a_guest_is_entered_on_its_own_block() {
 }
 
 #[test]
-fn what_is_no_block_faults() {
+fn an_invalid_block_address_faults() {
     let mut host = Host::with_svm();
     for address in [BLOCK + 8, nested::tests::BEYOND, nested::tests::HIDDEN.as_u64()] {
         let rip = host.cpu.area.control.rip;
@@ -221,7 +221,7 @@ fn runs_natively(make: fn(&mut Vmcb)) {
 }
 
 #[test]
-fn what_vmrun_takes_from_the_processor_is_what_kvm_has() {
+fn vmrun_needs_kvms_values_in_the_processor() {
     let as_natively = |host: &mut Host| is_as_natively(&host.cpu.area, &mut host.cpu.hardware);
     let differ: [fn(&mut Host); 4] = [
         |host| host.cpu.area.own.guest_efer &= !efer::NXE,
@@ -415,7 +415,7 @@ fn beneath_a_snapshot_gif_stays_0_from_clgi_to_vmrun() {
 }
 
 #[test]
-fn what_ends_a_guest_at_once_flushes_what_kvm_wanted_flushed() {
+fn an_immediate_exit_keeps_kvms_flush_request() {
     let mut host = Host::with_svm();
     host.cpu.area.cpu.on_snapshot = live::ON_SNAPSHOT;
     for (wanted, flushed) in [(TLB_KEEP, TLB_KEEP), (3, TLB_FLUSH_ALL)] {
@@ -450,7 +450,7 @@ fn a_shadow_expires_with_translations() {
 
 /// A rollback that fails leaves the NMI that was to fetch this CPU; it is no better than another.
 #[test]
-fn an_nmi_that_fetches_nobody_waits_for_stgi() {
+fn an_unsolicited_nmi_waits_for_stgi() {
     let mut host = Host::with_svm();
     host.cpu.area.cpu.on_snapshot = live::ON_SNAPSHOT;
     host.cpu.area.control.intercept_misc1 |= INTERCEPT_NMI | INTERCEPT_SHUTDOWN;

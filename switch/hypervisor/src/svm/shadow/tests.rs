@@ -114,7 +114,7 @@ fn a_page_is_copied_before_its_guest_writes() {
 }
 
 #[test]
-fn what_kvms_table_does_not_have_is_kvms() {
+fn faults_of_kvms_own_table_go_to_kvm() {
     let mut host = Host::new(64);
     let denied = info::WRITE | 1 << 32;
     assert_eq!(host.access(1, denied), Fault::Guests(denied));
@@ -158,7 +158,7 @@ fn without_pages_the_system_waits_and_nothing_is_lost() {
 }
 
 #[test]
-fn what_is_dropped_goes_back_to_the_pool() {
+fn pages_of_dropped_shadows_return_to_the_pool() {
     let mut host = Host::new(64);
     host.give(2, 5, FULL);
     assert_eq!(host.access(2, info::WRITE), FILLED);
