@@ -3,11 +3,10 @@
 //! of its own.
 //!
 //! ```text
-//! /mercury/bin       first in the search path: mercury, mercury-guest, mercury-workload, the agent, poweroff, scripts
-//! /mercury/lib       what those need
-//! /mercury/share     the manual pages of mercury, and its completion for bash
-//! /mercury/lib/modules/<kernel version>/mercury.ko          and modules-faults/ beside it
-//! /mercury/lib/modules/<kernel version>/mercury_test.ko     and vboxdrv.ko, see lab/testmod
+//! /mercury/bin       first in the search path: mercury, mercury-guest, mercury-workload, the agent,
+//! poweroff, scripts /mercury/lib       what those need /mercury/share     the manual pages of mercury, and
+//! its completion for bash /mercury/lib/modules/<kernel version>/mercury.ko          and modules-faults/
+//! beside it /mercury/lib/modules/<kernel version>/mercury_test.ko     and vboxdrv.ko, see lab/testmod
 //! /mercury/initramfs/<kernel version>.cpio                  for kexec
 //! ```
 
@@ -112,8 +111,9 @@ fn build_programs() -> Result<(PathBuf, Files)> {
     Ok(built.insert((agent, files)).clone())
 }
 
-/// Writes the manual pages and the bash completion of the command, as its package does, and returns their places on
-/// the disk. The folder is named by the program: test programs for another release may read it at the same time.
+/// Writes the manual pages and the bash completion of the command, as its package does, and returns their
+/// places on the disk. The folder is named by the program: test programs for another release may read it at
+/// the same time.
 fn generate_help(mercury: &Path) -> Result<Files> {
     let name = Ingredients::default().with_path(mercury)?.name();
     let share = paths::lab_dir("share")?.join(&name);

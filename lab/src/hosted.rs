@@ -129,13 +129,14 @@ fn put_file(disk: &Path, to: &str, text: &str, mode: &str) -> Result<()> {
         return Ok(());
     }
     Err(Error::Host(format!(
-        "cannot write {to} to the disk {}: debugfs left something else there. Remove the disk, and it is made again; it may be \
-         full or damaged",
+        "cannot write {to} to the disk {}: debugfs left something else there. Remove the disk, \
+         and it is made again; it may be full or damaged",
         disk.display()
     )))
 }
 
-/// Describes this terminal for the machine's first program, in words of the kernel's command line, which become its environment.
+/// Describes this terminal for the machine's first program, in words of the kernel's command line, which
+/// become its environment.
 fn terminal() -> String {
     let term = std::env::var("TERM").ok().filter(|term| is_plain(term)).unwrap_or_else(|| "linux".into());
     let size = rustix::termios::tcgetwinsize(std::io::stdin())
@@ -182,7 +183,8 @@ fn word_after<'a>(text: &'a str, word: &str) -> Option<&'a str> {
     text.split_whitespace().skip_while(|one| *one != word).nth(1)
 }
 
-/// Returns the name servers of a resolv.conf that can be reached from elsewhere: not those on the host's own loopback interface.
+/// Returns the name servers of a resolv.conf that can be reached from elsewhere: not those on the host's own
+/// loopback interface.
 fn nameservers(text: &str) -> Vec<String> {
     let lines = text.lines().filter_map(|line| line.trim().strip_prefix("nameserver"));
     let servers = lines.filter_map(|rest| rest.trim().parse::<std::net::Ipv4Addr>().ok());
@@ -195,7 +197,8 @@ mod tests {
 
     #[test]
     fn name_servers_of_the_host_s_loopback_interface_are_left_out() {
-        let text = "# a comment\nsearch example.org\nnameserver 127.0.0.53\nnameserver 192.0.2.7\nnameserver ::1\n\
+        let text = "# a comment\nsearch example.org\nnameserver 127.0.0.53\nnameserver 192.0.2.7\nnameserver \
+                    ::1\n\
                     nameserver 198.51.100.1\n";
         assert_eq!(nameservers(text), ["192.0.2.7", "198.51.100.1"]);
     }

@@ -163,9 +163,15 @@ fn arrives_showing(
         Ok((has_arrived || moving.has_ended().unwrap_or(true)).then_some(has_arrived))
     })
     .map_err(|error| {
-        let looks = "ps axo stat,wchan:32,args | grep -v '\\]$'; cat /proc/$(pgrep -f '^mercury migrate')/stack; dmesg | tail -20";
-        let at = from.command(looks).timeout(CHECK_LIMIT).run().map(|output| output.stdout).unwrap_or_default();
-        println!("{}{}{at}", moving.output_so_far().unwrap_or_default(), moving.errors_so_far().unwrap_or_default());
+        let looks = "ps axo stat,wchan:32,args | grep -v '\\]$'; cat /proc/$(pgrep -f '^mercury \
+            migrate')/stack; dmesg | tail -20";
+        let at =
+            from.command(looks).timeout(CHECK_LIMIT).run().map(|output| output.stdout).unwrap_or_default();
+        println!(
+            "{}{}{at}",
+            moving.output_so_far().unwrap_or_default(),
+            moving.errors_so_far().unwrap_or_default()
+        );
         from.blame(error)
     })
 }

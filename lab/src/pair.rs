@@ -83,7 +83,8 @@ fn greet(files: &Machine, line: &str) -> Result<()> {
         "Its root is another machine's, over NFS. A second machine waits for this one. Try:\n\n\
          \x20   sleep 1000 & echo $$\n\
          \x20   {line}\n\n\
-         This machine moves with this shell: `jobs` and `echo $$` say the same afterwards. The machine that was left\n\
+         This machine moves with this shell: `jobs` and `echo $$` say the same afterwards. \
+         The machine that was left\n\
          boots as the next destination, and the line for the way back is shown.\n\n"
     );
     files.put("/root/welcome", text.as_bytes(), 0o644)

@@ -164,8 +164,8 @@ pub fn results(machine: &impl System, names: &[&str]) -> Result<Vec<String>> {
     machine.link().sh("touch /run/end")?;
     let result = |name: &&str| {
         let ended = format!(
-            "for i in $(seq 1800); do test -s /run/{name}.ended && exec cat /run/{name}.ended; sleep 0.1; done; \
-             cat /run/{name}.said; exit 1"
+            "for i in $(seq 1800); do test -s /run/{name}.ended && exec cat /run/{name}.ended; sleep 0.1; \
+             done; cat /run/{name}.said; exit 1"
         );
         let output = machine.link().command(&ended).timeout(LIMIT * 2).run()?.check()?;
         Ok(output.stdout.trim().to_owned())

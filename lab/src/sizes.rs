@@ -1,7 +1,8 @@
-//! Sizes of the parts that everything else has to trust: the hypervisor and the driver. `make check` fails when one
-//! exceeds its bound.
+//! Sizes of the parts that everything else has to trust: the hypervisor and the driver. `make check` fails
+//! when one exceeds its bound.
 //!
-//! A line counts if it holds code: blank lines, comments, lines of brackets alone and unit tests do not count.
+//! A line counts if it holds code: blank lines, comments, lines of brackets alone and unit tests do not
+//! count.
 
 use std::{
     fs,
@@ -130,7 +131,8 @@ mod tests {
 
     #[test]
     fn comments_brackets_and_tests_do_not_count() {
-        let text = "//! Doc.\n\nfn f() {\n    // Why.\n    g(\n        1,\n    );\n}\n\n#[cfg(test)]\nmod tests {\n    fn h() {}\n}\n";
+        let text = "//! Doc.\n\nfn f() {\n    // Why.\n    g(\n        1,\n    );\n}\n\n#[cfg(test)]\nmod \
+            tests {\n    fn h() {}\n}\n";
         assert_eq!(lines_of_code(text), 3);
         assert_eq!(lines_of_code("/* Why.\n *\n * And how.\n */\nint f(void)\n{\n\treturn 1;\n}\n"), 2);
     }

@@ -94,8 +94,8 @@ fn applications_run_on_debian_13() -> Result<()> {
 }
 
 /// The first instructions of a deterministic program, one at a time.
-const STEPS: &str = "gdb -nx -batch -ex 'set disable-randomization on' -ex starti -ex 'stepi 1500' \
-     -ex 'print/x $rip' -ex 'print/x $rsp' -ex 'print $_siginfo.si_signo' -ex kill /bin/true 2>&1 | grep '^\\$'";
+const STEPS: &str = "gdb -nx -batch -ex 'set disable-randomization on' -ex starti -ex 'stepi 1500' -ex \
+     'print/x $rip' -ex 'print/x $rsp' -ex 'print $_siginfo.si_signo' -ex kill /bin/true 2>&1 | grep '^\\$'";
 
 #[test]
 #[ignore = "long"]

@@ -35,7 +35,8 @@ const VERSION_AT: u32 = 16;
 
 /// The command that loads drivers, and brings up the only card.
 const NETWORK: &str = "modprobe -a e1000e virtio_net nvme; card=$(ls /sys/class/net | grep -v lo | head -1); \
-     ip address add 10.0.2.15/24 dev $card; ip link set $card up; until ping -c 1 -W 1 10.0.2.2; do sleep 0.2; done";
+     ip address add 10.0.2.15/24 dev $card; ip link set $card up; until ping -c 1 -W 1 10.0.2.2; \
+     do sleep 0.2; done";
 
 /// Restores a machine again and again, each time in another emulator.
 fn goes_on(spec: Spec, times: u32) -> Result<Machine> {
@@ -162,7 +163,9 @@ fn guests_go_on(kernel: Kernel) -> Result<()> {
         thread::sleep(Duration::from_secs(2));
     }
     // The guests end when the writer of their input ends, and print their progress.
-    machine.sh("pkill -f '^sleep infinity'; for i in $(seq 600); do pgrep -f '^python3 /run/vm' || exit 0; sleep 0.1; done; exit 1")?;
+    machine
+        .sh("pkill -f '^sleep infinity'; for i in $(seq 600); do pgrep -f '^python3 /run/vm' || exit 0; \
+        sleep 0.1; done; exit 1")?;
     let said = machine.sh("cat /run/guests/said*")?;
     let counted: Vec<u64> =
         said.lines().filter_map(|line| line.strip_prefix("counted ")?.parse().ok()).collect();
@@ -205,7 +208,10 @@ fn linux_guests_go_on(kernel: Kernel) -> Result<()> {
     println!("they have come to {far:?}");
     for cpus in GUESTS_CPUS {
         machine.sh(&format!("echo > /run/lives/{cpus}"))?;
-        machine.sh(&format!("for i in $(seq 1200); do grep -q ' wrong ' /run/lives/said{cpus} && exit; sleep 0.1; done; exit 1"))?;
+        machine.sh(&format!(
+            "for i in $(seq 1200); do grep -q ' wrong ' /run/lives/said{cpus} && exit; \
+            sleep 0.1; done; exit 1"
+        ))?;
         let said = machine.sh(&format!("cat /run/lives/said{cpus}"))?;
         let ended = format!("cpus {cpus} processes ");
         assert!(said.contains(&ended) && said.contains(" wrong 0") && complaints(&said).is_empty(), "{said}");
@@ -426,7 +432,8 @@ fn devices_of_processes_are_refused() -> Result<()> {
     let address = machine.sh("cd /sys/bus/pci/devices; dirname $(grep -l 0x020000 */class)")?;
     let card = format!("/sys/bus/pci/devices/{address}");
     machine.sh(&format!(
-        "modprobe vfio-pci; echo vfio-pci > {card}/driver_override; echo {address} > /sys/bus/pci/drivers_probe"
+        "modprobe vfio-pci; echo vfio-pci > {card}/driver_override; echo {address} > \
+         /sys/bus/pci/drivers_probe"
     ))?;
     let group = machine.sh(&format!("basename $(readlink {card}/iommu_group)"))?;
     start(&machine, "card", USER_OF_A_CARD, &format!("{address} {group}"))?;
@@ -630,8 +637,8 @@ sync
 #[test]
 #[ignore = "long"]
 fn goes_on_with_other_file_systems() -> Result<()> {
-    const OVER: &str = "for one in xfs btrfs vfat; do dd if=/dev/urandom of=/$one/file bs=64k count=1 conv=notrunc oflag=direct \
-         status=none; done";
+    const OVER: &str = "for one in xfs btrfs vfat; do dd if=/dev/urandom of=/$one/file bs=64k count=1 \
+         conv=notrunc oflag=direct status=none; done";
     need_qemu()?;
     let spec = [512, 512, 300]
         .into_iter()
@@ -1024,9 +1031,10 @@ fn goes_on_from_incremental_images() -> Result<()> {
 }
 
 /// A command that keeps writing new files, and records each file's checksum when the file is made.
-const WRITES: &str = "mkdir -p /run/data /run/sums; setsid sh -c 'i=10; until test -e /run/stop; do i=$((i+1)); \
-     head -c 1M /dev/urandom > /run/data/$i; sha256sum /run/data/$i > /run/sums/$i; \
-     rm -f /run/sums/$((i-8)) /run/data/$((i-8)); sleep 0.5; done; touch /run/stopped' > /dev/null 2>&1 < /dev/null &";
+const WRITES: &str = "mkdir -p /run/data /run/sums; setsid sh -c 'i=10; until test -e /run/stop; do \
+     i=$((i+1)); head -c 1M /dev/urandom > /run/data/$i; sha256sum /run/data/$i > /run/sums/$i; rm -f \
+     /run/sums/$((i-8)) /run/data/$((i-8)); sleep 0.5; done; touch /run/stopped' > /dev/null 2>&1 < \
+     /dev/null &";
 
 /// Restores the last image of a series, in which each third image is full and the others are
 /// incremental.
@@ -1102,7 +1110,10 @@ fn the_pool_shrinks_and_grows() -> Result<()> {
     need_qemu()?;
     let machine = Machine::boot(spec(Kernel::BookwormCloud).cpus(2))?;
     machine.put("/run/hog.py", HOG.as_bytes(), 0o644)?;
-    let slow = machine.spawn("mercury checkpoint --pool 300 - 2> /run/said | (until test -e /run/go; do sleep 0.1; done; cat > /dev/null)")?;
+    let slow = machine.spawn(
+        "mercury checkpoint --pool 300 - 2> /run/said | (until test -e /run/go; \
+        do sleep 0.1; done; cat > /dev/null)",
+    )?;
     machine.sh("until mercury status --json | grep -q in-use; do sleep 0.1; done; sleep 1")?;
     machine.sh("python3 /run/hog.py")?;
     machine.sh("! dmesg | grep -i 'out of memory'; touch /run/go")?;
@@ -1335,7 +1346,8 @@ time.sleep(10000)
 /// namespace without a process has mounted, with the known tasks that use it.
 fn hidden_file_systems_are_named(machine: &Machine) -> Result<()> {
     machine.sh(&format!(
-        "mkfs.ext4 -qF {DISK}; mount {DISK} /mnt; setsid sleep 10000 > /mnt/x < /dev/null 2>&1 & sleep 1; umount -l /mnt"
+        "mkfs.ext4 -qF {DISK}; mount {DISK} /mnt; setsid sleep 10000 > /mnt/x < /dev/null 2>&1 & sleep 1; \
+         umount -l /mnt"
     ))?;
     for line in
         ["checkpoint /run/x", "snapshot --force-disks", "checkpoint --poweroff --force-devices /run/x"]
@@ -1364,9 +1376,8 @@ fn hidden_file_systems_are_named(machine: &Machine) -> Result<()> {
 /// Finishes although a read from a suspended device-mapper device would wait until its resume. The
 /// command asks all devices if they hold one of the machine's file systems.
 fn suspended_volumes_do_not_matter(machine: &Machine) -> Result<()> {
-    machine.sh(
-        "modprobe dm-mod; dmsetup create idle --noudevsync --table '0 2048 error'; dmsetup suspend --noudevsync idle",
-    )?;
+    machine.sh("modprobe dm-mod; dmsetup create idle --noudevsync --table '0 2048 error'; \
+         dmsetup suspend --noudevsync idle")?;
     fails_with(
         machine,
         "mercury checkpoint --poweroff --hook 'exit 3' /dev/vda --overwrite",
@@ -1485,9 +1496,9 @@ fn a_disk_that_does_not_answer_is_named() -> Result<()> {
     need_qemu()?;
     let machine = Machine::boot(spec(Kernel::BookwormCloud))?;
     machine.sh(&format!(
-        "modprobe dm-mod; dmsetup create slow --noudevsync --table \"0 $(blockdev --getsz {DISK}) linear {DISK} 0\"; \
-         dmsetup mknodes slow; mkfs.ext4 -q /dev/mapper/slow; mount /dev/mapper/slow /mnt; echo x > /mnt/x; \
-         dmsetup suspend --nolockfs --noudevsync slow"
+        "modprobe dm-mod; dmsetup create slow --noudevsync --table \"0 $(blockdev --getsz {DISK}) linear \
+         {DISK} 0\"; dmsetup mknodes slow; mkfs.ext4 -q /dev/mapper/slow; mount /dev/mapper/slow /mnt; \
+         echo x > /mnt/x; dmsetup suspend --nolockfs --noudevsync slow"
     ))?;
     for line in ["mercury checkpoint /run/x", "mercury snapshot --force-disks"] {
         let refused = machine.run(line)?;
@@ -1512,7 +1523,8 @@ fn a_server_that_is_gone_is_named(machine: &Machine) -> Result<()> {
     start(machine, "blocks", BLOCKS, "")?;
     machine.sh("ip link set lo up; modprobe nbd nbds_max=2")?;
     start(machine, "attach_blocks", ATTACH_BLOCKS, "127.0.0.1")?;
-    machine.sh("while pgrep -f '[a]ttach_blocks'; do sleep 0.1; done; mkfs.ext4 -q /dev/nbd0 && mount /dev/nbd0 /mnt")?;
+    machine.sh("while pgrep -f '[a]ttach_blocks'; do sleep 0.1; done; mkfs.ext4 -q /dev/nbd0 && mount \
+        /dev/nbd0 /mnt")?;
     machine.sh("pkill -STOP -f '^python3 /run/blocks.py'; echo x > /mnt/x")?;
     fails_with(
         machine,

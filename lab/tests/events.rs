@@ -461,7 +461,8 @@ fn machine_check(machine: &Machine) -> Result<String> {
     };
     machine.qmp()?.inject_mce(&check)?;
     machine.sh("until grep -q mce_record: /sys/kernel/tracing/trace; do sleep 0.2; done")?;
-    machine.sh("sed -n 's/.*mce_record: //; s/TSC: [0-9a-f]*//; s/TIME: [0-9]*//; /^CPU/p' /sys/kernel/tracing/trace")
+    machine.sh("sed -n 's/.*mce_record: //; s/TSC: [0-9a-f]*//; s/TIME: [0-9]*//; \
+        /^CPU/p' /sys/kernel/tracing/trace")
 }
 
 #[test]
@@ -500,8 +501,9 @@ fn errors_that_the_kernel_keeps_to_itself_are_counted() -> Result<()> {
     machine.sh("echo 1 > /sys/devices/system/machinecheck/machinecheck0/check_interval")?;
     // A controller that EDAC knows, and that gets no errors.
     machine.sh(
-        "mount -t debugfs none /sys/kernel/debug 2>/dev/null; test -d /sys/kernel/debug/ras/cec && \
-         mkdir -p /run/edac/mc0 && echo 0 > /run/edac/mc0/ce_count && mount --bind /run/edac /sys/devices/system/edac/mc",
+        "mount -t debugfs none /sys/kernel/debug 2>/dev/null; test -d /sys/kernel/debug/ras/cec && mkdir -p \
+         /run/edac/mc0 && echo 0 > /run/edac/mc0/ce_count && mount --bind /run/edac \
+         /sys/devices/system/edac/mc",
     )?;
     let sensor =
         |limit: u32| format!("PATH=/run/bin:$PATH /run/sensor {limit}; cat /run/ordered 2>/dev/null || true");

@@ -360,7 +360,10 @@ fn pasted_text_arrives_complete() -> Result<()> {
         let mut machine = shell_on_disk(&place, &disk, options);
         let lines: Vec<String> = (0..LINES).map(|line| format!("{line} {}", "x".repeat(line % 80))).collect();
         let text = lines.join("\n");
-        machine.type_line(&format!("cat > /dev/typed\n{text}\n\x04wc -l < /dev/typed; awk '$1 != NR - 1 || length($2) != (NR - 1) % 80' /dev/typed | head; echo arr''ived"));
+        machine.type_line(&format!(
+            "cat > /dev/typed\n{text}\n\x04wc -l < /dev/typed; \
+            awk '$1 != NR - 1 || length($2) != (NR - 1) % 80' /dev/typed | head; echo arr''ived"
+        ));
         machine.wait_for("arrived\n");
         // The driver reads 256 bytes, and then checks for more. Output on the console would make it
         // check, too.
@@ -411,13 +414,14 @@ const PROGRAMS: &[&str] = &[
     "awk 'BEGIN { for (i = 0; i < 200000; i++) s += sin(i) * i; printf \"%.9f\\n\", s }'",
     "perl -e '$s = 0; for (1 .. 300000) { $s = ($s * 31 + $_) % 1000003 } print \"$s\\n\"'",
     "python3 -c 'import math; print(math.fsum(math.sqrt(i) for i in range(200000)))'",
-    "python3 -c 'import threading as t; l = []; ts = [t.Thread(target=lambda n=n: l.append(n * n)) for n in range(50)]; \
-     [x.start() for x in ts]; [x.join() for x in ts]; print(sum(l))'",
+    "python3 -c 'import threading as t; l = []; ts = [t.Thread(target=lambda n=n: \
+     l.append(n * n)) for n in range(50)]; [x.start() for x in ts]; [x.join() for x in ts]; print(sum(l))'",
     "python3 -c 'import os; r, w = os.pipe(); p = [os.fork() for _ in range(1)][0]; \
      os._exit(0 if os.write(w, b\"child\") else 1) if p == 0 else print(os.read(r, 9), os.waitpid(p, 0)[1])'",
     "python3 -c 'import signal, os; signal.signal(signal.SIGUSR1, lambda *a: print(\"signal\")); \
      os.kill(os.getpid(), signal.SIGUSR1)'",
-    "python3 -c 'import mmap; m = mmap.mmap(-1, 64 << 20); m[::4096] = b\"x\" * (16 << 10); print(m[:].count(b\"x\"))'",
+    "python3 -c 'import mmap; m = mmap.mmap(-1, 64 << 20); m[::4096] = b\"x\" * (16 << 10); \
+     print(m[:].count(b\"x\"))'",
     "python3 -c 'import ctypes; ctypes.string_at(1)'; echo status $?",
     "for i in $(seq 200); do /bin/true || echo no; done; echo started",
     "sh -c 'kill -9 $$'; echo status $?",
@@ -452,7 +456,10 @@ fn compare_programs(isolation: &str) -> Result<()> {
     );
     machine.wait_for("Run /bin/sh as init");
     // The console's echo does not contain the markers.
-    machine.type_line("stty -echo; mount -t proc proc /proc; dmesg -n 1; export PATH=/usr/bin:/bin:/usr/sbin:/sbin; ulimit -c 0");
+    machine.type_line(
+        "stty -echo; mount -t proc proc /proc; dmesg -n 1; export \
+        PATH=/usr/bin:/bin:/usr/sbin:/sbin; ulimit -c 0",
+    );
     machine.type_line("exec 2>&1; echo re''ady");
     machine.wait_for("ready\n");
     for (number, program) in PROGRAMS.iter().enumerate() {
@@ -510,7 +517,8 @@ fn use_postgresql(options: &[&str]) -> Result<()> {
     );
     machine.wait_for("Run /bin/sh as init");
     for line in [
-        "stty -echo; export PATH=/usr/bin:/bin:/usr/sbin:/sbin; mount -t proc p /proc; mount -t devtmpfs d /dev",
+        "stty -echo; export PATH=/usr/bin:/bin:/usr/sbin:/sbin; mount -t proc p /proc; \
+         mount -t devtmpfs d /dev",
         "mkdir /dev/shm; mount -t tmpfs t /dev/shm; mount -t tmpfs t /run; dmesg -n 1; ip link set lo up",
         "install -d -o postgres /run/postgresql; pg_ctlcluster 15 main start; echo start''ed $?",
     ] {
@@ -996,7 +1004,8 @@ fn a_program_in_a_process_of_its_own_reaches_nothing_else() -> Result<()> {
         );
         machine.wait_for("Run /bin/sh as init");
         machine.type_line(
-            "stty -echo; export PATH=/usr/bin:/bin:/usr/sbin:/sbin; mount -t proc p /proc; dmesg -n 1; ulimit -c 0",
+            "stty -echo; export PATH=/usr/bin:/bin:/usr/sbin:/sbin; mount -t proc p /proc; dmesg -n 1; \
+             ulimit -c 0",
         );
         machine.type_line("cat > /tmp/attacks.py <<'E''ND'");
         machine.type_line(&format!("KERNEL, BLOCK, MONITOR = {kernel}, {}, {monitor}", layout::BLOCK));
@@ -1298,8 +1307,8 @@ fn an_unusable_kernel_is_refused_with_the_reason() -> Result<()> {
 }
 
 /// The first commands in a machine whose first program is a shell.
-const SHELL: &str = "stty -echo; export PATH=/usr/bin:/bin:/usr/sbin:/sbin; mount -t proc p /proc; mount -t sysfs s /sys; \
-     mount -t devtmpfs d /dev; dmesg -n 1; echo re''ady";
+const SHELL: &str = "stty -echo; export PATH=/usr/bin:/bin:/usr/sbin:/sbin; mount -t proc p /proc; \
+     mount -t sysfs s /sys; mount -t devtmpfs d /dev; dmesg -n 1; echo re''ady";
 
 /// Starts Debian's disk with a shell as the first program.
 fn shell_on_disk(place: &Place, disk: &Path, options: &[&str]) -> Machine {
@@ -1347,15 +1356,16 @@ fn a_network_card_is_connected_by_passt_and_randomness_is_the_host_s() -> Result
     let mut machine = shell_on_disk(&place, &disk, &options);
     let (address, gateway) = addresses();
     machine.type_line(&format!(
-        "ip address add {address} dev eth0; ip link set eth0 up; ip route add default via {gateway}; \
-         cat /sys/class/net/eth0/address /sys/class/misc/hw_random/rng_current; \
-         head -c 64 /dev/hwrng > /tmp/a; head -c 64 /dev/hwrng > /tmp/b; cmp -s /tmp/a /tmp/b; echo diff''ers $?"
+        "ip address add {address} dev eth0; ip link set eth0 up; ip route add default via {gateway}; cat \
+         /sys/class/net/eth0/address /sys/class/misc/hw_random/rng_current; head -c 64 /dev/hwrng > /tmp/a; \
+         head -c 64 /dev/hwrng > /tmp/b; cmp -s /tmp/a /tmp/b; echo diff''ers $?"
     ));
     machine.wait_for("differs 1\n");
     assert!(machine.said().contains("52:54:00:12:34:56\nvirtio_rng"), "{}", machine.said());
     machine.type_line(&format!(
         "python3 -c 'import socket, shutil; s = socket.create_connection((\"{gateway}\", {port})); \
-         shutil.copyfileobj(s.makefile(\"rb\"), open(\"/tmp/bytes\", \"wb\"))'; cksum < /tmp/bytes; echo re''ceived"
+         shutil.copyfileobj(s.makefile(\"rb\"), open(\"/tmp/bytes\", \"wb\"))'; cksum < /tmp/bytes; \
+         echo re''ceived"
     ));
     let (mut connection, _) = server.accept().expect("a connection from the guest");
     connection.write_all(&bytes).expect("the bytes on their way");
@@ -1364,8 +1374,9 @@ fn a_network_card_is_connected_by_passt_and_randomness_is_the_host_s() -> Result
     assert!(machine.said().contains(&format!(" {LENGTH}\n")), "{}", machine.said());
     // The file goes twice, the second time while the guest only waits.
     machine.type_line(
-        "python3 -c 'import socket; l = socket.create_server((\"\", 8080)); print(\"list\" + \"ening\", flush=True); \
-         [(lambda s: (s.recv(1), s.sendfile(open(\"/tmp/bytes\", \"rb\")), s.close()))(l.accept()[0]) for _ in range(2)]'; echo se''nt",
+        "python3 -c 'import socket; l = socket.create_server((\"\", 8080)); print(\"list\" + \"ening\", \
+         flush=True); [(lambda s: (s.recv(1), s.sendfile(open(\"/tmp/bytes\", \"rb\")), \
+         s.close()))(l.accept()[0]) for _ in range(2)]'; echo se''nt",
     );
     machine.wait_for("listening\n");
     for _ in 0..2 {
@@ -1492,7 +1503,8 @@ fn a_killed_machine_leaves_what_a_power_cut_leaves() -> Result<()> {
          \x20 if os.fork() == 0:\n\
          \x20   f = os.open(f\"/root/written-{{n}}\", os.O_CREAT | os.O_WRONLY)\n\
          \x20   for i in itertools.count():\n\
-         \x20     os.write(f, b\"%06d\" % i + b\"x\" * {}); os.fsync(f); os.write(1, b\"flu%s %d %d\\n\" % (b\"shed\", n, i))\n\
+         \x20     os.write(f, b\"%06d\" % i + b\"x\" * {}); os.fsync(f); os.write(1, \
+         b\"flu%s %d %d\\n\" % (b\"shed\", n, i))\n\
          os.wait()'",
         LENGTH - 6
     ));

@@ -467,7 +467,8 @@ fn a_crash_beneath_a_virtual_machine() -> Result<()> {
     if Platform::chosen()?.vendor() != Vendor::Amd {
         return Ok(());
     }
-    let vm = "modprobe MODULE; sleep 999 | python3 /root/vm >/run/vm & until grep made /run/vm; do sleep 0.2; done";
+    let vm = "modprobe MODULE; sleep 999 | python3 /root/vm >/run/vm & until grep made /run/vm; \
+        do sleep 0.2; done";
     crash(Kernel::BookwormCloud, vm)?;
     crash(Kernel::TrixieCloud, vm)
 }
@@ -477,7 +478,8 @@ fn a_crash_beneath_a_virtual_machine() -> Result<()> {
 fn a_crash_after_kvm_has_gone_on_6_12() -> Result<()> {
     crash(
         Kernel::TrixieCloud,
-        "modprobe kvm enable_virt_at_load=0 && modprobe MODULE && rmmod MODULE kvm && (modprobe MODULE || true)",
+        "modprobe kvm enable_virt_at_load=0 && modprobe MODULE && rmmod MODULE kvm && (modprobe MODULE || \
+         true)",
     )
 }
 

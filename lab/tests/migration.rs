@@ -300,7 +300,9 @@ fn a_guard_asks_on_for_a_source_in_doubt() -> Result<()> {
     let words = receive(destination, "10.9.0.3")?;
     machine.sh("sysctl -q kernel.sysrq=1")?;
     let moving = machine.spawn(&migrate(&words, "--rounds 0"))?;
-    machine.sh("until pgrep -f 'exe guard$'; do sleep 0.02; done; echo 1000 > /proc/$(pgrep -f '^mercury migrate')/oom_score_adj")?;
+    machine
+        .sh("until pgrep -f 'exe guard$'; do sleep 0.02; done; echo 1000 > /proc/$(pgrep -f '^mercury \
+        migrate')/oom_score_adj")?;
     wait_more(destination, GOES_ON, 0)?;
     destination.power_cut()?;
     wait_more(machine, DOUBT, 0)?;

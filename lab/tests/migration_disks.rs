@@ -122,16 +122,17 @@ fn a_disk_that_both_reach_goes_along() -> Result<()> {
 }
 
 /// A disk of the switch, by NVMe over TCP.
-const NVME_TARGET: &str = "modprobe -a nvmet nvmet-tcp; mountpoint -q /sys/kernel/config || \
-     mount -t configfs none /sys/kernel/config; cd /sys/kernel/config/nvmet; truncate -s 64M /run/nvme; \
-     mkdir subsystems/shared subsystems/shared/namespaces/1 ports/1; echo 1 > subsystems/shared/attr_allow_any_host; \
-     cd subsystems/shared/namespaces/1; echo -n /run/nvme > device_path; echo 1 > buffered_io; \
-     echo 1 > enable; cd ../../../../ports/1; \
-     echo ipv4 > addr_adrfam; echo tcp > addr_trtype; echo 10.9.0.1 > addr_traddr; echo 4420 > addr_trsvcid; \
+const NVME_TARGET: &str = "modprobe -a nvmet nvmet-tcp; mountpoint -q /sys/kernel/config || mount -t \
+     configfs none /sys/kernel/config; cd /sys/kernel/config/nvmet; truncate -s 64M /run/nvme; mkdir \
+     subsystems/shared subsystems/shared/namespaces/1 ports/1; echo 1 > \
+     subsystems/shared/attr_allow_any_host; cd subsystems/shared/namespaces/1; echo -n /run/nvme > \
+     device_path; echo 1 > buffered_io; echo 1 > enable; cd ../../../../ports/1; echo ipv4 > addr_adrfam; \
+     echo tcp > addr_trtype; echo 10.9.0.1 > addr_traddr; echo 4420 > addr_trsvcid; \
      ln -s ../../subsystems/shared subsystems/shared";
 const NVME_CONNECT: &str = "modprobe nvme-tcp; echo transport=tcp,traddr=10.9.0.1,trsvcid=4420,nqn=shared > \
-     /dev/nvme-fabrics; for i in $(seq 100); do name=$(grep -lx shared /sys/block/nvme*/device/subsysnqn | cut -d/ -f4 | \
-     grep -v c) && test -e /dev/$name && break; sleep 0.1; done; test -e /dev/$name && echo -n /dev/$name";
+     /dev/nvme-fabrics; for i in $(seq 100); do name=$(grep -lx shared /sys/block/nvme*/device/subsysnqn | \
+     cut -d/ -f4 | grep -v c) && test -e /dev/$name && break; sleep 0.1; done; \
+     test -e /dev/$name && echo -n /dev/$name";
 
 /// Takes along file systems on disks that the machine has by connections of its kernel, with the
 /// connections.
@@ -181,8 +182,8 @@ fn swap_on_an_array_of_network_disks_goes_along() -> Result<()> {
     machine.sh("while pgrep -f '[a]ttach_blocks'; do sleep 0.1; done")?;
     let nvme = machine.sh(NVME_CONNECT)?;
     machine.sh(&format!(
-        "modprobe raid1; mdadm --create /dev/md0 --run --level=1 --metadata=1.2 --assume-clean --raid-devices=2 \
-         /dev/nbd0 {nvme}; mkswap -q /dev/md0; swapon -p 7 /dev/md0"
+        "modprobe raid1; mdadm --create /dev/md0 --run --level=1 --metadata=1.2 --assume-clean \
+         --raid-devices=2 /dev/nbd0 {nvme}; mkswap -q /dev/md0; swapon -p 7 /dev/md0"
     ))?;
     start(machine, "swapped", SWAPPED, "")?;
     let used = machine.sh("awk 'NR > 1 { print $4, $5 }' /proc/swaps")?;

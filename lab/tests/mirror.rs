@@ -36,8 +36,8 @@ fcntl.ioctl(disk, BLKRRPART)
 "#;
 
 /// A script that makes a file system on the first part of a disk. Nothing is on the second part.
-const PREPARE: &str = "python3 /run/divide.py $disk; sleep 1; set -- $(ls $disk?*); modprobe -q btrfs || true; \
-     if command -v mkfs.ext4; then mkfs.ext4 -q $1; else mkfs.btrfs -q $1; fi; \
+const PREPARE: &str = "python3 /run/divide.py $disk; sleep 1; set -- $(ls $disk?*); modprobe -q btrfs || \
+     true; if command -v mkfs.ext4; then mkfs.ext4 -q $1; else mkfs.btrfs -q $1; fi; \
      mkdir -p /run/mnt && mount -o discard $1 /run/mnt";
 
 /// A script that writes, synchronises, renames and removes files, and discards their blocks.
@@ -120,8 +120,8 @@ fn machine(kernel: Kernel, buses: &[Bus]) -> Result<Machine> {
 
 /// Checks the refusals, and that nothing remains: the module is removed, and loaded again.
 fn leaves_nothing(machine: &Machine, disk: &str) -> Result<()> {
-    machine
-        .sh("mercury unload && ! lsmod | grep '^mercury ' && ! dmesg | grep -E 'Oops|BUG:|WARNING: CPU' && mercury load")?;
+    machine.sh("mercury unload && ! lsmod | grep '^mercury ' && ! dmesg | grep -E 'Oops|BUG:|WARNING: \
+            CPU' && mercury load")?;
     // The driver's probes are removed with it.
     machine.sh(&format!("dd if=/dev/zero of={disk} bs=1M count=1 oflag=direct status=none")).map(drop)
 }
@@ -136,7 +136,8 @@ fn disks_of_each_class_are_copied_while_they_are_written_to() -> Result<()> {
         let named = |id: &str| {
             let line = format!(
                 "for disk in $(lsblk -dno NAME); do grep -qs mercury-{id} /sys/block/$disk/serial \
-                 /sys/block/$disk/device/serial /sys/block/$disk/device/vpd_pg80 && echo /dev/$disk || true; done"
+                 /sys/block/$disk/device/serial /sys/block/$disk/device/vpd_pg80 && echo /dev/$disk || true; \
+                 done"
             );
             machine.sh(&line)
         };

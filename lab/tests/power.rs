@@ -119,8 +119,8 @@ impl Subject {
         self.machine = self.machine.start_other(&self.boot)?;
         self.restoring = begun.elapsed();
         assert_eq!(self.machine.sh("cat /proc/sys/kernel/random/boot_id")?, self.boot_id);
-        let line = "before=$(cat /run/work); for i in $(seq 100); do test $(cat /run/work) -gt $before && exit 0; \
-                    sleep 0.1; done; exit 1";
+        let line = "before=$(cat /run/work); for i in $(seq 100); do test $(cat /run/work) -gt $before && \
+                    exit 0; sleep 0.1; done; exit 1";
         self.machine.sh(line)?;
         self.machine.sh("! dmesg | grep -iE 'call trace|ext4.*error'")?;
         Ok(self)

@@ -27,15 +27,16 @@ use workloads::{
 };
 
 /// Direct and buffered reads of a disk without a mounted file system.
-const DISK_LOAD: &str = "while true; do dd if=/dev/vda of=/dev/null bs=256k iflag=direct; dd if=/dev/vda of=/dev/null \
-     bs=1M; echo 1 > /proc/sys/vm/drop_caches; done";
+const DISK_LOAD: &str = "while true; do dd if=/dev/vda of=/dev/null bs=256k iflag=direct; \
+     dd if=/dev/vda of=/dev/null bs=1M; echo 1 > /proc/sys/vm/drop_caches; done";
 
 /// Work of the kernel: processes, pages, files in memory.
 const MEMORY_LOAD: &str = "while true; do cp /bin/bash /run/copy; /bin/true; done";
 
 /// Traffic in both directions on the machine's only card.
-const NETWORK_LOAD: &str = "modprobe virtio_net; card=$(ls /sys/class/net | grep -v lo | head -1); ip address add \
-     10.0.2.15/24 dev $card; ip link set $card up; while true; do ping -q -i 0.01 -c 50 -s 1400 10.0.2.2; done";
+const NETWORK_LOAD: &str = "modprobe virtio_net; card=$(ls /sys/class/net | grep -v lo | head -1); ip \
+     address add 10.0.2.15/24 dev $card; ip link set $card up; while true; \
+     do ping -q -i 0.01 -c 50 -s 1400 10.0.2.2; done";
 
 /// A script with two lives. The first life keeps a snapshot, works on, and dies. The second one
 /// begins where the command ends for the second time, and reports on the console, since the host
@@ -420,8 +421,9 @@ fn from_a_panic_with_ahci_nvme_usb_and_e1000e() -> Result<()> {
 }
 
 /// Reads and writes on a writable root, with a count for the test.
-const ROOT_LOAD: &str = "n=0; while cat /usr/bin/python3 > /dev/null && cp /bin/bash /root/load && sync /root/load; do \
-     echo $((n += 1)) > /run/rounds.new; mv /run/rounds.new /run/rounds; echo 1 > /proc/sys/vm/drop_caches; done";
+const ROOT_LOAD: &str = "n=0; while cat /usr/bin/python3 > /dev/null && cp /bin/bash /root/load && sync \
+     /root/load; do echo $((n += 1)) > /run/rounds.new; mv /run/rounds.new /run/rounds; \
+     echo 1 > /proc/sys/vm/drop_caches; done";
 
 /// Returns a script that changes the root's files in the life that ends, and ends it.
 fn after_a_change(death: &str) -> String {
@@ -519,7 +521,8 @@ dmsetup resume --noudevsync root
 
 /// A command that waits until the disk has all old contents again: the sectors in use are then only
 /// those that record where data is.
-const MERGED: &str = "for i in $(seq 600); do set -- $(dmsetup status root); test ${4%/*} = $5 && exit; sleep 0.1; done; exit 1";
+const MERGED: &str = "for i in $(seq 600); do set -- $(dmsetup status root); test ${4%/*} = $5 && exit; \
+    sleep 0.1; done; exit 1";
 
 /// Rolls back a writable root by a device-mapper snapshot, which is made and merged while
 /// everything is frozen.
@@ -546,9 +549,8 @@ fn root_on_a_disk_goes_back(death: &str, reason: &str) -> Result<()> {
     machine.sh(MERGED)?;
     machine.sh("echo 3 > /proc/sys/vm/drop_caches")?;
     root_is_back(&machine)?;
-    machine.sh(
-        "pkill -f [r]ounds.new; while pgrep -f [r]ounds.new; do sleep 0.1; done; sync && mount -o remount,ro /",
-    )?;
+    machine.sh("pkill -f [r]ounds.new; while pgrep -f [r]ounds.new; do sleep 0.1; done; \
+         sync && mount -o remount,ro /")?;
     println!("{}", machine.sh("e2fsck -fn /dev/dm-0")?);
     is_native_again(&machine)
 }
@@ -567,7 +569,8 @@ fn from_a_panic_with_its_disk() -> Result<()> {
 
 /// An array of two disks that is checked slowly.
 const ARRAY: &str = "modprobe raid1; mdadm --create /dev/md0 --run --level=1 --metadata=1.2 --assume-clean \
-     --raid-devices=2 /dev/vdb /dev/vdc; cd /sys/block/md0/md; echo 1000 > sync_speed_max; echo check > sync_action";
+     --raid-devices=2 /dev/vdb /dev/vdc; cd /sys/block/md0/md; echo 1000 > sync_speed_max; \
+     echo check > sync_action";
 
 /// Brings RAID arrays to rest while commands put disks back, and lets them go on in both lives.
 #[test]

@@ -35,8 +35,8 @@ const PATIENCE: &str = "test $? -eq 124";
 
 /// A command that delays many small packets by some seconds: longer than the machine takes to stand
 /// still.
-const PACKETS_THAT_WAIT: &str = "tc qdisc replace dev $(ls /sys/class/net | grep -v lo | head -1) root netem delay 3s; \
-     for i in $(seq 200); do echo $i > /dev/udp/10.0.2.2/9 || true; done";
+const PACKETS_THAT_WAIT: &str = "tc qdisc replace dev $(ls /sys/class/net | grep -v lo | head -1) root netem \
+     delay 3s; for i in $(seq 200); do echo $i > /dev/udp/10.0.2.2/9 || true; done";
 
 fn are_exact(spec: Spec, modules: &str, loads: &[String], rounds: u32) -> Result<()> {
     proves(&format!("snapshot --pool-pages 100000 --rounds {rounds}"), spec, modules, loads)
@@ -333,8 +333,8 @@ fn the_log_knows_what_virtio_had_before_it() -> Result<()> {
     let mut reader = machine.spawn("python3 /run/slow.py")?;
     reader.wait_output("reads", LIMIT)?;
     machine.sh(
-        "for i in $(seq 300); do grep -q blk /proc/$(pgrep -f '^python3 /run/slow')/stack && exec sleep 1; sleep 0.1; \
-         done; cat /proc/$(pgrep -f '^python3 /run/slow')/stack; exit 1",
+        "for i in $(seq 300); do grep -q blk /proc/$(pgrep -f '^python3 /run/slow')/stack && exec sleep 1; \
+         sleep 0.1; done; cat /proc/$(pgrep -f '^python3 /run/slow')/stack; exit 1",
     )?;
     let mut log = machine.spawn("mercury-workload log --rounds 1 --wait-file /run/go")?;
     log.wait_output("all of memory has been read", LIMIT)?;

@@ -59,7 +59,8 @@ fn begin(machine: &Machine, options: &str) -> Result<Background> {
 fn begin_with(machine: &Machine, options: &str, meanwhile: &str) -> Result<Background> {
     machine.sh("rm -f /run/streams; touch /run/hold")?;
     let reader = format!(
-        "head -c 65536 > /run/x; touch /run/streams; while test -e /run/hold; do {meanwhile}; done; cat >> /run/x"
+        "head -c 65536 > /run/x; touch /run/streams; while test -e /run/hold; do {meanwhile}; done; \
+         cat >> /run/x"
     );
     let line = format!("bash -o pipefail -c 'mercury checkpoint {options} - | {{ {reader}; }}'");
     let stream = machine.spawn(&line)?;
@@ -174,7 +175,9 @@ fn a_checkpoint_survives_a_lack_of_memory() -> Result<()> {
     let (reclaimed, killed) = (counter("pgsteal_kswapd")?, counter("oom_kill")?);
     let stream = begin(&machine, "")?;
     let hog = machine.spawn("python3 /run/hog.py")?;
-    machine.sh("for i in $(seq 1200); do dmesg | grep -q 'Killed process.*python3' && exit 0; sleep 0.1; done; exit 1")?;
+    machine
+        .sh("for i in $(seq 1200); do dmesg | grep -q 'Killed process.*python3' && exit 0; sleep 0.1; \
+        done; exit 1")?;
     assert!(!hog.wait(MINUTES)?.success());
     println!("{} pages reclaimed", counter("pgsteal_kswapd")? - reclaimed);
     assert!(counter("pgsteal_kswapd")? > reclaimed && counter("oom_kill")? > killed);

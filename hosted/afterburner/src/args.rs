@@ -10,9 +10,10 @@ use clap::{Parser, Subcommand};
     name = "afterburner",
     version,
     about = "Makes a Linux kernel pre-virtualized while it is built",
-    long_about = "Makes a Linux kernel pre-virtualized while it is built, without a change of its source: each instruction \
-                  that a virtual machine's monitor must replace gets room for a jump, and is recorded in a section \
-                  of the kernel. Called by the name `as`, it stands in for the assembler.",
+    long_about = "Makes a Linux kernel pre-virtualized while it is built, without a change of its source: \
+                  each instruction that a virtual machine's monitor must replace gets room for a jump, and \
+                  is recorded in a section of the kernel. Called by the name `as`, \
+                  it stands in for the assembler.",
     after_help = TABLE
 )]
 pub struct Cli {

@@ -84,7 +84,8 @@ pub fn prelude(treatment: Treatment) -> String {
             let _ = write!(
                 text,
                 ".macro mercury_catch_{name}\n.macro {name} operands:vararg\n.purgem {name}\n\
-                 77790: 77770: {name} \\operands\nmercury_catch_{name}\nmercury_close {number}, {least}, 255\n\
+                 77790: 77770: {name} \\operands\nmercury_catch_{name}\nmercury_close {number}, {least}, \
+                 255\n\
                  .endm\n.endm\nmercury_catch_{name}\n"
             );
         }

@@ -246,7 +246,8 @@ fn padding_costs_nothing_where_it_is_not_executed() {
 fn replacements_are_flagged() {
     let macro_text = ".macro alt a, b\n.pushsection .altinstr_replacement, \"ax\"\n\\b\n.popsection\n.endm\n";
     let text = format!(
-        "{macro_text}alt \"\", \"stac\"\nalt \"\", \".byte 0x0f,0x01,0xca\"\ncli; call g\n.pushsection .altinstr_replacement, \"ax\"\nwrmsr\n.popsection"
+        "{macro_text}alt \"\", \"stac\"\nalt \"\", \".byte 0x0f,0x01,0xca\"\ncli; \
+         call g\n.pushsection .altinstr_replacement, \"ax\"\nwrmsr\n.popsection"
     );
     let image = slots(&text);
     clean(&image);
@@ -313,7 +314,8 @@ fn a_mode_stays_in_all_sections() {
 fn instructions_among_data_are_only_written_down_and_must_be_there() {
     let macro_text = ".macro m op\n\\op\n.endm\n";
     let image = slots(&format!(
-        "cli; call g\n{macro_text}.pushsection .rodata\n.byte 0xfa\nt: push %rax; pushfq; popfq; m \"rdmsr\"\n\
+        "cli; call g\n{macro_text}.pushsection .rodata\n.byte 0xfa\nt: push %rax; pushfq; popfq; \
+         m \"rdmsr\"\n\
          .code32\nlret\n.code64\n.popsection\nm \"wrmsr\""
     ));
     let account = clean(&image);

@@ -117,8 +117,8 @@ fn passt(reaches_host: bool, forwards: &[Forward]) -> Result<(OwnedFd, u16)> {
         let why = said.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("it does not say why");
         if why.contains("user namespace") {
             return Err(Error::host(format!("passt does not start: {why}")).hint(
-                "the host allows no user namespaces (sysctl user.max_user_namespaces, or a container's rules), which only \
-                 passt needs: --net tap=NAME does without",
+                "the host allows no user namespaces (sysctl user.max_user_namespaces, \
+                 or a container's rules), which only passt needs: --net tap=NAME does without",
             ));
         }
         return Err(Error::new(format!("passt does not start: {why}"))

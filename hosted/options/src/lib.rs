@@ -1,7 +1,8 @@
 //! The command line of `mercury hosted`, and the types of its options.
 //!
-//! Two programs read the command line: `mercury`, for help, manual pages and completions, and `mercury-hosted`, which runs
-//! the machine. This crate has what both need, so that `mercury` carries nothing of the runtime.
+//! Two programs read the command line: `mercury`, for help, manual pages and completions, and
+//! `mercury-hosted`, which runs the machine. This crate has what both need, so that `mercury` carries nothing
+//! of the runtime.
 //!
 //! - [`net`]: network cards and their addresses. [`gdb`]: where a debugger connects.
 

@@ -36,8 +36,8 @@ impl fmt::Display for Mac {
 }
 
 impl Mac {
-    /// One that is always the same for a name on a host, and hardly ever another card's: locally administered, with a hash
-    /// (FNV-1a) of both.
+    /// One that is always the same for a name on a host, and hardly ever another card's: locally
+    /// administered, with a hash (FNV-1a) of both.
     #[must_use]
     pub fn of(host: &str, name: &str) -> Self {
         let bytes = host.trim().bytes().chain([0]).chain(name.bytes());

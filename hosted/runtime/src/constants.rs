@@ -197,7 +197,8 @@ mod tests {
 
     #[test]
     fn addresses_are_found_and_numbers_left_alone() {
-        // movabs $0x7fffffffeff9,%rax ; mov -0xa04fd0(…),%eax as an address ; mov $-22,%eax ; movabs $0xfffffe0000001000,%rdx
+        // movabs $0x7fffffffeff9,%rax ; mov -0xa04fd0(…),%eax as an address ; mov $-22,%eax ; movabs
+        // $0xfffffe0000001000,%rdx
         let code = [
             &[0x48, 0xB8, 0xF9, 0xEF, 0xFF, 0xFF, 0xFF, 0x7F, 0, 0][..],
             &[0x8B, 0x04, 0x25, 0x30, 0xB0, 0x5F, 0xFF],

@@ -28,7 +28,8 @@ const HYPERVISOR: u32 = 1 << 31;
 const ONE_PROCESSOR: u32 = 1 << 16 | 8 << 8;
 // SGX, HLE, SMEP, INVPCID, RTM, resource monitoring, MPX, resource allocation, SMAP, processor trace
 const EXTENDED_EBX: u32 = bits(&[2, 4, 7, 10, 11, 12, 14, 15, 20, 25]);
-// UMIP, PKU, OSPKE, WAITPKG, shadow stacks, TME, LA57, RDPID, key locker, bus lock, CLDEMOTE, ENQCMD, SGX, PKS
+// UMIP, PKU, OSPKE, WAITPKG, shadow stacks, TME, LA57, RDPID, key locker, bus lock, CLDEMOTE, ENQCMD, SGX,
+// PKS
 const EXTENDED_ECX: u32 = bits(&[2, 3, 4, 5, 7, 13, 16, 22, 23, 24, 25, 29, 30, 31]);
 // short REP MOV and the like are kept; the rest controls what only the host's kernel may
 const EXTENDED_EDX_KEPT: u32 = bits(&[4, 8]);

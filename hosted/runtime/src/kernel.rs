@@ -22,8 +22,8 @@ const SECTION_PERCPU: &str = ".data..percpu";
 /// No kernel is linked for physical addresses beyond.
 const HIGHEST: u64 = 1 << 40;
 /// The remedy for a kernel without relocations.
-const HOW_TO_BUILD: &str = "build it with `afterburner make`, RELOCATABLE=y, RANDOMIZE_BASE=y, RANDOMIZE_MEMORY=y and \
-    without X86_5LEVEL, and use the build's vmlinux, not stripped";
+const HOW_TO_BUILD: &str = "build it with `afterburner make`, RELOCATABLE=y, RANDOMIZE_BASE=y, \
+    RANDOMIZE_MEMORY=y and without X86_5LEVEL, and use the build's vmlinux, not stripped";
 
 /// A part of the file that goes into memory.
 #[derive(Clone, Debug)]

@@ -116,12 +116,16 @@ impl Limits {
         for (most, path) in self.groups() {
             if most < bytes.saturating_add(OWN_MEMORY) {
                 return Err(Error::host(format!(
-                    "the control group allows {} MiB of memory, and the guest is to have {} MiB beside the monitor's {}",
+                    "the control group allows {} MiB of memory, and the guest is to have {} MiB beside the \
+                     monitor's {}",
                     most >> 20,
                     bytes >> 20,
                     OWN_MEMORY >> 20
                 ))
-                .hint(format!("give the guest less with --memory, or the control group more (/{})", path.display())));
+                .hint(format!(
+                    "give the guest less with --memory, or the control group more (/{})",
+                    path.display()
+                )));
             }
         }
         Ok(())
@@ -249,7 +253,8 @@ mod tests {
         let error = limits.memory(225 * MIB).unwrap_err();
         assert_eq!(
             error.message(),
-            "the control group allows 256 MiB of memory, and the guest is to have 225 MiB beside the monitor's 32"
+            "the control group allows 256 MiB of memory, and the guest is to have 225 MiB beside the \
+             monitor's 32"
         );
         assert!(error.remedy().unwrap().contains("/sys/fs/cgroup/a/memory.max"));
         let (_directory, limits) = host(&[

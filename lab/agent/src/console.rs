@@ -38,7 +38,8 @@ fn known_terminal(name: &str, is_described: impl Fn(&str) -> bool) -> &str {
     shorter.find(|&end| is_described(&name[..end])).map_or("xterm", |end| &name[..end])
 }
 
-/// Returns true if the machine's terminfo describes the terminal (terminfo(5), "Fetching Compiled Descriptions").
+/// Returns true if the machine's terminfo describes the terminal (terminfo(5), "Fetching Compiled
+/// Descriptions").
 fn is_described(name: &str) -> bool {
     const PLACES: [&str; 3] = ["/etc/terminfo", "/lib/terminfo", "/usr/share/terminfo"];
     let Some(first) = name.get(..1) else { return false };

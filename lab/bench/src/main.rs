@@ -62,7 +62,8 @@ enum Command {
         #[arg(long, conflicts_with = "plain")]
         checked: bool,
     },
-    /// Start a hosted Debian on this terminal: a shell in a process, on a kernel that the afterburner has built
+    /// Start a hosted Debian on this terminal: a shell in a process, on a kernel that the afterburner has
+    /// built
     Hosted {
         /// Arguments for `mercury hosted run`: --isolation=process, --cpus 2, --net passt and
         /// others

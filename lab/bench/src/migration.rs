@@ -462,22 +462,35 @@ pub fn section(figures: &Migration) -> String {
     let tables: Vec<String> = figures.sizes.iter().map(by_size).collect();
     format!(
         "{HEADING}\n\n\
-        `cargo run -p mercury-lab-bench -- bench migration` writes this section alone. It was measured on {}: {} and\n\
+        `cargo run -p mercury-lab-bench -- bench migration` writes this section alone. \
+        It was measured on {}: {} and\n\
         more.\n\n\
-        There were {} moves of one running machine in one run, from one emulator to another and on. The machine talks\n\
-        over TCP in both directions, its root is on NFS, and a process writes to up to a thousand pages a second. A\n\
-        client on a third machine made {} transactions meanwhile over one connection. The moving machine counts each\n\
-        of them: **{} lost, {} done twice**. \"Seen by a client\" is the longest time without an answer over UDP. \"load\"\n\
-        is the rate of the client's transactions until the machine stands still, divided by the rate before the move.\n\n\
-        On the largest machine a client sees a pause with the dirty log that is {:.1} × as long as with QEMU's own\n\
-        migration, and {:.2} × as long as on the smallest machine. The first write to a page in a round costs {:.0}\n\
+        There were {} moves of one running machine in one run, from one emulator to another and on. \
+        The machine talks\n\
+        over TCP in both directions, its root is on NFS, and a process writes to up to a thousand pages a \
+        second. A\n\
+        client on a third machine made {} transactions meanwhile over one connection. \
+        The moving machine counts each\n\
+        of them: **{} lost, {} done twice**. \"Seen by a client\" is the longest time without an answer over \
+        UDP. \"load\"\n\
+        is the rate of the client's transactions until the machine stands still, \
+        divided by the rate before the move.\n\n\
+        On the largest machine a client sees a pause with the dirty log that is {:.1} × as long as with \
+        QEMU's own\n\
+        migration, and {:.2} × as long as on the smallest machine. The first write to a page in a round \
+        costs {:.0}\n\
         instructions more than a native one ({:.0}). Another write to the page costs {:.0} more.\n\n\
-        Each figure is one move, and times are those of an emulator whose host has two processors for three machines.\n\
-        So look at the ratios. QEMU's own migration is no equal comparison. It needs a virtual machine, and QEMU runs\n\
-        at the host's speed. For Mercury, reading, hashing, compressing, TLS and both machines' network stacks are\n\
-        emulated. A program that compresses (zstd) takes {:.1} times as long in the emulator as beside it. If this\n\
+        Each figure is one move, and times are those of an emulator whose host has two processors for three \
+        machines.\n\
+        So look at the ratios. QEMU's own migration is no equal comparison. It needs a virtual machine, \
+        and QEMU runs\n\
+        at the host's speed. For Mercury, reading, hashing, compressing, \
+        TLS and both machines' network stacks are\n\
+        emulated. A program that compresses (zstd) takes {:.1} times as long in the emulator as beside it. \
+        If this\n\
         held for all of Mercury's time, its {:.1} × would be {:.2} ×. QEMU's migration may stand still for\n\
-        {DOWNTIME_MS} ms, as Mercury's may, on a link of a gigabit a second. Mercury's link is the emulated network\n\
+        {DOWNTIME_MS} ms, as Mercury's may, on a link of a gigabit a second. \
+        Mercury's link is the emulated network\n\
         card, and Mercury has three rounds at most here.\n\n{}",
         figures.emulator,
         figures.machine,
@@ -527,8 +540,10 @@ fn by_size(size: &Size) -> String {
     ];
     format!(
         "### {} MiB\n\n{}\n\
-        A client sees a pause with the dirty log that is {:.2} × that with hashes and {:.1} × QEMU's. While the\n\
-        machine stands still, the dirty log has {:.3} × as many pages read as the hashes (at most {READ_AT_MOST}).\n",
+        A client sees a pause with the dirty log that is {:.2} × that with hashes and {:.1} × QEMU's. \
+        While the\n\
+        machine stands still, the dirty log has {:.3} × as many pages read as the hashes (at most \
+        {READ_AT_MOST}).\n",
         thousands(size.memory_mib.into()),
         table(&header, &size.moves.iter().map(row).collect::<Vec<_>>()),
         size.log_over_hashes,

@@ -48,8 +48,8 @@ const TOGETHER: &str = "all together";
 /// The command that reads all programs into memory. A page fault maps the neighbouring pages of the
 /// file that are in memory. exec takes two per cent more where reading ahead has not brought in
 /// everything.
-const WARM: &str = "cat /mercury/bin/* /bin/sh /bin/true /lib64/ld-linux-x86-64.so.2 /lib/x86_64-linux-gnu/lib*.so* \
-                    >/dev/null 2>&1 || true";
+const WARM: &str = "cat /mercury/bin/* /bin/sh /bin/true /lib64/ld-linux-x86-64.so.2 \
+                    /lib/x86_64-linux-gnu/lib*.so* >/dev/null 2>&1 || true";
 
 /// The benchmarks, by the names of `mercury bench os` and of the applications.
 const BENCHMARKS: &[&str] = &[
@@ -334,15 +334,19 @@ pub fn section(figures: &Previrtualization) -> String {
     let parts: Vec<String> = figures.kernels.iter().map(kernel_section).chain(hosted).collect();
     format!(
         "{HEADING}\n\n\
-        A small kernel with and without the slots of `afterburner make`, on a machine with one CPU that counts\n\
-        instructions (the lowest of {ROUNDS} boots of each): [previrtualization.md](previrtualization.md). The\n\
+        A small kernel with and without the slots of `afterburner make`, \
+        on a machine with one CPU that counts\n\
+        instructions (the lowest of {ROUNDS} boots of each): [previrtualization.md](previrtualization.md). \
+        The\n\
         promises:\n\n\
         - No sensitive instruction is uncovered.\n\
         - Each benchmark takes at most {AT_MOST} times the instructions.\n\
         - The code is at most {CODE_AT_MOST} times as large.\n\
         - All benchmarks together take at most {AT_MOST} times the time.\n\n\
-        The time is that of an emulator on a shared host. Both kernels run on two machines at the same time. The\n\
-        figures are medians of {TURNS} turns of each, and medians over several such pairs, with their 95 % intervals.\n\n{}",
+        The time is that of an emulator on a shared host. Both kernels run on two machines at the same time. \
+        The\n\
+        figures are medians of {TURNS} turns of each, and medians over several such pairs, \
+        with their 95 % intervals.\n\n{}",
         parts.join("\n")
     )
 }
@@ -412,7 +416,8 @@ fn kernel_section(kernel: &Compared) -> String {
         headings.extend(["time, ratio", "95 %"]);
     }
     format!(
-        "{}: {} sensitive instructions, **{} uncovered**, in {} slots, {} of which need no NOP; code {:+.2} %.\n\n{}",
+        "{}: {} sensitive instructions, **{} uncovered**, in {} slots, {} of which need no NOP; \
+         code {:+.2} %.\n\n{}",
         kernel.kernel,
         thousands(kernel.sensitive),
         kernel.uncovered,

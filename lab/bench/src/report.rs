@@ -36,13 +36,15 @@ fn head(figures: &Figures) -> String {
     let machine = &figures.machine;
     format!(
         "# Benchmarks\n\n\
-        `make bench` wrote this page; [benchmarks.json](benchmarks.json) has the same figures for tools. They were\n\
+        `make bench` wrote this page; [benchmarks.json](benchmarks.json) has the same figures for tools. \
+        They were\n\
         measured in the lab on {}: {}; Linux {}; Mercury {}.\n\n\
         An emulator on a shared host measures no useful microseconds. The figures are of three kinds:\n\n\
         - **instructions**, which the emulator counts on a machine with one CPU, the same in each run;\n\
         - **exits**, which the hypervisor counts;\n\
         - **ratios** of measurements side by side in one run.\n\n\
-        No emulator shows TLBs, caches and the processor's own work. VMRUN, an exit and a nested page walk count as\n\
+        No emulator shows TLBs, caches and the processor's own work. VMRUN, \
+        an exit and a nested page walk count as\n\
         nothing here. Their costs await real hardware.\n",
         machine.emulator, machine.processor, machine.kernel, machine.version
     )
@@ -70,7 +72,8 @@ fn intel(figures: &Figures) -> String {
     let reasons = exits.by_reason.iter().map(|(reason, count)| vec![reason.clone(), thousands(*count)]);
     format!(
         "## Exits on Intel\n\n\
-        A load that only computes causes **{} exits a second**. On VMX, unlike SVM, CPUID always exits. A program\n\
+        A load that only computes causes **{} exits a second**. On VMX, unlike SVM, CPUID always exits. \
+        A program\n\
         executes {:.0} of them before its `main`. {} seconds of PostgreSQL ({} transactions), on {}:\n\n{}",
         intel.compute_exits_per_second,
         intel.cpuid_exits_per_program,
@@ -105,15 +108,22 @@ fn counted(figures: &Figures) -> String {
     ];
     format!(
         "## Operations and applications, in instructions\n\n\
-        Measured on {}, with instructions counted and without randomized addresses. \"native\" is the median cost\n\
+        Measured on {}, with instructions counted and without randomized addresses. \
+        \"native\" is the median cost\n\
         without Mercury, in instructions. The other columns are ratios to that cost.\n\n\
-        Each round has four phases: without Mercury, loaded, attached, after detach. Each phase is divided by the mean\n\
-        of the two measurements without Mercury around it. The first of these comes before the driver was ever loaded.\n\
-        The others come after `mercury unload`, which frees everything and removes the module. \"noise\" is the largest\n\
-        difference between a measurement without Mercury and the two around it. M-N and M-V are the Mercury of JCST\n\
+        Each round has four phases: without Mercury, loaded, attached, after detach. \
+        Each phase is divided by the mean\n\
+        of the two measurements without Mercury around it. The first of these comes before the driver was \
+        ever loaded.\n\
+        The others come after `mercury unload`, which frees everything and removes the module. \
+        \"noise\" is the largest\n\
+        difference between a measurement without Mercury and the two around it. \
+        M-N and M-V are the Mercury of JCST\n\
         2012, table 1 (one processor), in native and in virtual mode, divided by native Linux.\n\n{}\n\
-        The operations are those of `mercury bench os`: nine of lmbench's, which the papers' tables have, and two\n\
-        more. The protection fault includes its signal. dbench and a small build work in tmpfs. iperf3 and ping use\n\
+        The operations are those of `mercury bench os`: nine of lmbench's, which the papers' tables have, \
+        and two\n\
+        more. The protection fault includes its signal. dbench and a small build work in tmpfs. \
+        iperf3 and ping use\n\
         the loopback. No disk and no network card is measured here.\n",
         figures.machine.counted_on,
         table(&header, &rows)
@@ -144,8 +154,10 @@ fn timed(figures: &Figures) -> String {
         ["benchmark", "per", "native", "loaded", "attached", "after detach", "noise", "after detach, 95 %"];
     format!(
         "## The same in time, on two CPUs\n\n\
-        Measured on {}, in the same rounds. This is the wall time of an emulator on a shared host, so look at the\n\
-        noise first. While attached the emulator walks nested page tables in software. That costs time where a program\n\
+        Measured on {}, in the same rounds. This is the wall time of an emulator on a shared host, \
+        so look at the\n\
+        noise first. While attached the emulator walks nested page tables in software. \
+        That costs time where a program\n\
         touches much memory. A processor walks them in hardware, at another cost.\n\n{}",
         figures.machine.timed_on,
         table(&header, &rows)
@@ -166,7 +178,8 @@ fn times(figures: &Figures) -> String {
     ];
     format!(
         "## Switch times\n\n\
-        {} switches of each CPU with interrupts off, in microseconds of the emulator. An exit and back takes {} µs\n\
+        {} switches of each CPU with interrupts off, in microseconds of the emulator. \
+        An exit and back takes {} µs\n\
         there.\n\n{}",
         times.attach["count"],
         times.round_trip_median,

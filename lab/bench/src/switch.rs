@@ -103,16 +103,23 @@ pub fn section(switch: &Switch) -> String {
     format!(
         "{HEADING}\n\n\
         `cargo run -p mercury-lab-bench -- bench switch` writes this section alone.\n\n\
-        Instructions with interrupts off, on each CPU by itself. The papers' Mercury switched all CPUs together. So\n\
-        does Jailhouse, the nearest living peer; its figures are instructions in the same emulator (4 CPUs). A test\n\
-        shows that no CPU waits for another: `lab/tests/kernel.rs` holds one CPU with interrupts off while the others\n\
+        Instructions with interrupts off, on each CPU by itself. The papers' Mercury switched all CPUs \
+        together. So\n\
+        does Jailhouse, the nearest living peer; its figures are instructions in the same emulator (4 CPUs). \
+        A test\n\
+        shows that no CPU waits for another: `lab/tests/kernel.rs` holds one CPU with interrupts off while \
+        the others\n\
         switch.\n\n{}\n\
         The same on VMX in Bochs, where a tick of the time-stamp counter is an instruction:\n\n{}\n\
         ### An exit beneath a snapshot\n\n\
-        A process that writes to pages beneath a snapshot forces an exit for the first write to each. Counted for each\n\
-        page on one CPU of AMD's, the process's own instructions included. Runs differ by some thirty. The hypervisor\n\
-        of revision {} kept predictions, and mapped all memory in each exit. Since then each such exit fills the return\n\
-        predictor, and loads page tables twice. A processor that needs IBPB executes four instructions more.\n\n{}",
+        A process that writes to pages beneath a snapshot forces an exit for the first write to each. \
+        Counted for each\n\
+        page on one CPU of AMD's, the process's own instructions included. Runs differ by some thirty. \
+        The hypervisor\n\
+        of revision {} kept predictions, and mapped all memory in each exit. \
+        Since then each such exit fills the return\n\
+        predictor, and loads page tables twice. A processor that needs IBPB executes four instructions \
+        more.\n\n{}",
         amd_table(&switch.by_memory),
         intel_table(&switch.intel),
         BEFORE.0,

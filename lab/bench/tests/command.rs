@@ -1,4 +1,5 @@
-//! The command `lab`: it runs commands in machines, has a shell on the terminal, and leaves no emulator running.
+//! The command `lab`: it runs commands in machines, has a shell on the terminal, and leaves no emulator
+//! running.
 
 #![allow(clippy::unwrap_used)]
 

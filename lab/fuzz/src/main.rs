@@ -35,7 +35,8 @@ fn main() -> ExitCode {
         Err(why) => {
             let names = TARGETS.map(|target| target.name).join(", ");
             eprintln!(
-                "mercury-fuzz: {why}\nusage: mercury-fuzz [--seconds N] [--seed S] [--replay FILE | --seeds FOLDER] [TARGET…]"
+                "mercury-fuzz: {why}\nusage: mercury-fuzz [--seconds N] [--seed S] [--replay FILE | --seeds \
+                 FOLDER] [TARGET…]"
             );
             eprintln!("targets: {names}");
             return ExitCode::from(2);

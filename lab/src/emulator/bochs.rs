@@ -69,7 +69,8 @@ fn configuration(bochs: &Bochs, spec: &Spec, model: Model, files: Files<'_>, por
     format!(
         "config_interface: textconfig\n\
          display_library: nogui\n\
-         cpu: model={}, count={cpus}, ips={INSTRUCTIONS_PER_SECOND}, reset_on_triple_fault=1, ignore_bad_msrs=1\n\
+         cpu: model={}, count={cpus}, ips={INSTRUCTIONS_PER_SECOND}, reset_on_triple_fault=1, \
+         ignore_bad_msrs=1\n\
          memory: guest={memory_mib}, host={memory_mib}\n\
          romimage: file=\"{}\"\n\
          vgaromimage: file=\"{}\"\n\

@@ -1,4 +1,5 @@
-//! The account of a built kernel: the kernel that a small one replaces, and the afterburner's verdict on its slots.
+//! The account of a built kernel: the kernel that a small one replaces, and the afterburner's verdict on its
+//! slots.
 
 use std::process::Command;
 

@@ -324,7 +324,8 @@ mod tests {
 
     #[test]
     fn a_kernel_is_named_by_the_versions_of_what_the_afterburner_depends_on() {
-        let lock = "version = 4\n\n[[package]]\nname = \"iced-x86\"\nversion = \"1.21.0\"\n\n[[package]]\nname = \"other\"\n\
+        let lock = "version = 4\n\n[[package]]\nname = \"iced-x86\"\nversion = \
+                    \"1.21.0\"\n\n[[package]]\nname = \"other\"\n\
                     version = \"2.0.0\"\n\n[[package]]\nname = \"object\"\nversion = \"0.39.1\"\n";
         assert_eq!(versions(&DECIDING, lock), ["iced-x86 1.21.0", "object 0.39.1"]);
     }

@@ -201,8 +201,8 @@ const PAY: &str = r#"awk -v life="$1" 'BEGIN {
 		print "select pay(" life ", " number ", " number % 20 ", " (number * 7 + 3) % 20 ", " number % 9 + 1 ");"
 }' | psql -qtA -v ON_ERROR_STOP=1 bench
 "#;
-const START_DATABASE: &str = "mkdir -p /dev/shm; mount -t tmpfs t /dev/shm; mount -t tmpfs t /run; ip link set lo up; \
-    install -d -o postgres /run/postgresql; pg_ctlcluster 15 main start; echo start''ed $?";
+const START_DATABASE: &str = "mkdir -p /dev/shm; mount -t tmpfs t /dev/shm; mount -t tmpfs t /run; ip link \
+    set lo up; install -d -o postgres /run/postgresql; pg_ctlcluster 15 main start; echo start''ed $?";
 const LOOK_AT_LEDGER: &str = "psql -q -v ON_ERROR_STOP=1 bench < /deaths/ledger.sql 2>&-; \
     psql -qtA bench < /deaths/look.sql; echo look''ed $?";
 

@@ -69,7 +69,8 @@ pub(super) fn compare(program: &Path, log: &str) {
 const SECONDS: u64 = 60;
 /// Instructions in a round.
 const ROUND: u64 = 5_000;
-/// Seeds with a case that reads the memory that a program's process shares with the monitor, and with cases that read the heap.
+/// Seeds with a case that reads the memory that a program's process shares with the monitor, and with cases
+/// that read the heap.
 const KNOWN_SEEDS: [u64; 2] = [32, 34];
 
 /// Returns the arguments of a round. Cases that natively fault at the monitor's addresses are left

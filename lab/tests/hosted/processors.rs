@@ -3,15 +3,15 @@
 use super::*;
 
 /// Work for two processors, with a check of its results.
-const WORK: &str = "\
-for n in 1 2 3 4; do (for m in 1 2; do xz -1 -c /usr/bin/dash | xz -dc | cmp - /usr/bin/dash || echo BAD; done) & done; wait; \
-for n in 1 2 3; do (for m in $(seq 30); do /bin/true || echo BAD; done) & done; wait; \
-for n in 1 2 3 4; do (head -c 1310720 /dev/urandom > /root/file$n; sha256sum /root/file$n > /root/sum$n; sync; \
-sha256sum -c /root/sum$n > /dev/null || echo BAD) & done; wait; echo work''ed";
+const WORK: &str = "for n in 1 2 3 4; do (for m in 1 2; do xz -1 -c /usr/bin/dash | xz -dc | cmp - \
+/usr/bin/dash || echo BAD; done) & done; wait; for n in 1 2 3; do (for m in $(seq 30); do /bin/true || echo \
+BAD; done) & done; wait; for n in 1 2 3 4; do (head -c 1310720 /dev/urandom > /root/file$n; sha256sum \
+/root/file$n > /root/sum$n; sync; sha256sum -c /root/sum$n > /dev/null || echo BAD) & done; wait; \
+echo work''ed";
 
 /// A script that takes a processor offline and brings it back.
-const GO_AND_COME: &str = "cd /sys/devices/system/cpu/cpu1; echo 0 > online; echo with''out $(nproc); echo 1 > online; \
-     taskset -c 1 /bin/true; echo to''ok $?; echo wi''th $(nproc); cd /";
+const GO_AND_COME: &str = "cd /sys/devices/system/cpu/cpu1; echo 0 > online; echo with''out $(nproc); \
+     echo 1 > online; taskset -c 1 /bin/true; echo to''ok $?; echo wi''th $(nproc); cd /";
 
 fn work_on_two(isolation: &str) -> Result<()> {
     let place = Place::new("processors")?;

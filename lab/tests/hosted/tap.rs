@@ -46,8 +46,9 @@ fn a_network_card_is_an_interface_of_the_host_s() -> Result<()> {
         "{said}"
     );
     machine.type_line(&format!(
-        "python3 -c 'import socket; l = socket.create_server((\"\", 8080)); print(\"list\" + \"ening\", flush=True); \
-         s = l.accept()[0]; b = s.makefile(\"rb\").read({LENGTH}); s.sendall(b); s.close()'; echo se''nt"
+        "python3 -c 'import socket; l = socket.create_server((\"\", 8080)); print(\"list\" + \"ening\", \
+         flush=True); s = l.accept()[0]; b = s.makefile(\"rb\").read({LENGTH}); s.sendall(b); s.close()'; \
+         echo se''nt"
     ));
     machine.wait_for("listening\n");
     let returned = place.directory.join("returned");

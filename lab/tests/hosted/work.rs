@@ -65,8 +65,8 @@ fn install(isolation: &str) -> Result<()> {
     assert!(there.contains("install ok installed\n") && there.contains("500500\n"), "{there}");
     let mut machine = shell_on_disk(&place, &disk, &[isolation, "--net", uplink]);
     machine.type_line(&format!(
-        "ip link set lo up; ip address add {address} dev eth0; ip link set eth0 up; ip route add default via {gateway}; \
-         mkdir -p /dev/pts; mount -t devpts d /dev/pts; sh /root/install 2>&1; echo do''ne $?"
+        "ip link set lo up; ip address add {address} dev eth0; ip link set eth0 up; ip route add default via \
+         {gateway}; mkdir -p /dev/pts; mount -t devpts d /dev/pts; sh /root/install 2>&1; echo do''ne $?"
     ));
     let start = Instant::now();
     machine.wait_within(LONG_PATIENCE, "done 0\n");

@@ -33,12 +33,12 @@ while test ! -e /run/end; do
 done
 "#;
 
-const NETWORK_UP: &str = "card=$(ls /sys/class/net | grep -v lo | head -1); ip address add 10.0.2.15/24 dev $card && \
-     ip link set $card up; until ping -c 1 -W 1 10.0.2.2 > /dev/null; do sleep 0.2; done";
+const NETWORK_UP: &str = "card=$(ls /sys/class/net | grep -v lo | head -1); ip address add 10.0.2.15/24 dev \
+     $card && ip link set $card up; until ping -c 1 -W 1 10.0.2.2 > /dev/null; do sleep 0.2; done";
 
 /// A function that waits until a card has received a mebibyte more.
-const RECEIVES: &str = "received() { cat /sys/class/net/*/statistics/rx_bytes | sort -n | tail -1; }; before=$(received); \
-     until test $(received) -gt $((before + 1048576)); do sleep 0.2; done";
+const RECEIVES: &str = "received() { cat /sys/class/net/*/statistics/rx_bytes | sort -n | tail -1; }; \
+     before=$(received); until test $(received) -gt $((before + 1048576)); do sleep 0.2; done";
 
 /// A command that restarts a card: QEMU's e1000e may receive nothing after a snapshot
 /// (docs/limits.md).
@@ -109,9 +109,9 @@ fn disk_pass(to: &str, place: u32, count: u32) -> String {
     let first = format!("$((n % {}))", 128 - count);
     let bytes = count << 18;
     format!(
-        "dd if={PATTERN} of={to} bs=256k skip={first} seek={place} count={count} oflag=direct conv=notrunc status=none && \
-         dd if={to} bs=256k skip={place} count={count} iflag=direct status=none | \
-         cmp -n {bytes} -i 0:$(({first} * 262144)) - {PATTERN}"
+        "dd if={PATTERN} of={to} bs=256k skip={first} seek={place} count={count} oflag=direct conv=notrunc \
+         status=none && dd if={to} bs=256k skip={place} count={count} iflag=direct status=none | cmp -n \
+         {bytes} -i 0:$(({first} * 262144)) - {PATTERN}"
     )
 }
 

@@ -97,8 +97,9 @@ pub fn snapshot_of(device: &str, disk: &str, copies: &str) -> String {
 
 /// Checks that every sum of pgbench's is right.
 pub fn balances_agree(machine: &Machine) -> Result<()> {
-    let sums = "select (select sum(abalance) from pgbench_accounts), (select sum(bbalance) from pgbench_branches), \
-                (select sum(tbalance) from pgbench_tellers), (select sum(delta) from pgbench_history)";
+    let sums = "select (select sum(abalance) from pgbench_accounts), (select sum(bbalance) from \
+                pgbench_branches), (select sum(tbalance) from pgbench_tellers), \
+                (select sum(delta) from pgbench_history)";
     let sums = machine.sh(&format!("psql -At bench -c '{sums}'"))?;
     let mut different: Vec<_> = sums.split('|').collect();
     different.dedup();

@@ -136,13 +136,13 @@ pub enum Command {
     #[command(
         long_about = "Shows the tombstone that keeps a system that has moved from starting here again. \
         Without it, this machine would start after a power cut from disks that it shares with the machine \
-        that it moved to. A system that comes back by `mercury migrate` clears the tombstone. --clear is \
-        for a system that will not come back: use it only if the system does not run elsewhere, and never \
+        that it moved to. A system that comes back by `mercury migrate` clears the tombstone. --clear is for \
+        a system that will not come back: use it only if the system does not run elsewhere, and never \
         will.\n\nThe tombstone is a UEFI variable of the firmware. For a machine without UEFI, --prepare \
         makes a file for it on a local disk, such as /boot/mercury.tombstone; let the initial RAM disk know \
         the file then (update-initramfs -u).\n\nAt a start, on the kernel's command line: \
-        mercury.tombstone=clear starts the system and clears the tombstone, mercury.tombstone=ignore starts it and \
-        leaves the tombstone, mercury.tombstone=poweroff powers off at once if there is a tombstone."
+        mercury.tombstone=clear starts the system and clears the tombstone, mercury.tombstone=ignore starts \
+        it and leaves the tombstone, mercury.tombstone=poweroff powers off at once if there is a tombstone."
     )]
     Tombstone(TombstoneArgs),
     /// Move this machine to another one, and back when its own hardware has been repaired

@@ -1,7 +1,8 @@
 //! `mercury hosted`: executes `mercury-hosted`, the program that carries the runtime.
 //!
-//! The runtime is a program of its own so that `mercury` stays small: a restore environment holds a copy of `mercury`, and
-//! never runs a hosted machine. The words of the command line have been checked when this module passes them on.
+//! The runtime is a program of its own so that `mercury` stays small: a restore environment holds a copy of
+//! `mercury`, and never runs a hosted machine. The words of the command line have been checked when this
+//! module passes them on.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -18,7 +19,8 @@ use mercury_control::{
 /// The program, beside this one or in the search path.
 const PROGRAM: &str = "mercury-hosted";
 
-/// Replaces this process by `mercury-hosted`, with the same words. Returns only if the program cannot be started.
+/// Replaces this process by `mercury-hosted`, with the same words. Returns only if the program cannot be
+/// started.
 pub fn run() -> Result<Exit> {
     become_program(PROGRAM, without_command(std::env::args_os().skip(1)))
 }
@@ -39,7 +41,8 @@ pub(crate) fn become_program(name: &str, words: Vec<OsString>) -> Result<Exit> {
     })
 }
 
-/// Returns the words of the command line without the command `hosted` itself. No option before the command has a value.
+/// Returns the words of the command line without the command `hosted` itself. No option before the command
+/// has a value.
 fn without_command(words: impl Iterator<Item = OsString>) -> Vec<OsString> {
     let mut words: Vec<OsString> = words.collect();
     if let Some(at) = words.iter().position(|word| word == OsStr::new("hosted")) {

@@ -6,7 +6,8 @@
 //! * [`commands`]: calls the command, and reports its result;
 //! * [`switch`], [`status`], [`log`], [`facts`], [`fault`], [`doctor`], [`bench`], [`metrics`]: the commands
 //!   about the mode switch;
-//! * [`inspect`], [`maintenance`], [`daemon`], [`guests`], [`hosted`], [`explain`]: commands with work of their own;
+//! * [`inspect`], [`maintenance`], [`daemon`], [`guests`], [`hosted`], [`explain`]: commands with work of
+//!   their own;
 //! * [`relocate`]: the options of the commands whose work is in the crate `mercury-relocation`:
 //!   checkpoint, restore, snapshot, migrate.
 //!

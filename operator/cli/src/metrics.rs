@@ -1,4 +1,5 @@
-//! `mercury metrics`: state and counters for Prometheus, on standard output or in a file for node_exporter's textfile collector.
+//! `mercury metrics`: state and counters for Prometheus, on standard output or in a file for node_exporter's
+//! textfile collector.
 
 use clap::Args;
 use mercury_control::{

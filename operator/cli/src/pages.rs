@@ -236,7 +236,11 @@ pub const PAGES: &[Page] = &[
         &[
             example("Check the whole image", "mercury inspect /dev/sdb"),
             example("Read only the head of an image", "mercury inspect --quick /net/node7"),
-            example("Write the memory of an image as an ELF core", "mercury inspect --core node7.core /net/node7"),
+            example(
+                "Write the memory of an image as an ELF core",
+                "mercury inspect --core node7.core \
+                /net/node7",
+            ),
         ],
     )
     .see(&["crash(8)", "gdb(1)"]),
@@ -267,7 +271,11 @@ pub const PAGES: &[Page] = &[
                 "Wait at one address, for an hour",
                 "mercury receive --listen 10.9.0.3:4747 --lifetime 1h",
             ),
-            example("Give a disk to the machine that arrives", "mercury receive --disk /dev/sda --force-disk"),
+            example(
+                "Give a disk to the machine that arrives",
+                "mercury receive --disk /dev/sda \
+                --force-disk",
+            ),
             example(
                 "Make an entry in the boot menu that waits for a machine to come back",
                 "mercury receive --prepare /boot/mercury-receive --boot-menu --lifetime 720h",
@@ -281,10 +289,7 @@ pub const PAGES: &[Page] = &[
         Group::Move,
         &[
             example("Estimate a move", "mercury migrate --dry-run"),
-            example(
-                "Move, with the pairing token from standard input",
-                "mercury migrate 10.9.0.3 --key -",
-            ),
+            example("Move, with the pairing token from standard input", "mercury migrate 10.9.0.3 --key -"),
             example(
                 "Move only if applications stand still for 800 ms at most, by the estimate",
                 "mercury migrate 10.9.0.3 --key - --max-downtime 800ms --or-give-up",
@@ -323,7 +328,12 @@ pub const PAGES: &[Page] = &[
             example("Run the daemon by hand", "mercury daemon --to 10.9.0.3 -- --max-downtime 800ms"),
         ],
     )
-    .files(&[DEFAULTS, KEY_FILE, CONTROL, file("/usr/lib/systemd/system/mercuryd.service", "The unit of the daemon.")])
+    .files(&[
+        DEFAULTS,
+        KEY_FILE,
+        CONTROL,
+        file("/usr/lib/systemd/system/mercuryd.service", "The unit of the daemon."),
+    ])
     .see(&["systemctl(1)"]),
     Page::of(
         "tombstone",
@@ -334,7 +344,10 @@ pub const PAGES: &[Page] = &[
                 "Make a place for the tombstone on a machine without UEFI",
                 "mercury tombstone --prepare /boot/mercury.tombstone && update-initramfs -u",
             ),
-            example("Clear the tombstone: the system never runs elsewhere again", "mercury tombstone --clear"),
+            example(
+                "Clear the tombstone: the system never runs elsewhere again",
+                "mercury tombstone --clear",
+            ),
         ],
     )
     .files(&[
@@ -363,8 +376,11 @@ pub const PAGES: &[Page] = &[
         ],
     )
     .files(&[GUESTS]),
-    Page::new("guests console", &[example("Log in to a guest; Ctrl-A x leaves", "mercury guests console node7")])
-        .files(&[GUESTS]),
+    Page::new(
+        "guests console",
+        &[example("Log in to a guest; Ctrl-A x leaves", "mercury guests console node7")],
+    )
+    .files(&[GUESTS]),
     Page::new("guests stop", &[example("End a guest as a power cut would", "mercury guests stop node7")])
         .files(&[GUESTS]),
     Page::of(
@@ -431,13 +447,17 @@ pub const PAGES: &[Page] = &[
             example("Print the metrics", "mercury metrics"),
             example(
                 "Write them for node_exporter, readable by its group alone",
-                "mercury metrics --textfile /var/lib/prometheus/node-exporter/mercury.prom --group prometheus",
+                "mercury metrics --textfile /var/lib/prometheus/node-exporter/mercury.prom --group \
+                 prometheus",
             ),
             example("Write them every 15 seconds", "systemctl enable --now mercury-metrics.timer"),
         ],
     )
     .files(&[
-        file("/run/mercury/checkpoint.last, /run/mercury/migrate.last", "Outcomes since the start, in memory."),
+        file(
+            "/run/mercury/checkpoint.last, /run/mercury/migrate.last",
+            "Outcomes since the start, in memory.",
+        ),
         file("/usr/lib/systemd/system/mercury-metrics.timer", "The unit that runs this every 15 seconds."),
         file("/etc/default/mercury-metrics", "METRICS_OPTIONS=... for the unit, such as --group prometheus."),
     ])

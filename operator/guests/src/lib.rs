@@ -1,7 +1,7 @@
 //! The guests of a host: their options, their names, and their state.
 //!
-//! Two programs need these. `mercury` reads the command line, and lists and stops guests. `mercury-guest` runs a
-//! guest. This crate has nothing of the monitor, so that `mercury` stays small.
+//! Two programs need these. `mercury` reads the command line, and lists and stops guests. `mercury-guest`
+//! runs a guest. This crate has nothing of the monitor, so that `mercury` stays small.
 
 mod name;
 mod state;

@@ -38,7 +38,8 @@ impl FromStr for Name {
             return Ok(Self(text.to_owned()));
         }
         Err(format!(
-            "a guest's name has 1 to {LONGEST} letters, digits and the characters - _ . and begins with a letter or digit"
+            "a guest's name has 1 to {LONGEST} letters, digits and the characters - _ . \
+             and begins with a letter or digit"
         ))
     }
 }

@@ -130,7 +130,8 @@ impl From<Report> for Found {
 impl Render for Found {
     fn render(&self, text: &mut Text) {
         text.line(format!(
-            "{} slots are filled with {} bytes of code that leaves the kernel in {} places; {} are left as they are",
+            "{} slots are filled with {} bytes of code that leaves the kernel in {} places; \
+             {} are left as they are",
             self.slots_filled, self.code_bytes, self.exits, self.slots_left
         ));
         text.line(format!(

@@ -39,8 +39,8 @@ const ROWS: [Row; 10] = [
         7,
         0,
         Ebx,
-        "fsgsbase tsc_adjust - bmi1 hle avx2 - smep bmi2 erms invpcid rtm - - mpx - avx512f avx512dq rdseed adx \
-         smap avx512ifma - clflushopt clwb - avx512pf avx512er avx512cd sha_ni avx512bw avx512vl",
+        "fsgsbase tsc_adjust - bmi1 hle avx2 - smep bmi2 erms invpcid rtm - - mpx - avx512f avx512dq rdseed \
+         adx smap avx512ifma - clflushopt clwb - avx512pf avx512er avx512cd sha_ni avx512bw avx512vl",
     ),
     (
         7,
@@ -53,8 +53,8 @@ const ROWS: [Row; 10] = [
         7,
         0,
         Edx,
-        "- - avx512_4vnniw avx512_4fmaps fsrm - - - avx512_vp2intersect - - - - - serialize - tsxldtrk - - - ibt \
-         - amx_bf16 avx512_fp16 amx_tile amx_int8",
+        "- - avx512_4vnniw avx512_4fmaps fsrm - - - avx512_vp2intersect - - - - - serialize - tsxldtrk - - - \
+         ibt - amx_bf16 avx512_fp16 amx_tile amx_int8",
     ),
     (7, 1, Eax, "- - - - avx_vnni avx512_bf16"),
     (0xD, 1, Eax, "xsaveopt xsavec xgetbv1 xsaves"),
@@ -62,7 +62,8 @@ const ROWS: [Row; 10] = [
         0x8000_0001,
         0,
         Edx,
-        "- - - - - - - - - - - syscall - - - - - - - - nx - mmxext - - fxsr_opt pdpe1gb rdtscp - lm 3dnowext 3dnow",
+        "- - - - - - - - - - - syscall - - - - - - - - nx - mmxext - - fxsr_opt pdpe1gb rdtscp - lm 3dnowext \
+         3dnow",
     ),
     (
         0x8000_0001,

@@ -152,7 +152,8 @@ fn devices(machine: &Machine, found: &mut Vec<String>) {
 fn storage(machine: &Machine, found: &mut Vec<String>) {
     for one in &machine.file_systems {
         found.push(format!(
-            "{} is mounted from its disk {}, which a guest does not have yet: unmount it before the checkpoint",
+            "{} is mounted from its disk {}, which a guest does not have yet: \
+             unmount it before the checkpoint",
             one.mounted_at, one.device
         ));
     }

@@ -69,7 +69,8 @@ impl<R: Read> Image<R> {
                 why => why,
             };
             let text = format!(
-                "the machine of the image cannot be a guest: the image lacks the memory of the firmware ({why})"
+                "the machine of the image cannot be a guest: the image lacks the memory of the firmware \
+                 ({why})"
             );
             return Err(
                 Error::new(Exit::Impossible, text).hint("make the checkpoint again with this release")

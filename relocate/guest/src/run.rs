@@ -471,7 +471,8 @@ mod tests {
     #[test]
     fn the_monitor_s_memory_is_all_but_the_guest_s() {
         let smaps = "1000-3000 rw-p 00000000 00:00 0\nSize: 8 kB\nRss: 8 kB\nVmFlags: rd\n\
-                     7f00-9f00 rw-p 00000000 00:00 0\nRss: 100 kB\na000-b000 r-xp 0 0:0 1 /bin/x\nRss: 4 kB\n";
+                     7f00-9f00 rw-p 00000000 00:00 0\nRss: 100 kB\na000-b000 r-xp 0 0:0 1 /bin/x\nRss: \
+                     4 kB\n";
         let guest: Vec<Range<u64>> = std::iter::once(0x7000..0x8000).collect();
         assert_eq!(resident(smaps, &guest), 12 << 10);
     }

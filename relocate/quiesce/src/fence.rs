@@ -284,10 +284,11 @@ mod tests {
         for process in [5, 6] {
             fs::create_dir_all(sysroot.path(&format!("proc/{process}/fd"))).expect("made");
             fs::create_dir_all(sysroot.path(&format!("proc/{process}/net"))).expect("made");
-            let table = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n   \
-                0: 0200000A:C350 0100000A:0016 01 00000000:00000000 02:000A 00000000  0  0 77 2 0\n   \
-                1: 0200000A:C351 0300000A:0050 01 00000000:00000000 02:000A 00000000  0  0 78 2 0\n   \
-                2: 00000000:0016 00000000:0000 0A 00000000:00000000 00:0000 00000000  0  0 79 1 0\n";
+            let table = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when \
+                retrnsmt   uid  timeout inode\n   0: 0200000A:C350 0100000A:0016 01 00000000:00000000 \
+                02:000A 00000000  0  0 77 2 0\n   1: 0200000A:C351 0300000A:0050 01 00000000:00000000 \
+                02:000A 00000000  0  0 78 2 0\n   2: 00000000:0016 00000000:0000 0A 00000000:00000000 \
+                00:0000 00000000  0  0 79 1 0\n";
             fs::write(sysroot.path(&format!("proc/{process}/net/tcp")), table).expect("written");
         }
         fs::create_dir_all(sysroot.path("proc/5/task/5")).expect("made");

@@ -5,13 +5,14 @@
 //! * [`mounts`], [`block_devices`]: what is mounted, and reads of the devices below;
 //! * [`file_systems`]: the table of types, with what changes in each of them;
 //! * [`fence`], [`stale`], [`ethernet`]: the network, on which no peer may hear two machines;
-//! * [`devices`], [`openers`], [`rdma`], [`waits`], [`reachable`]: devices that cannot be held, with the names
-//!   of their users;
-//! * [`undo`], [`guard`]: the process that undoes everything if the command is killed: its steps, and its work;
+//! * [`devices`], [`openers`], [`rdma`], [`waits`], [`reachable`]: devices that cannot be held, with the
+//!   names of their users;
+//! * [`undo`], [`guard`]: the process that undoes everything if the command is killed: its steps, and its
+//!   work;
 //! * [`describe`], [`hardware`]: the machine's description, with what a guest needs in place of its hardware;
 //! * [`pool`], [`phases`], [`patient`]: memory for the instant, times, and reads that do not wait for ever;
-//! * [`attached`], [`hook`], [`culprit`], [`this_process`]: the hypervisor for one command, the operator's hook,
-//!   the device that did not stop, and the command's own process.
+//! * [`attached`], [`hook`], [`culprit`], [`this_process`]: the hypervisor for one command, the operator's
+//!   hook, the device that did not stop, and the command's own process.
 
 #![allow(missing_docs)]
 

@@ -181,7 +181,8 @@ impl Off {
         if used > 0 {
             let (used, named) = (bytes(used), named(&found));
             eprintln!(
-                "note: {used} are swapped out to {named}; they are read back, and swap is off until the instant"
+                "note: {used} are swapped out to {named}; they are read back, \
+                 and swap is off until the instant"
             );
         }
         let mut off = Self { areas: Vec::new(), table: None };
@@ -270,7 +271,8 @@ mod tests {
     use super::*;
 
     const BOTH: &str = "Filename\t\t\tType\t\tSize\t\tUsed\t\tPriority\n\
-        /dev/zram0 partition 1048572 4096 100\n/dev/vda2 partition 1048572 12 -2\n/swap\\040file file 512 0 5\n";
+        /dev/zram0 partition 1048572 4096 100\n/dev/vda2 partition 1048572 12 -2\n/swap\\040file file 512 0 \
+        5\n";
 
     fn with(table: &str, available_kib: u64, backing: Option<&str>) -> (tempfile::TempDir, Sysroot) {
         let root = tempfile::tempdir().expect("a folder");

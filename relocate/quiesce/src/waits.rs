@@ -75,14 +75,15 @@ impl Task {
                  programs that use its file system, or unmount it (fusermount -u)",
             ),
             For::Userfaultfd => Some(
-                "they run on; try again when the handler has given the page, or end the process (a virtual machine in the midst \
-                 of a migration, a restore by CRIU)",
+                "they run on; try again when the handler has given the page, \
+                 or end the process (a virtual machine in the midst of a migration, a restore by CRIU)",
             ),
             For::Nfs => {
                 Some("they run on; make the server answer again, or unmount its file systems (umount -f)")
             }
             For::Disk => Some(
-                "they run on; try again when the disk is less busy, and look at the kernel log for its errors",
+                "they run on; try again when the disk is less busy, and look at the kernel log for its \
+                 errors",
             ),
             For::Nothing | For::Other => None,
         }

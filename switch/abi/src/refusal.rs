@@ -80,7 +80,8 @@ refusals! {
     /// VM-instruction error 24.
     DualMonitorFeatures = 1024, "VMCALL with invalid SMM-monitor features";
     /// VM-instruction error 25.
-    DualMonitorEntryControls = 1025, "VM entry with invalid VM-execution control fields in the executive VMCS";
+    DualMonitorEntryControls = 1025, "VM entry with invalid VM-execution control fields in the executive \
+        VMCS";
     /// VM-instruction error 26.
     BlockedByMovSs = 1026, "VM entry with events blocked by MOV SS";
     /// VM-instruction error 28.

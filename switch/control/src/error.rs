@@ -60,8 +60,10 @@ impl Error {
     /// protocol.
     #[must_use]
     pub fn fault(message: impl Into<String>) -> Self {
-        Self::new(Exit::Failed, message)
-            .hint("install the same release of Mercury on all machines; if it stays, report it with `mercury status --json` and `mercury log`")
+        Self::new(Exit::Failed, message).hint(
+            "install the same release of Mercury on all machines; if it stays, \
+                report it with `mercury status --json` and `mercury log`",
+        )
     }
 
     /// Makes a refusal by code, with a message that names the obstacle on this machine.

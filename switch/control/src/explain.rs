@@ -394,7 +394,8 @@ pub const TABLE: &[Entry] = &[
         Code::NoEpt,
         "the processor has no extended page tables",
         "Without extended page tables every page-table change of the kernel would have to be intercepted.",
-        "use a machine with an Intel processor of 2010 (Westmere) or later; in a virtual machine, switch EPT on",
+        "use a machine with an Intel processor of 2010 (Westmere) or later; in a virtual machine, \
+         switch EPT on",
     ),
     entry_of(
         Code::NoUnrestrictedGuest,
@@ -586,8 +587,8 @@ pub const TABLE: &[Entry] = &[
         "Devices write to memory without asking the nested tables, so the driver watches by ftrace which \
          memory the kernel gives them. The driver could not watch, or the first virtual device came while \
          it watched.",
-        "boot a kernel with CONFIG_DYNAMIC_FTRACE_WITH_REGS and CONFIG_KPROBES, set the sysctl kernel.ftrace_enabled to 1, \
-         and try again",
+        "boot a kernel with CONFIG_DYNAMIC_FTRACE_WITH_REGS and CONFIG_KPROBES, \
+         set the sysctl kernel.ftrace_enabled to 1, and try again",
     ),
     entry_of(
         Code::SnapshotQuiesce,
@@ -653,8 +654,8 @@ pub const TABLE: &[Entry] = &[
         "A machine that is brought back, or put back, counts its packets on from the instant. Packets \
          that it sent after the instant had the same numbers and the same key, so an attacker who has \
          recorded both can read them. The kernel does not let the driver end MACsec's associations.",
-        "delete the device (ip link delete …) before a snapshot, a checkpoint or a move, and make it again afterwards, \
-         with new keys",
+        "delete the device (ip link delete …) before a snapshot, a checkpoint or a move, \
+         and make it again afterwards, with new keys",
     ),
     entry_of(
         Code::LogUnsupported,
@@ -696,7 +697,8 @@ pub const TABLE: &[Entry] = &[
     entry_of(
         Code::RestoreMode,
         "the paging depth or the local APIC mode differs from the image's",
-        "The kernel of the image was booted with other options, or on a machine with other firmware settings.",
+        "The kernel of the image was booted with other options, or on a machine with other firmware \
+         settings.",
         "boot the restore environment that `mercury restore` prepares: it takes over the options",
     ),
     entry_of(
@@ -740,8 +742,8 @@ pub const TABLE: &[Entry] = &[
          the memory available after each boot (virtio-mem, Hyper-V, CXL regions), and the environment has \
          no such driver. A checkpoint or a move of a machine with memory of the second kind is refused \
          before anything stands still.",
-        "put the DIMM back; or take the memory out of use (echo offline > /sys/devices/system/memory/memory…/state, then \
-         unload its driver, or have the host take it back)",
+        "put the DIMM back; or take the memory out of use (echo offline > \
+         /sys/devices/system/memory/memory…/state, then unload its driver, or have the host take it back)",
     ),
     entry_of(
         Code::SwapInUse,
@@ -812,8 +814,8 @@ pub const TABLE: &[Entry] = &[
          destination",
         "After a power cut this machine would start from disks that it shares with the machine that it \
          has moved to. The tombstone is a variable of UEFI firmware, or a file on a local disk.",
-        "`mercury tombstone --prepare FILE` makes a place on a local disk; --without-tombstone moves without a \
-         tombstone: then make sure that this machine does not start by itself when its power comes back",
+        "`mercury tombstone --prepare FILE` makes a place on a local disk; --without-tombstone moves without \
+         a tombstone: then make sure that this machine does not start by itself when its power comes back",
     ),
     entry_of(
         Code::DriverMissing,

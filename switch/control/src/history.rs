@@ -1,9 +1,9 @@
 //! Outcomes of this machine's checkpoints and moves, for `mercury metrics`.
 //!
-//! Each action has a record and a lock in /run/mercury. The lock is held while the action is carried out, so a process that
-//! was killed does not count as running. Records are kept in memory alone: on another file system than tmpfs nothing is
-//! written, since file systems may be frozen or out of reach when an action ends. A restored or moved machine has them as part of its
-//! memory; a restart loses them.
+//! Each action has a record and a lock in /run/mercury. The lock is held while the action is carried out, so
+//! a process that was killed does not count as running. Records are kept in memory alone: on another file
+//! system than tmpfs nothing is written, since file systems may be frozen or out of reach when an action
+//! ends. A restored or moved machine has them as part of its memory; a restart loses them.
 
 use crate::error::Error;
 use rustix::fs::{FlockOperation, flock, statfs};

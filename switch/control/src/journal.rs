@@ -6,10 +6,11 @@ use libsystemd::logging::{Priority, connected_to_journal, journal_send};
 /// Fields of one message, by their names in the journal.
 pub type Fields<'a> = Vec<(&'a str, String)>;
 
-/// Sends a message with fields to the journal if standard error goes there. Returns true if the journal has it.
+/// Sends a message with fields to the journal if standard error goes there. Returns true if the journal has
+/// it.
 ///
-/// A process that ends at once is gone when the journal looks for its unit, and `journalctl -u` would not show its message. So root
-/// names the unit itself, in the field that `journalctl -u` accepts from root.
+/// A process that ends at once is gone when the journal looks for its unit, and `journalctl -u` would not
+/// show its message. So root names the unit itself, in the field that `journalctl -u` accepts from root.
 #[must_use]
 pub fn send(priority: Priority, message: &str, fields: &Fields<'_>) -> bool {
     if !connected_to_journal() {

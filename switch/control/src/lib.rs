@@ -2,11 +2,12 @@
 //!
 //! * [`driver`]: requests to the kernel module, as a trait; [`device`] sends them to `/dev/mercury`;
 //! * [`module`] loads and removes the kernel module, and [`access`] opens the device for a command;
-//! * [`switch`], [`status`], [`log`], [`facts`], [`rollback`]: reports on a switch, the CPUs, the hypervisor and a snapshot;
+//! * [`switch`], [`status`], [`log`], [`facts`], [`rollback`]: reports on a switch, the CPUs, the hypervisor
+//!   and a snapshot;
 //! * [`explain`], [`bits`], [`svm`], [`vmx`]: codes, bits and exits in words;
 //! * [`processor`], [`cpus`], [`sysroot`], [`lockdown`]: facts about this machine that need no driver;
-//! * [`error`], [`exit`], [`output`], [`say`], [`progress`], [`interrupt`], [`journal`], [`history`]: results and failures for
-//!   people, scripts, systemd and `mercury metrics`.
+//! * [`error`], [`exit`], [`output`], [`say`], [`progress`], [`interrupt`], [`journal`], [`history`]: results
+//!   and failures for people, scripts, systemd and `mercury metrics`.
 //!
 //! Unsafe code is in [`device`] (the kernel's interface), [`interrupt`] (signal handlers) and [`tsc`].
 

@@ -191,7 +191,8 @@ fn msr(number: u64, value: u64, written: u64, faulted: u64, own: bool) -> String
 
 fn crash(code: u64, cause: u64, host_rip: u64, guest_rip: u64) -> String {
     format!(
-        "the hypervisor crashed: {} ({cause:#x}) at image+{host_rip:#x}, rip {guest_rip:#x}; see `mercury status`",
+        "the hypervisor crashed: {} ({cause:#x}) at image+{host_rip:#x}, rip {guest_rip:#x}; \
+         see `mercury status`",
         code_name(code)
     )
 }

@@ -96,12 +96,12 @@ pub fn release(holders: &[Module]) -> Option<String> {
     Some(match (is_rival(holder), is_unused_kvm(holder)) {
         (true, _) => format!("end the virtual machines of {name}, then `modprobe -r {name}`"),
         (_, true) => format!(
-            "no virtual machine uses it: `mercury attach --unload-kvm`, or `modprobe -r {name} kvm`; for good: \
-             put `options kvm enable_virt_at_load=0` into /etc/modprobe.d/mercury.conf and reboot"
+            "no virtual machine uses it: `mercury attach --unload-kvm`, or `modprobe -r {name} kvm`; \
+             for good: put `options kvm enable_virt_at_load=0` into /etc/modprobe.d/mercury.conf and reboot"
         ),
         (_, false) => format!(
-            "{references} virtual machines or devices use it and must stop first (`lsmod`); then `mercury attach \
-             --unload-kvm`"
+            "{references} virtual machines or devices use it and must stop first (`lsmod`); \
+             then `mercury attach --unload-kvm`"
         ),
     })
 }

@@ -184,7 +184,8 @@ pub fn text<T: Serialize + Render>(format: Format, command: &str, result: &T) ->
     }
 }
 
-/// Returns true if `stream` shows colours: it is a terminal, and neither `NO_COLOR` nor `TERM=dumb` forbids them.
+/// Returns true if `stream` shows colours: it is a terminal, and neither `NO_COLOR` nor `TERM=dumb` forbids
+/// them.
 fn takes_colour(stream: &impl RawStream) -> bool {
     AutoStream::choice(stream) != ColorChoice::Never
 }

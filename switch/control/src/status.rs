@@ -540,7 +540,8 @@ impl fmt::Display for Rate {
         let Self { of_system, of_mercury } = self;
         write!(
             f,
-            "{of_system:.1} exits a second, and {of_mercury:.1} hypercalls by which Mercury itself asks the CPUs"
+            "{of_system:.1} exits a second, and {of_mercury:.1} hypercalls by which Mercury itself asks the \
+             CPUs"
         )
     }
 }

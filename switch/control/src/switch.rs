@@ -287,7 +287,8 @@ mod tests {
             rendered(&report),
             "loaded the hypervisor into memory\n\
              attached 4 CPUs (0-3)\n\
-             interrupts off, per CPU: min 1.00 µs, median 2.00 µs, max 4.00 µs (3,000 / 6,000 / 12,000 ticks)\n"
+             interrupts off, per CPU: min 1.00 µs, median 2.00 µs, max 4.00 µs (3,000 / 6,000 / 12,000 \
+             ticks)\n"
         );
         let report =
             switch(&driver, Direction::Detach, Some(&"1".parse().expect("list")), Prepared::default());

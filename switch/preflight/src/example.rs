@@ -1,4 +1,5 @@
-//! Facts of good machines, for tests: an EPYC of family 19h and a Xeon of Ice Lake's kind, under Debian's 6.1.
+//! Facts of good machines, for tests: an EPYC of family 19h and a Xeon of Ice Lake's kind, under Debian's
+//! 6.1.
 
 use mercury_abi::{
     Header,

@@ -28,7 +28,8 @@ const IGNORED: &[&str] = &["cr3", "rflags", "iomem_end_phys"];
 /// user mode, and the driver reads facts in an interrupt.
 const PER_TASK: &[&str] = &["cr4", "dr6", "dr7", "ldtr", "ss", "spec_ctrl", "debugctl"];
 
-/// Returns all differences between two readings of one CPU, apart from the fields that are no state of the CPU.
+/// Returns all differences between two readings of one CPU, apart from the fields that are no state of the
+/// CPU.
 pub fn state_difference<'a>(
     before: &'a CpuFacts,
     after: &'a CpuFacts,

@@ -26,8 +26,8 @@ pub mod primary {
     pub const USE_MSR_BITMAPS: u32 = 1 << 28;
     /// The secondary controls are used.
     pub const ACTIVATE_SECONDARY: u32 = 1 << 31;
-    /// Bits 1, 4 to 6, 8, 13, 14 and 26 are reserved and must be 1 (appendix A.3.2): they control nothing. Bits
-    /// 15 and 16, exits for each access to CR3, must be 1 only on processors without the TRUE capability
+    /// Bits 1, 4 to 6, 8, 13, 14 and 26 are reserved and must be 1 (appendix A.3.2): they control nothing.
+    /// Bits 15 and 16, exits for each access to CR3, must be 1 only on processors without the TRUE capability
     /// MSRs: those are refused.
     pub const RESERVED_ONES: u32 = 1 << 1 | 0b111 << 4 | 1 << 8 | 0b11 << 13 | 1 << 26;
 }

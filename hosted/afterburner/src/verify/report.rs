@@ -48,7 +48,8 @@ pub fn complain(files: &[PathBuf]) -> Result<ExitCode> {
     wrong.iter().for_each(|account| said += &page(account));
     if !files.is_empty() {
         said += &format!(
-            "afterburner: {} files, {sensitive} sensitive instructions, {uncovered} uncovered, {findings} findings\n",
+            "afterburner: {} files, {sensitive} sensitive instructions, {uncovered} uncovered, \
+             {findings} findings\n",
             files.len()
         );
     }

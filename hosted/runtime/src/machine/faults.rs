@@ -172,7 +172,8 @@ impl Machine {
         if self.emulate_device_access(physical)?.is_none() {
             let rip = self.block().registers.rip.get();
             let why = format!(
-                "the guest uses the physical address {physical:#x}, without memory or a device there, at {rip:#x}"
+                "the guest uses the physical address {physical:#x}, without memory or a device there, \
+                 at {rip:#x}"
             );
             self.end(End::Broken, &why);
         }

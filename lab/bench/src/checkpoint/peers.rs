@@ -316,14 +316,16 @@ fn number_of(bytes: &mut &[u8]) -> Option<u64> {
 /// dump, as Debian's kdump-tools does.
 fn kdump(machine: &Machine) -> Result<Once> {
     machine.sh(
-        "kexec -p /boot/vmlinuz-$(uname -r) --initrd=/mercury/initramfs/$(uname -r).cpio --reuse-cmdline --append=nr_cpus=1",
+        "kexec -p /boot/vmlinuz-$(uname -r) --initrd=/mercury/initramfs/$(uname -r).cpio --reuse-cmdline \
+         --append=nr_cpus=1",
     )?;
     let boots = machine.boots();
     let begun = Instant::now();
     let _dead = machine.spawn("echo c > /proc/sysrq-trigger")?;
     machine.wait_reboot(boots)?;
     let line = format!(
-        "{}test -s /proc/vmcore && tool bin/makedumpfile -c -d 31 /proc/vmcore /root/vmcore > /dev/null && sync && stat -c %s /root/vmcore",
+        "{}test -s /proc/vmcore && tool bin/makedumpfile -c -d 31 /proc/vmcore /root/vmcore > /dev/null && \
+         sync && stat -c %s /root/vmcore",
         tools::SHELL
     );
     let said = machine.command(&line).timeout(LIMIT).run()?.check()?.stdout;
@@ -340,7 +342,8 @@ mod tests {
 
     #[test]
     fn outputs_of_other_tools_are_parsed() {
-        let list = "List of snapshots present on all disks:\nID TAG VM_SIZE DATE\n--   peer   312.5 MiB 2026-01-01 00:00:00\n";
+        let list = "List of snapshots present on all disks:\nID TAG VM_SIZE DATE\n--   peer   312.5 MiB \
+            2026-01-01 00:00:00\n";
         assert_eq!(saved_bytes(list), Some(312.5 * 1024.0 * 1024.0));
         assert_eq!(saved_bytes("There is no snapshot available."), None);
         let entry = [0x08, 0x90, 0x4E, 0x10, 0xE0, 0xD4, 0x03, 0x18, 0x05];

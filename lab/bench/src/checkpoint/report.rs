@@ -22,7 +22,8 @@ pub fn section(figures: &Checkpoint) -> String {
 fn head(figures: &Checkpoint) -> String {
     format!(
         "{HEADING}\n\n\
-        `cargo run -p mercury-lab-bench -- bench checkpoint` writes this section alone. It was measured on {}.\n\
+        `cargo run -p mercury-lab-bench -- bench checkpoint` writes this section alone. \
+        It was measured on {}.\n\
         {}\n",
         figures.emulator,
         goals(figures)
@@ -36,11 +37,14 @@ fn goals(figures: &Checkpoint) -> String {
     let streaming = &figures.streaming;
     format!(
         "The goals:\n\n\
-        - The hypervisor's part of the pause takes at most {} instructions ({}: {}), the same with all sizes of memory\n\
+        - The hypervisor's part of the pause takes at most {} instructions ({}: {}), \
+        the same with all sizes of memory\n\
         ({}).\n\
         - The whole pause is flat within noise ({}).\n\
-        - While an image is streamed, PostgreSQL is at least {THROUGHPUT_AT_LEAST} × as fast as before ({}: {:.2}).\n\
-        - An image is written at least {RATE_AT_LEAST} × as fast as by zstd alone ({}: {:.2}, {:.2} to {:.2} in the\n\
+        - While an image is streamed, PostgreSQL is at least {THROUGHPUT_AT_LEAST} × as fast as before ({}: \
+        {:.2}).\n\
+        - An image is written at least {RATE_AT_LEAST} × as fast as by zstd alone ({}: {:.2}, \
+        {:.2} to {:.2} in the\n\
         rounds{}).",
         thousands(SNAPSHOT_AT_MOST),
         kept(most <= SNAPSHOT_AT_MOST),
@@ -76,7 +80,8 @@ fn wholes(pauses: &[Pause]) -> String {
     let growing = |pause: &Pause| pause.phases.search + pause.phases.copy_persistent;
     let rest = |pause: &Pause| pause.total() - growing(pause) as f64;
     format!(
-        "**missed**: {measured}. The steps that grow search for persistent DMA memory and copy it: {} instructions with\n\
+        "**missed**: {measured}. The steps that grow search for persistent DMA memory and copy it: \
+        {} instructions with\n\
         {} MiB, {} with {}. The rest is {:.2} × as long",
         thousands(growing(small)),
         thousands(small.memory_mib.into()),
@@ -117,15 +122,22 @@ fn pauses(figures: &Checkpoint) -> String {
     let most = pauses.iter().map(Pause::total).fold(0.0, f64::max);
     format!(
         "### The pause\n\n\
-        `mercury snapshot` on an idle machine with one CPU, {} times with each size of memory; the figures are\n\
-        medians. A tick is an instruction. Where the kernel waits for a device or a timer, a tick is a nanosecond of\n\
+        `mercury snapshot` on an idle machine with one CPU, {} times with each size of memory; \
+        the figures are\n\
+        medians. A tick is an instruction. Where the kernel waits for a device or a timer, \
+        a tick is a nanosecond of\n\
         the machine's time, which does not depend on the host's.\n\n\
-        The hypervisor's part is \"CPU saved\", \"all of memory protected\" and an exit and back ({}). It is without the\n\
-        copy of persistent DMA memory, which the hypervisor also makes, on one CPU while the others wait. The search\n\
-        for this memory reads all pages in use and skips free blocks. Search and copy grow with the memory that the\n\
-        kernel itself uses. The search also grows with every page of files and processes. The whole is {:.2} × as long\n\
+        The hypervisor's part is \"CPU saved\", \"all of memory protected\" and an exit and back ({}). \
+        It is without the\n\
+        copy of persistent DMA memory, which the hypervisor also makes, on one CPU while the others wait. \
+        The search\n\
+        for this memory reads all pages in use and skips free blocks. \
+        Search and copy grow with the memory that the\n\
+        kernel itself uses. The search also grows with every page of files and processes. \
+        The whole is {:.2} × as long\n\
         on the largest machine as on the smallest.\n\n\
-        Where file systems are mounted for writing, `mercury checkpoint` first freezes applications and file systems,\n\
+        Where file systems are mounted for writing, `mercury checkpoint` first freezes applications and file \
+        systems,\n\
         for as long as writing back takes (`hold` in its report).\n\n{}",
         pauses.first().map_or(0, |pause| pause.rounds),
         pauses.first().map_or(0, |pause| pause.exit_instructions),
@@ -151,22 +163,32 @@ fn peers(figures: &Checkpoint) -> String {
     let rows: Vec<Vec<String>> = figures.peers.ways.iter().map(row).collect();
     format!(
         "### The same job by other means\n\n\
-        Measured on {}, with PostgreSQL and pgbench's database, which has worked and is at rest. Each way ran {}\n\
-        times, in turn, in one run; the figures are medians. Times are those of an emulator on a shared host, so look\n\
+        Measured on {}, with PostgreSQL and pgbench's database, which has worked and is at rest. \
+        Each way ran {}\n\
+        times, in turn, in one run; the figures are medians. Times are those of an emulator on a shared \
+        host, so look\n\
         at the ratios.\n\n\
-        - **Pauses** of Mercury and of hibernation are the longest time without a wake-up of a process that wakes up\n\
-        each millisecond. Those of QEMU and CRIU are their own reports, or the command's time where the machine stands\n\
+        - **Pauses** of Mercury and of hibernation are the longest time without a wake-up of a process that \
+        wakes up\n\
+        each millisecond. Those of QEMU and CRIU are their own reports, \
+        or the command's time where the machine stands\n\
         still for all of it.\n\
         - **Mercury's image** is compressed by zstd and has all memory that is not free.\n\
-        - **Hibernation** is measured until its image is written, by the kernel's `test_resume`, which ends there on\n\
-        6.1. In real use power-off, firmware, another boot and reading the image come on top, and no task runs\n\
+        - **Hibernation** is measured until its image is written, by the kernel's `test_resume`, \
+        which ends there on\n\
+        6.1. In real use power-off, firmware, another boot and reading the image come on top, \
+        and no task runs\n\
         meanwhile.\n\
-        - **QEMU's ways** need a virtual machine. They do not compress, and QEMU works at the host's speed while\n\
-        everything else here is emulated. `migrate` sends memory while the machine runs, and stops the machine for the\n\
+        - **QEMU's ways** need a virtual machine. They do not compress, \
+        and QEMU works at the host's speed while\n\
+        everything else here is emulated. `migrate` sends memory while the machine runs, \
+        and stops the machine for the\n\
         rest.\n\
-        - **CRIU** dumps PostgreSQL's processes (`--leave-running`), without the kernel, the files and all other\n\
+        - **CRIU** dumps PostgreSQL's processes (`--leave-running`), without the kernel, \
+        the files and all other\n\
         processes.\n\
-        - **kdump** is a panic, after which running work is lost. The dump is for analysis only: it is compressed by\n\
+        - **kdump** is a panic, after which running work is lost. The dump is for analysis only: \
+        it is compressed by\n\
         zlib, without free pages, caches and processes. Its time includes the crash kernel's boot.\n\n{}",
         figures.peers.machine,
         figures.peers.rounds,
@@ -197,12 +219,17 @@ fn streaming(figures: &Checkpoint) -> String {
     ];
     format!(
         "### While the image is streamed\n\n\
-        Measured on {}. One client of pgbench runs (TPC-B, {:.0} transactions a second), so that one CPU is free.\n\
-        Quiet times and checkpoints take turns. Streaming took {:.1} s meanwhile. The noise is ±{:.2}: the largest\n\
+        Measured on {}. One client of pgbench runs (TPC-B, {:.0} transactions a second), \
+        so that one CPU is free.\n\
+        Quiet times and checkpoints take turns. Streaming took {:.1} s meanwhile. The noise is ±{:.2}: \
+        the largest\n\
         difference between transactions a second without a checkpoint and those around them.\n\n\
-        The rate is that of an idle machine that has worked, {:.0} MB of memory a second. It is divided by the rate of\n\
-        zstd on a core of the same memory, in one thread and at the same level, without the time to read the core.\n\
-        Each measurement has a fresh machine. On one CPU everything that streaming does counts against zstd alone. On\n\
+        The rate is that of an idle machine that has worked, {:.0} MB of memory a second. \
+        It is divided by the rate of\n\
+        zstd on a core of the same memory, in one thread and at the same level, \
+        without the time to read the core.\n\
+        Each measurement has a fresh machine. On one CPU everything that streaming does counts against zstd \
+        alone. On\n\
         two CPUs the other work runs beside the compression.\n\n{}",
         streaming.machine,
         streaming.transactions_per_second,
@@ -229,7 +256,8 @@ fn rollbacks(figures: &Checkpoint) -> String {
         .collect();
     format!(
         "### Rollback\n\n\
-        `mercury rollback` to a snapshot in memory, after the test has written so much, in instructions on one CPU. In\n\
+        `mercury rollback` to a snapshot in memory, after the test has written so much, \
+        in instructions on one CPU. In\n\
         addition devices get 3 ms to come to rest, and resume as after a snapshot.\n\n{}",
         table(
             &["written", "pages restored", "until the rendezvous", "until all is in place", "a page"],
@@ -245,10 +273,14 @@ fn kept(figures: &Checkpoint) -> String {
     };
     format!(
         "### Memory besides the pool\n\n\
-        While native, the driver accounts for {} KiB before the first checkpoint and {} KiB after the last one, with\n\
-        {} checkpoints in between. Each checkpoint after the first one took {:.0} KiB of the memory that the kernel\n\
-        has free once its caches are dropped. A negative number means more free memory than before. Some hundred KiB\n\
-        either way are the kernel's own. `checkpoints_leave_no_memory_behind` in lab/bench/tests/speed.rs measures the\n\
+        While native, the driver accounts for {} KiB before the first checkpoint and {} KiB after the last \
+        one, with\n\
+        {} checkpoints in between. Each checkpoint after the first one took {:.0} KiB of the memory that the \
+        kernel\n\
+        has free once its caches are dropped. A negative number means more free memory than before. \
+        Some hundred KiB\n\
+        either way are the kernel's own. `checkpoints_leave_no_memory_behind` in lab/bench/tests/speed.rs \
+        measures the\n\
         slope over thirty checkpoints, and compares it with the same work without a checkpoint.\n",
         bytes(&kept.before),
         bytes(&kept.after),

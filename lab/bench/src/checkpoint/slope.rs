@@ -19,14 +19,16 @@ const CHECKPOINT: &str =
 
 /// The work that comes with a checkpoint: programs that start and take memory, groups that are
 /// frozen, a file system that is written back and frozen.
-const LIKE_IT: &str = "mercury status > /dev/null; sync; cd /sys/fs/cgroup; mkdir like.self like.rest; echo 1 > like.rest/cgroup.freeze; \
-     (echo $BASHPID > like.self/cgroup.procs; exec fsfreeze -f /) && fsfreeze -u /; echo 0 > like.rest/cgroup.freeze; \
-     until rmdir like.self like.rest; do sleep 0.1; done; head -c 32M /dev/urandom | python3 -c 'import sys; print(len(sys.stdin.buffer.read()))' > /dev/null";
+const LIKE_IT: &str = "mercury status > /dev/null; sync; cd /sys/fs/cgroup; mkdir like.self like.rest; echo \
+     1 > like.rest/cgroup.freeze; (echo $BASHPID > like.self/cgroup.procs; exec fsfreeze -f /) && fsfreeze \
+     -u /; echo 0 > like.rest/cgroup.freeze; until rmdir like.self like.rest; do sleep 0.1; done; \
+     head -c 32M /dev/urandom | python3 -c 'import sys; print(len(sys.stdin.buffer.read()))' > /dev/null";
 
 /// The command that prints /proc/meminfo, in KiB, once nothing is cached. Free memory counts the
 /// other way round.
-const HELD: &str = "sync; for i in 1 2 3; do echo 3 > /proc/sys/vm/drop_caches; sleep 0.3; done; \
-     awk '/^(MemFree|Slab|SUnreclaim|Percpu|VmallocUsed|KernelStack|PageTables):/ { print $1, $2 }' /proc/meminfo";
+const HELD: &str = "sync; for i in 1 2 3; do echo 3 > /proc/sys/vm/drop_caches; sleep 0.3; done; awk \
+     '/^(MemFree|Slab|SUnreclaim|Percpu|VmallocUsed|KernelStack|PageTables):/ { print $1, $2 }' \
+     /proc/meminfo";
 
 /// KiB for each repetition, with the standard error of this number.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -120,7 +120,8 @@ fn throughput(alternations: usize, quiet: Duration) -> Result<Throughput> {
     drop(pgbench);
     let first = spans.first().map_or(0.0, |span| span.begun) - quiet.as_secs_f64();
     let times = format!(
-        "select extract(epoch from mtime) from pgbench_history where mtime >= to_timestamp({first}) at time zone 'UTC' order by 1"
+        "select extract(epoch from mtime) from pgbench_history where mtime >= to_timestamp({first}) at time \
+         zone 'UTC' order by 1"
     );
     let times =
         machine.command(&format!("TZ=UTC PGTZ=UTC psql -At bench -c \"{times}\"")).timeout(LIMIT).run()?;
@@ -138,7 +139,8 @@ fn time(machine: &Machine) -> Result<f64> {
 /// Makes a checkpoint at work.
 fn span(machine: &Machine) -> Result<Span> {
     let line = format!(
-        "date +%s.%N; mercury --json checkpoint --level {LEVEL} --overwrite {IMAGE} > /run/said || cat /run/said; date +%s.%N; cat /run/said"
+        "date +%s.%N; mercury --json checkpoint --level {LEVEL} --overwrite {IMAGE} > /run/said || cat \
+         /run/said; date +%s.%N; cat /run/said"
     );
     let said = machine.command(&line).timeout(LIMIT).run()?.check()?.stdout;
     let mut words = said.splitn(3, '\n');
@@ -204,7 +206,8 @@ fn image_and_zstd(machine: &Machine, options: &str) -> Result<(Value, Value)> {
     let checkpoint = format!("mercury --json checkpoint --level {LEVEL} --overwrite {options} {IMAGE}");
     let report = ask(machine, &checkpoint, LIMIT)?;
     let core = format!(
-        "mkfs.ext4 -q {CORE} && mkdir -p /run/core && mount {CORE} /run/core && mercury inspect --core /run/core/core {IMAGE}"
+        "mkfs.ext4 -q {CORE} && mkdir -p /run/core && mount {CORE} /run/core && mercury inspect --core \
+         /run/core/core {IMAGE}"
     );
     machine.command(&core).timeout(LIMIT).run()?.check()?;
     let zstd = ask(machine, &format!("mercury-workload compress --level {LEVEL} /run/core/core"), LIMIT)?;

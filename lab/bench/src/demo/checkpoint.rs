@@ -1,9 +1,9 @@
-//! `make demo-checkpoint`: a machine with PostgreSQL at work goes into an image, is powered off, and is brought back in
-//! a fresh machine.
+//! `make demo-checkpoint`: a machine with PostgreSQL at work goes into an image, is powered off, and is
+//! brought back in a fresh machine.
 //!
-//! The image lies on a disk of its own. With `--poweroff` nothing is written to the other disks after the instant, so
-//! that memory and disks still fit each other. The second machine is a new emulator with the same disks: its memory
-//! is empty, and its devices are as after a reset.
+//! The image lies on a disk of its own. With `--poweroff` nothing is written to the other disks after the
+//! instant, so that memory and disks still fit each other. The second machine is a new emulator with the same
+//! disks: its memory is empty, and its devices are as after a reset.
 
 use std::{
     thread,
@@ -196,7 +196,8 @@ fn print(seen: &Seen) {
     table.add_row(["hashes in the chain".to_owned(), thousands(seen.links_before), links(seen)]);
     println!("\n{table}");
     println!(
-        "\n{MEMORY_MIB} MiB of memory became an image of {} MiB. Written and off after {:.0} s, back after {:.0} s,",
+        "\n{MEMORY_MIB} MiB of memory became an image of {} MiB. Written and off after {:.0} s, \
+         back after {:.0} s,",
         seen.image_mib,
         seen.off_after.as_secs_f32(),
         seen.back_after.as_secs_f32()

@@ -68,9 +68,10 @@ pub fn result(report: &str) -> Result<Measured> {
 /// # Errors
 /// If the database does not answer.
 pub fn balances_agree(machine: &Machine) -> Result<bool> {
-    const SUMS: &str = "select (select sum(abalance) from pgbench_accounts) = (select sum(delta) from pgbench_history) \
-        and (select sum(bbalance) from pgbench_branches) = (select sum(delta) from pgbench_history) \
-        and (select sum(tbalance) from pgbench_tellers) = (select sum(delta) from pgbench_history)";
+    const SUMS: &str = "select (select sum(abalance) from pgbench_accounts) = (select sum(delta) from \
+        pgbench_history) and (select sum(bbalance) from pgbench_branches) = (select sum(delta) from \
+        pgbench_history) and (select sum(tbalance) from pgbench_tellers) = (select sum(delta) from \
+        pgbench_history)";
     let answer: Output = machine.program(&["psql", "-At", "-c", SUMS, "bench"]).run()?.check()?;
     Ok(answer.stdout.trim() == "t")
 }
@@ -79,8 +80,10 @@ pub fn balances_agree(machine: &Machine) -> Result<bool> {
 mod tests {
     use super::*;
 
-    const REPORT: &str = "transaction type: <builtin: TPC-B (sort of)>\nnumber of transactions actually processed: 217\n\
-        number of failed transactions: 0 (0.000%)\nlatency average = 184.3 ms\ntps = 21.700123 (without initial connection time)\n";
+    const REPORT: &str = "transaction type: <builtin: TPC-B (sort of)>\nnumber of transactions actually \
+        processed: 217\n\
+        number of failed transactions: 0 (0.000%)\nlatency average = 184.3 ms\ntps = 21.700123 (without \
+        initial connection time)\n";
 
     #[test]
     fn reads_a_report() {

@@ -1,4 +1,5 @@
-//! `make demo-move`: a machine with PostgreSQL moves to another one and back, with its clients connected from outside.
+//! `make demo-move`: a machine with PostgreSQL moves to another one and back, with its clients connected from
+//! outside.
 
 use super::{Check, conclude, table, try_next};
 use crate::soak::migration::{Plan, Record, run as soak};

@@ -18,19 +18,23 @@ pub fn print(seen: &Seen) {
     println!("value in milliseconds shows that the host ran other work in between):\n");
     println!("{}", switches(&seen.switches));
     println!(
-        "\nLongest pause that a spinning thread saw on its CPU, in milliseconds (the machine is under full load;"
+        "\nLongest pause that a spinning thread saw on its CPU, in milliseconds (the machine is under full \
+         load;"
     );
     println!("\"asking\" is the same measurement while the modes are only read):\n");
     println!("{}", pauses(&seen.switches));
     println!(
-        "\nPostgreSQL, pgbench's own mix, for some seconds each. The first row has cold caches, so that later rows"
+        "\nPostgreSQL, pgbench's own mix, for some seconds each. The first row has cold caches, \
+         so that later rows"
     );
     println!(
-        "may be faster; on a shared host the ratios vary widely. In \"while switching\" no CPU has one mode for long:\n"
+        "may be faster; on a shared host the ratios vary widely. In \"while switching\" no CPU has one mode \
+         for long:\n"
     );
     println!("{}", database(seen));
     println!(
-        "\nExits into the hypervisor by reason, all CPUs, since load. A row \"msr-…\" is the driver's own, too: it reads"
+        "\nExits into the hypervisor by reason, all CPUs, since load. A row \"msr-…\" is the driver's own, \
+         too: it reads"
     );
     println!("these registers when it checks a CPU that is attached:\n");
     println!("{}", exits(seen));

@@ -80,8 +80,8 @@ const AIMS: &[(&str, f64, &str)] = &[
 ];
 /// The upper bound of a build's time, in times of a native build.
 const BUILD_AT_MOST: f64 = 1.25;
-const BUILD_MISSED: &str = "the compiler touches thousands of\npages for each file, and most first touches cost a \
-                            signal and an mmap of the host";
+const BUILD_MISSED: &str = "the compiler touches thousands of\npages for each file, \
+                            and most first touches cost a signal and an mmap of the host";
 
 fn aims(figures: &Hosted) -> String {
     let fast = AIMS.iter().map(|(name, least, why)| {
@@ -100,7 +100,8 @@ fn aims(figures: &Hosted) -> String {
     let first = verdict(call < fastest, &format!("{call:.1}, the fastest of the others {fastest:.1}"), "");
     format!(
         "These are the aims without isolation, as multiples of UML's speed by ptrace.\n\n{}\n\n\
-        A system call is to be faster than in all other systems ({first}). A build is to take at most {BUILD_AT_MOST}\n\
+        A system call is to be faster than in all other systems ({first}). \
+        A build is to take at most {BUILD_AT_MOST}\n\
         times as long as natively ({build}).\n",
         fast.collect::<Vec<_>>().join("\n")
     )
@@ -132,17 +133,23 @@ pub fn section(figures: &Hosted) -> String {
     let left_out: String = figures.left_out.iter().map(|what| format!("\nLeft out: {what}.\n")).collect();
     format!(
         "{HEADING}\n\n\
-        `mercury hosted run` ([hosted.md](hosted.md)) compared with other ways to run programs, on one processor of a\n\
+        `mercury hosted run` ([hosted.md](hosted.md)) compared with other ways to run programs, \
+        on one processor of a\n\
         host with Linux {}:\n\n\
         - as native processes;\n\
-        - in the small kernel: hosted, hosted with unpatched programs (`--no-rewrite`), and hosted with programs in\n\
+        - in the small kernel: hosted, hosted with unpatched programs (`--no-rewrite`), \
+        and hosted with programs in\n\
         processes of their own (`--isolation=process`);\n\
         - in User Mode Linux (UML), {} by ptrace{}{};\n\
         - in the same small kernel in an emulated machine.\n\n\
-        The first rows are `mercury bench os` with Debian's C library, from the same files in memory, medians of {}\n\
-        rounds. The last rows are work from one read-only disk, with all writes in memory: PostgreSQL with one client\n\
-        of pgbench (TPC-B), and a build of `{}` of a small kernel by make and gcc, medians of {} (emulated once). The\n\
-        built objects are the same in all ways, bit by bit. Each round measures all ways side by side. Times are this\n\
+        The first rows are `mercury bench os` with Debian's C library, from the same files in memory, \
+        medians of {}\n\
+        rounds. The last rows are work from one read-only disk, with all writes in memory: \
+        PostgreSQL with one client\n\
+        of pgbench (TPC-B), and a build of `{}` of a small kernel by make and gcc, \
+        medians of {} (emulated once). The\n\
+        built objects are the same in all ways, bit by bit. Each round measures all ways side by side. \
+        Times are this\n\
         host's; the others are ratios to the native ones.\n\n{}\n{}{left_out}",
         figures.host,
         figures.uml,

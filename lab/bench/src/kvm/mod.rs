@@ -217,11 +217,13 @@ pub fn section(figures: &Kvm) -> String {
         rows.iter().map(|(what, number)| vec![(*what).to_owned(), format!("{number:.1}")]).collect();
     format!(
         "{HEADING}\n\n\
-        `cargo run -p mercury-lab-bench -- bench kvm` writes this section alone. A guest executes CPUID, which KVM\n\
+        `cargo run -p mercury-lab-bench -- bench kvm` writes this section alone. A guest executes CPUID, \
+        which KVM\n\
         answers in the kernel. The figures are instructions, on one CPU. The goals: an exit takes at most\n\
         {ADDED_AT_MOST} more ({}), with at most three world switches ({}: {:.2}; natively one).\n\n\
         {}\n\
-        Attach and detach {} times under two counting virtual machines: {} errors, and {} exits to their processes\n\
+        Attach and detach {} times under two counting virtual machines: {} errors, \
+        and {} exits to their processes\n\
         meanwhile.\n\n\
         {}\n{}",
         kept(figures.added_instructions_per_exit <= ADDED_AT_MOST),
@@ -254,10 +256,14 @@ fn at_work(linux: &Linux) -> String {
     let header =
         ["instructions", "native", "attached", "attached ÷ native", "95 %", "noise", "entries of the guest"];
     format!(
-        "The Linux guest runs this machine's own kernel in stock QEMU on KVM, on one CPU. For PostgreSQL it has the\n\
-        machine's root disk (NVMe, with writes kept in memory). The figures are the instructions of QEMU's process,\n\
-        with its guest and with KVM. Waiting does not count (`halt_poll_ns=0`). Native and attached rounds take turns,\n\
-        {} and {} of them; the figures are medians. Noise is the largest difference between native rounds.\n\n{}",
+        "The Linux guest runs this machine's own kernel in stock QEMU on KVM, on one CPU. \
+        For PostgreSQL it has the\n\
+        machine's root disk (NVMe, with writes kept in memory). The figures are the instructions of QEMU's \
+        process,\n\
+        with its guest and with KVM. Waiting does not count (`halt_poll_ns=0`). \
+        Native and attached rounds take turns,\n\
+        {} and {} of them; the figures are medians. Noise is the largest difference between native \
+        rounds.\n\n{}",
         linux.boot.rounds,
         linux.pgbench.rounds,
         table(&header, &rows),
@@ -268,7 +274,8 @@ fn beneath_a_snapshot(touches: &[Touch]) -> String {
     let row = |touch: &Touch| vec![touch.what.to_owned(), format!("{:.1}", touch.instructions)];
     format!(
         "The cost of a live snapshot for a guest that touches 4,096 pages, one after the other. Four of the\n\
-        instructions of each touch are the guest's own, and each touch has a share of the timer's ticks. A first write\n\
+        instructions of each touch are the guest's own, and each touch has a share of the timer's ticks. \
+        A first write\n\
         under a snapshot is mostly the copy.\n\n{}",
         table(&["instructions for a page", ""], &touches.iter().map(row).collect::<Vec<_>>()),
     )

@@ -110,7 +110,8 @@ fn beneath(machine: &Machine, cycles: u64, summary: String) -> Result<Outcome> {
     for (path, text) in FILES {
         machine.put(path, text.as_bytes(), 0o755)?;
     }
-    machine.sh("insmod /mercury/lib/modules/$(uname -r)/mercury_test.ko; bash /root/initrd 1000000 /run/soak/guest.cpio")?;
+    machine.sh("insmod /mercury/lib/modules/$(uname -r)/mercury_test.ko; \
+        bash /root/initrd 1000000 /run/soak/guest.cpio")?;
     machine.mercury("load")?;
     let start = |(kind, name): (&str, &'static str)| -> Result<(&'static str, Background)> {
         Ok((name, machine.spawn(&format!("exec python3 /run/soak/lives {kind}"))?))
@@ -188,8 +189,8 @@ fn finish(machine: &Machine, name: &'static str, lives: Background) -> Result<Wo
 /// Sends NMIs from a CPU to another one, again and again, except while a CPU leaves.
 fn storm(machine: &Machine, from: u32, to: u32) -> Result<Background> {
     machine.spawn(&format!(
-        "until [ -e /run/soak/end ]; do flock -s /run/soak/storm sh -c 'test -e /run/soak/calm || exec mercury-workload \
-         kernel --on {from} nmi {to} {STORM}' || exit; sleep 0.1; done"
+        "until [ -e /run/soak/end ]; do flock -s /run/soak/storm sh -c 'test -e /run/soak/calm || exec \
+         mercury-workload kernel --on {from} nmi {to} {STORM}' || exit; sleep 0.1; done"
     ))
 }
 
@@ -261,13 +262,18 @@ impl Outcome {
         let times: Vec<_> = times.iter().map(|(name, times)| report::times_of(name, times)).collect();
         format!(
             "# {} times there and back beneath virtual machines that crash\n\n\
-            `cargo run -p mercury-lab-bench -- soak --guests --cycles {}` wrote this page. One machine was emulated in\n\
-        software ({}), with Debian's own kernel {} and stock QEMU on its KVM. All CPUs were attached and detached, in\n\
-        {} minutes of wall time, while virtual machines lived and died as the table says, one of each kind at a time.\n\
-        In between a CPU was taken offline and brought back, with guests on it: {native} times while native, and\n\
-        {attached} times while attached.\n\n{}\n\
-            Times with interrupts off, per CPU, in the emulator's microseconds. The host is shared, which causes the\n\
-        longest times.\n\n{}",
+            `cargo run -p mercury-lab-bench -- soak --guests --cycles {}` wrote this page. \
+            One machine was emulated in\n\
+            software ({}), with Debian's own kernel {} and stock QEMU on its KVM. \
+            All CPUs were attached and detached, in\n\
+            {} minutes of wall time, while virtual machines lived and died as the table says, \
+            one of each kind at a time.\n\
+            In between a CPU was taken offline and brought back, with guests on it: \
+            {native} times while native, and\n\
+            {attached} times while attached.\n\n{}\n\
+            Times with interrupts off, per CPU, in the emulator's microseconds. The host is shared, \
+            which causes the\n\
+            longest times.\n\n{}",
             thousands(self.cycles),
             self.cycles,
             self.machine,

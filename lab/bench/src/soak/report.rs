@@ -11,19 +11,24 @@ pub fn page(outcome: &Outcome) -> String {
     let minutes = outcome.elapsed.as_secs() / 60;
     format!(
         "# {} times there and back\n\n\
-        `{}` wrote this page. One machine was emulated in software ({}), with Debian's own kernel {} and Mercury {}.\n\
-        The work below ran all the time, for {minutes} minutes of wall time, while all CPUs were attached and detached\n\
-        {} times. In between CPUs were taken offline and brought back: {native} times while native, and {attached}\n\
+        `{}` wrote this page. One machine was emulated in software ({}), \
+        with Debian's own kernel {} and Mercury {}.\n\
+        The work below ran all the time, for {minutes} minutes of wall time, \
+        while all CPUs were attached and detached\n\
+        {} times. In between CPUs were taken offline and brought back: {native} times while native, \
+        and {attached}\n\
         times under the attached hypervisor, which then has to attach the CPU that comes.\n\n\
         ## What must hold\n\n{}\n\
         ## What ran meanwhile\n\n{}\n\
         PostgreSQL acknowledged {} transactions, and {} were found in its tables. {} failed.\n\n\
         ## Switch times\n\n\
-        Times with interrupts off, per CPU, in the emulator's microseconds. The host is shared, and a virtual CPU now\n\
+        Times with interrupts off, per CPU, in the emulator's microseconds. The host is shared, \
+        and a virtual CPU now\n\
         and then loses its host's CPU in the middle of a switch, which shows in the maximum.\n\
         [benchmarks.md](benchmarks.md) has the cost of a switch in instructions.\n\n{}\n\
         ## Exits\n\n{}\n\
-        `hypercall` is the driver itself, which asks a CPU for its mode or detaches it. The others are attach's own\n\
+        `hypercall` is the driver itself, which asks a CPU for its mode or detaches it. \
+        The others are attach's own\n\
         checks, and on Intel CPUID, which always exits.\n",
         thousands(outcome.cycles),
         outcome.command,

@@ -162,16 +162,24 @@ fn page(cycles: u64, elapsed: Duration, lives: &[Life]) -> String {
     let minutes = elapsed.as_secs() / 60;
     format!(
         "# {done} times away and back\n\n\
-        `cargo run -p mercury-lab-bench -- soak --checkpoint --cycles {cycles}` wrote this page. Each machine was\n\
-        emulated in software. At work it wrote itself to a disk (`mercury checkpoint --poweroff`), ended, and was\n\
-        restored from the disk in a fresh emulator, again and again. All cycles took {minutes} minutes of wall time.\n\n\
+        `cargo run -p mercury-lab-bench -- soak --checkpoint --cycles {cycles}` wrote this page. \
+        Each machine was\n\
+        emulated in software. At work it wrote itself to a disk (`mercury checkpoint --poweroff`), ended, \
+        and was\n\
+        restored from the disk in a fresh emulator, again and again. \
+        All cycles took {minutes} minutes of wall time.\n\n\
         {}\n\
-        The seconds are medians, on a host with other work: from the command to the machine's end, and from the\n\
+        The seconds are medians, on a host with other work: from the command to the machine's end, \
+        and from the\n\
         next emulator's start to the machine's first answer.\n\n\
-        After each return the machine was the same boot of the same kernel, and its wall clock was right. Every kind\n\
-        of work progressed and had seen no error. The kernel had written no call trace, and ext4 no error.\n\n\
-        At the end of each life the chain of hashes equalled this host's, and the counts of the ring agreed with those\n\
-        of its tokens. Each build was the same to the bit, and the hypervisor went in and out once more. The root file\n\
+        After each return the machine was the same boot of the same kernel, and its wall clock was right. \
+        Every kind\n\
+        of work progressed and had seen no error. The kernel had written no call trace, \
+        and ext4 no error.\n\n\
+        At the end of each life the chain of hashes equalled this host's, \
+        and the counts of the ring agreed with those\n\
+        of its tokens. Each build was the same to the bit, and the hypervisor went in and out once more. \
+        The root file\n\
         system of the machine, powered off, needed no repair (`e2fsck -fn`).\n\n\
         ## What was done meanwhile\n\n{}",
         machines(lives),

@@ -104,8 +104,10 @@ pub fn measure(samples: u32, only: Option<&str>, stop: &dyn Fn() -> bool) -> Res
 
 fn run(benchmark: &Benchmark, samples: u32, stop: &dyn Fn() -> bool) -> Result<Result1> {
     let failed = |error: std::io::Error| {
-        Error::new(Exit::Failed, format!("benchmark {} failed: {error}", benchmark.name))
-            .hint("free memory, or raise the limits of processes and open files (`ulimit -a`), and repeat the command")
+        Error::new(Exit::Failed, format!("benchmark {} failed: {error}", benchmark.name)).hint(
+            "free memory, or raise the limits of processes and open files (`ulimit -a`), \
+                and repeat the command",
+        )
     };
     let mut workload = (benchmark.set_up)().map_err(failed)?;
     let rounds = calibrate(&mut workload).map_err(failed)?;
@@ -148,8 +150,8 @@ impl Render for Report {
         to.table(&rows);
         to.line("");
         to.line(
-            "N-L and further columns are from JCST 2012, table 2 (two 3.0 GHz Xeons, Linux 2.6.16): native Linux, Mercury \
-             in native mode, Mercury attached, and a Xen guest. Compare ratios, not times.",
+            "N-L and further columns are from JCST 2012, table 2 (two 3.0 GHz Xeons, Linux 2.6.16): native \
+             Linux, Mercury in native mode, Mercury attached, and a Xen guest. Compare ratios, not times.",
         );
         to.line("protection-fault includes the signal, which lmbench takes off.");
     }

@@ -187,8 +187,18 @@ fn other_hypervisors(machine: &Machine) -> Item {
     }
     let text = format!("{} loaded; virtual machines cannot start while attached", in_the_way.join(", "));
     match machine.kvm_enables_at_load {
-        Some(true) => Item::new(name, Grade::Note, format!("{text}; KVM takes the hardware when it is loaded"))
-            .hint("`options kvm enable_virt_at_load=0` in /etc/modprobe.d/mercury.conf makes it wait for a virtual machine"),
+        Some(true) => Item::new(
+            name,
+            Grade::Note,
+            format!(
+                "{text}; KVM takes the hardware when it is \
+            loaded"
+            ),
+        )
+        .hint(
+            "`options kvm enable_virt_at_load=0` in /etc/modprobe.d/mercury.conf makes it wait for a \
+                virtual machine",
+        ),
         _ => Item::new(name, Grade::Note, text),
     }
 }

@@ -38,10 +38,8 @@ const LOOK: Duration = Duration::from_millis(20);
 #[derive(Debug, Subcommand)]
 pub enum GuestsCommand {
     /// List your guests: state, size, kernel, image
-    #[command(
-        long_about = "Lists your guests: state, size, kernel, image. Root sees root's guests, and other users \
-        their own."
-    )]
+    #[command(long_about = "Lists your guests: state, size, kernel, image. Root sees root's guests, \
+        and other users their own.")]
     List,
     /// Join this terminal to a guest's console; Ctrl-A x leaves
     #[command(

@@ -3,7 +3,8 @@
 //! One table answers every question that depends on the type:
 //!
 //! - the magic number, and the place of the identity (UUID) in the first blocks;
-//! - the byte ranges that change with every write. A layout that needs more than a line has a file of its own: [`fat`], [`xfs`];
+//! - the byte ranges that change with every write. A layout that needs more than a line has a file of its
+//!   own: [`fat`], [`xfs`];
 //! - late writes: a fingerprint that stays unchanged for a while after a write;
 //! - mount options and kernel modules for the restore environment.
 //!
@@ -53,8 +54,8 @@ impl Kind {
         first.get(at).map(|bytes| bytes.iter().map(|byte| format!("{byte:02x}")).collect())
     }
 
-    /// Returns the byte ranges that change with every write, or nothing if the layout is unknown. The file system begins
-    /// with `first`; `read` reads more of it.
+    /// Returns the byte ranges that change with every write, or nothing if the layout is unknown. The file
+    /// system begins with `first`; `read` reads more of it.
     ///
     /// # Errors
     ///
@@ -72,8 +73,8 @@ impl Kind {
         }
     }
 
-    /// Returns true if the fingerprint may stay unchanged for a while after a write: XFS and btrfs record the time of an
-    /// overwritten file late. ext4 writes its superblock with every thaw.
+    /// Returns true if the fingerprint may stay unchanged for a while after a write: XFS and btrfs record the
+    /// time of an overwritten file late. ext4 writes its superblock with every thaw.
     #[must_use]
     pub fn is_lazy(self) -> bool {
         matches!(self, Self::Xfs | Self::Btrfs)

@@ -224,7 +224,8 @@ fn c_path(path: &Path) -> io::Result<CString> {
 pub fn sync(path: &Path, get_on: impl FnMut(Duration) -> bool) -> io::Result<()> {
     let path = c_path(path)?;
     let work = || {
-        // SAFETY: the path is a string that ends with NUL and outlives the call; the descriptor is the child's.
+        // SAFETY: the path is a string that ends with NUL and outlives the call; the descriptor is the
+        // child's.
         unsafe {
             let file = libc::open(path.as_ptr(), libc::O_RDONLY | libc::O_NONBLOCK);
             if file < 0 || libc::syncfs(file) < 0 { failed() } else { 0 }

@@ -69,8 +69,8 @@ pub(super) fn raise_fence(
     let files: Vec<_> = target.part().into_iter().chain(parent).collect();
     let unfenced = |why| {
         format!(
-            "the network was not fenced off, because {why}: connections on which a peer sent something after the \
-             instant will not survive"
+            "the network was not fenced off, because {why}: connections on which a peer sent something after \
+             the instant will not survive"
         )
     };
     let peers = match fence::peers(&files, &target.processes(), sysroot) {

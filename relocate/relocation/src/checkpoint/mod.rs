@@ -12,8 +12,8 @@
 //! Pages that have not changed since a parent's instant may be left out: [`incremental`]. Several
 //! images one after the other: [`series`].
 //!
-//! The parts of the story have files of their own: [`still`] holds everything for the instant, [`fenced`] keeps the network
-//! silent, [`refuse`] has the refusals that depend on options, [`report`] the report.
+//! The parts of the story have files of their own: [`still`] holds everything for the instant, [`fenced`]
+//! keeps the network silent, [`refuse`] has the refusals that depend on options, [`report`] the report.
 //!
 //! If the process is killed, [`mercury_quiesce::undo`] undoes its changes to the machine.
 //!

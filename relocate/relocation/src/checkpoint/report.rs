@@ -61,7 +61,8 @@ impl Render for Report {
             None => String::new(),
         };
         to.line(format!(
-            "{} of memory in {}: {unchanged}{} pages of zeros, {} duplicates, {} copied because they were written to",
+            "{} of memory in {}: {unchanged}{} pages of zeros, {} duplicates, \
+             {} copied because they were written to",
             bytes(self.memory),
             bytes(self.image),
             thousands(self.zero_pages),

@@ -241,7 +241,8 @@ impl Scripts {
         let part = quoted(&format!("{path}.{:016x}.part", u64::from_be_bytes(key)));
         let (folder, path) = (quoted(&folder.to_string_lossy()), quoted(path));
         let data = format!(
-            "if test -d {path}; then echo {path} is a folder >&2; exit 1; fi; set -C && umask 077 && cat > {part}"
+            "if test -d {path}; then echo {path} is a folder >&2; exit 1; fi; \
+             set -C && umask 077 && cat > {part}"
         );
         let safe = format!("sync {part} && mv -f {part} {path} && sync {folder}");
         let end =

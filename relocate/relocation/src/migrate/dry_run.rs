@@ -96,7 +96,8 @@ impl Render for Prediction {
         }
         let end = if self.gives_up { "after which it would be given up, for" } else { "of which" };
         to.line(format!(
-            "with {}/s on the wire: about {:.0} s in all, {} rounds, {end} applications {} still for about {:.1} s",
+            "with {}/s on the wire: about {:.0} s in all, {} rounds, {end} applications {} still for about \
+             {:.1} s",
             bytes(self.wire),
             self.seconds,
             self.rounds,

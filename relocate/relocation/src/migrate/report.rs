@@ -114,8 +114,8 @@ impl Render for Report {
             to.line(format!("{} pages were missing in the dirty log", thousands(missed)));
         }
         to.line(format!(
-            "applications stood still for {}: {} until the instant, {} for the last pages, {} until they were \
-             verified, {} for the start; {:.1} s in all",
+            "applications stood still for {}: {} until the instant, {} for the last pages, \
+             {} until they were verified, {} for the start; {:.1} s in all",
             duration(after.downtime_us),
             duration(after.quiesce_us),
             duration(after.last_us),

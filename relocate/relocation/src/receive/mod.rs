@@ -96,7 +96,10 @@ impl Render for Report {
                 minutes / 60,
                 minutes % 60
             ));
-            to.line("one with the same address, has been started with these, by a boot loader or from the network:");
+            to.line(
+                "one with the same address, has been started with these, \
+                by a boot loader or from the network:",
+            );
             prepared.render(to);
         }
     }

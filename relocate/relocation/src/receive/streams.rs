@@ -422,8 +422,9 @@ fn throughput_by_number_of_streams() {
         assert!(matches!(sender.end(&page_streams).0, Word::Verified(_)));
         let (took, cost) = (begun.elapsed().as_secs_f64(), (used() - before).as_secs_f64());
         println!(
-            "{streams} streams: {:.0} MiB/s, {took:.2} s, in which both ends used processors for {cost:.2} s, and the \
-             busiest end of a stream for {busiest:.2} s: no more than {:.0} MiB/s with any number of processors",
+            "{streams} streams: {:.0} MiB/s, {took:.2} s, in which both ends used processors for {cost:.2} \
+             s, and the busiest end of a stream for {busiest:.2} s: no more than {:.0} MiB/s with any number \
+             of processors",
             (memory.len() >> 20) as f64 / took,
             (memory.len() >> 20) as f64 / busiest
         );

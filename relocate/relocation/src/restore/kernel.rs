@@ -86,9 +86,11 @@ mod tests {
     use super::*;
     use std::fs;
 
-    const VERSION: &str = "6.1.0-37-amd64 (debian-kernel@lists.debian.org) #1 SMP PREEMPT_DYNAMIC Debian 6.1.140-1 (2025-05-22)";
-    const RUNNING: &str = "Linux version 6.1.0-37-amd64 (debian-kernel@lists.debian.org) (gcc-12 (Debian 12.2.0-14+deb12u1) \
-                           12.2.0, GNU ld (GNU Binutils for Debian) 2.40) #1 SMP PREEMPT_DYNAMIC Debian 6.1.140-1 (2025-05-22)";
+    const VERSION: &str = "6.1.0-37-amd64 (debian-kernel@lists.debian.org) #1 SMP PREEMPT_DYNAMIC Debian \
+        6.1.140-1 (2025-05-22)";
+    const RUNNING: &str = "Linux version 6.1.0-37-amd64 (debian-kernel@lists.debian.org) (gcc-12 (Debian \
+                           12.2.0-14+deb12u1) 12.2.0, GNU ld (GNU Binutils for Debian) 2.40) #1 SMP \
+                           PREEMPT_DYNAMIC Debian 6.1.140-1 (2025-05-22)";
 
     /// Makes a bzImage's beginning.
     fn image_of(version: &str) -> Vec<u8> {

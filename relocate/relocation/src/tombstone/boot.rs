@@ -99,11 +99,11 @@ fn text(record: &Record) -> String {
     )
 }
 
-const WHAT_TO_DO: &str = "Two machines with the same disks destroy them, so nothing is started here. Only \
-    if the system does not run elsewhere, and never will: type `clear` here, or start with \
-    mercury.tombstone=clear on the kernel's command line. mercury.tombstone=ignore starts this system once and \
-    leaves the tombstone; mercury.tombstone=poweroff does not wait. `off` powers off, and so does this machine \
-    by itself in five minutes.";
+const WHAT_TO_DO: &str = "Two machines with the same disks destroy them, so nothing is started here. Only if \
+    the system does not run elsewhere, and never will: type `clear` here, or start with \
+    mercury.tombstone=clear on the kernel's command line. mercury.tombstone=ignore starts this system once \
+    and leaves the tombstone; mercury.tombstone=poweroff does not wait. `off` powers off, \
+    and so does this machine by itself in five minutes.";
 
 /// Checks for tombstones, and returns only if the system may start.
 #[must_use]

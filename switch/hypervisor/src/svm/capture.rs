@@ -245,8 +245,8 @@ fn put_registers_back(area: &mut Area) {
     outward.registers[4] = control.rsp;
 }
 
-/// Puts back MSRs that the guest had in its control block, but for SPEC_CTRL. Each was read from this processor, or written by
-/// the system after a check, so that no write can fault.
+/// Puts back MSRs that the guest had in its control block, but for SPEC_CTRL. Each was read from this
+/// processor, or written by the system after a check, so that no write can fault.
 #[inline(always)]
 fn return_msrs(area: &mut Area, hardware: &mut impl Hardware) {
     if area.own.guest_efer | msr::EFER_SVME != area.own.attach_efer {

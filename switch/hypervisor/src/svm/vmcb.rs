@@ -6,7 +6,8 @@
 
 use core::mem::offset_of;
 
-/// A segment register with its hidden part (APM vol. 2, 15.5.1, "Segment state"), as the driver hands it over.
+/// A segment register with its hidden part (APM vol. 2, 15.5.1, "Segment state"), as the driver hands it
+/// over.
 pub use mercury_abi::gate::Segment;
 
 /// The virtual machine control block. Offsets and sections are those of APM vol. 2.

@@ -67,8 +67,8 @@ mod switch {
         crate::native::enter(unsafe { &mut *area })
     }
 
-    /// Enters the guest after an attach, RDI = the CPU's area; does not return. The guest goes on in the gate,
-    /// which takes the caller's registers from the stack: the others have no meaning there.
+    /// Enters the guest after an attach, RDI = the CPU's area; does not return. The guest goes on in the
+    /// gate, which takes the caller's registers from the stack: the others have no meaning there.
     #[unsafe(naked)]
     extern "C" fn run_first() -> ! {
         naked_asm!(

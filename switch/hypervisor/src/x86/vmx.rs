@@ -220,7 +220,8 @@ pub unsafe fn lldt(selector: u16) {
 /// Executes LGDT.
 ///
 /// # Safety
-/// `table` describes a descriptor table that stays, with the selectors in use where they are in the present one.
+/// `table` describes a descriptor table that stays, with the selectors in use where they are in the present
+/// one.
 #[inline]
 pub unsafe fn lgdt(table: &DescriptorTable) {
     // SAFETY: the caller's promise.

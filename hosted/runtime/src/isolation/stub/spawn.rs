@@ -1,4 +1,5 @@
-//! The start of a program's process: a copy of the monitor that gives up everything but its own code and memory.
+//! The start of a program's process: a copy of the monitor that gives up everything but its own code and
+//! memory.
 
 use std::{
     ffi::c_void,

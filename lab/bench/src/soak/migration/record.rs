@@ -72,7 +72,8 @@ impl Move {
     /// Describes the move in one line for people.
     pub(super) fn text(&self) -> String {
         format!(
-            "{} rounds, {} MiB sent in {:.1} s; applications stood still for {:.1} s; the longest wait of a client was {:.1} s",
+            "{} rounds, {} MiB sent in {:.1} s; applications stood still for {:.1} s; \
+             the longest wait of a client was {:.1} s",
             self.rounds,
             self.sent_bytes >> 20,
             self.seconds,
@@ -261,19 +262,30 @@ fn page(records: &[&Record]) -> String {
     format!(
         "# {} moves with PostgreSQL, there and back\n\n\
         `cargo run -p mercury-lab-bench -- soak --migration --page` wrote this page, of these runs:\n\n{}\n\
-        Each run has three machines, emulated in software: one with PostgreSQL, a destination, and a third one. The\n\
-        third machine has the files of both (NFS), is the switch between them, and runs the clients. The first machine\n\
-        moved to the destination by `mercury migrate` while they worked, and was switched off. It was switched on\n\
-        again as the next destination, with its own card, and the machine moved back, and so on. All runs took {:.0}\n\
+        Each run has three machines, emulated in software: one with PostgreSQL, a destination, \
+        and a third one. The\n\
+        third machine has the files of both (NFS), is the switch between them, and runs the clients. \
+        The first machine\n\
+        moved to the destination by `mercury migrate` while they worked, and was switched off. \
+        It was switched on\n\
+        again as the next destination, with its own card, and the machine moved back, and so on. \
+        All runs took {:.0}\n\
         minutes of wall time.\n\n\
-        Two clients keep a ledger. Each transaction has its number, and those that a client was told are committed\n\
-        must be in the tables exactly once. Four clients are pgbench's. pgbench gives a client up when its connection\n\
-        breaks. It must have been told of as many commits as the history has, and all balances must agree with the\n\
-        history. One more connection, on which every word must come back, lasts through all moves. Each client has one\n\
+        Two clients keep a ledger. Each transaction has its number, and those that a client was told are \
+        committed\n\
+        must be in the tables exactly once. Four clients are pgbench's. \
+        pgbench gives a client up when its connection\n\
+        breaks. It must have been told of as many commits as the history has, \
+        and all balances must agree with the\n\
+        history. One more connection, on which every word must come back, lasts through all moves. \
+        Each client has one\n\
         connection from the first move to the last.\n\n{}\n\
-        \"Stood still\" is the median time, as the mover reports it. \"Silence\" is the longest time for which one of the\n\
-        ledger's clients waited for an answer, over all moves. Both are times of an emulator, whose host's two\n\
-        processors had all machines and other jobs to run.\nAll in all: **{} transactions, {} lost, {} done twice, {} connections broken**.\n{failures}",
+        \"Stood still\" is the median time, as the mover reports it. \
+        \"Silence\" is the longest time for which one of the\n\
+        ledger's clients waited for an answer, over all moves. Both are times of an emulator, \
+        whose host's two\n\
+        processors had all machines and other jobs to run.\nAll in all: **{} transactions, {} lost, \
+        {} done twice, {} connections broken**.\n{failures}",
         totals.moves,
         lines.concat(),
         records.iter().map(|record| record.minutes).sum::<f64>(),
