@@ -212,6 +212,7 @@ pub struct FileSystem {
     pub frozen: bool,
     /// Fingerprint at the instant: BLAKE3 of the blocks that change with every write to the file
     /// system.
+    #[serde(alias = "mark")]
     pub fingerprint: Option<String>,
     /// Places of those blocks on disks, if the device is made of others. The fingerprint covers
     /// these places.

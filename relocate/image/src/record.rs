@@ -12,8 +12,9 @@ use crate::{
 /// First bytes of an image. The last three of them detect a transfer as text.
 pub const MAGIC: [u8; 16] = *b"\x89MercuryImage\r\n\x1a";
 /// Version of the format that is written.
-pub const VERSION: u32 = 2;
-/// The oldest version that is read. It has no hashes and no parents.
+pub const VERSION: u32 = 3;
+/// The oldest version that is read. It has no hashes and no parents. Up to version 2 a fingerprint
+/// was called a mark.
 pub const VERSION_OLDEST: u32 = 1;
 /// Size of a page in bytes.
 pub const PAGE: usize = 4096;

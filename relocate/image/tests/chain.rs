@@ -7,8 +7,8 @@ use std::{
 };
 
 use mercury_image::{
-    Chain, Chunk, Commit, Error, Frame, Hashes, Identity, Key, Kind, LOW_END_PHYS, Machine, Merged, PAGE,
-    Packer, Parent, Part, Range, Reader, Result, Source, Writer, order, verify,
+    Chain, Chunk, Commit, Error, FileSystem, Frame, Hashes, Identity, Key, Kind, LOW_END_PHYS, Machine,
+    Merged, PAGE, Packer, Parent, Part, Range, Reader, Result, Source, Writer, order, verify,
 };
 use proptest::prelude::*;
 
@@ -335,12 +335,25 @@ fn a_large_machine_without_frames_takes_no_memory() {
     assert!(most < 2 << 20, "{most} KiB");
 }
 
-/// Images of version 1 are still read.
+/// Images of older versions are still read.
 #[test]
-fn the_version_before_is_read() {
-    let mut bytes = image(1, &some_memory(10), None).into_inner();
-    bytes[16] = 1;
-    assert!(verify(Cursor::new(bytes), |_| {}).is_ok());
+fn older_versions_are_read() {
+    for version in [1, 2] {
+        let mut bytes = image(1, &some_memory(10), None).into_inner();
+        bytes[16] = version;
+        assert!(verify(Cursor::new(bytes), |_| {}).is_ok());
+    }
+}
+
+/// The fingerprint of a file system in an image of version 2 keeps its disk from being restored
+/// beside a changed one.
+#[test]
+fn a_fingerprint_of_version_2_is_read() {
+    let text =
+        r#"{"mounted_at":"/","kind":"ext4","device":"/dev/vda","uuid":null,"frozen":true,"mark":"12"}"#;
+    let found: FileSystem = serde_json::from_str(text).expect("a file system");
+    assert_eq!(found.fingerprint.as_deref(), Some("12"));
+    assert!(serde_json::to_string(&found).expect("JSON").contains("\"fingerprint\":\"12\""));
 }
 
 fn change() -> impl Strategy<Value = (u64, Option<u32>)> {
@@ -385,7 +398,10 @@ proptest! {
     /// A stretch of an image made on another is replaced: the chain is refused, or still gives the
     /// same.
     #[test]
-    fn replaced_stretches_are_refused(at in 0_usize..200_000, with in proptest::collection::vec(any::<u8>(), 0..200)) {
+    fn replaced_stretches_are_refused(
+        at in 0_usize..200_000,
+        with in proptest::collection::vec(any::<u8>(), 0..200),
+    ) {
         let ([base, next, _], _) = three();
         let mut bytes = Vec::new();
         next.clone().read_to_end(&mut bytes).expect("read");

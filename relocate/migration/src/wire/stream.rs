@@ -15,7 +15,7 @@ use crate::{
 /// First bytes of a stream. The last two of them detect a transfer as text.
 pub const MAGIC: [u8; 8] = *b"\x89MMove\r\n";
 /// Version of the format.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 /// Largest text of a message in bytes: the description of a machine, or the reasons for a refusal.
 pub const TEXT_MAX: usize = 1 << 20;
 
