@@ -25,7 +25,7 @@ pub const DISTANCE: u64 = DIRECT_MAP.wrapping_sub(LINKED);
 const ALIGNMENT: usize = 16;
 
 /// A kernel that was loaded into memory.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Loaded {
     /// The code for slots, to be put at [`THUNKS`].
     pub thunks: Vec<u8>,
@@ -418,17 +418,7 @@ fn guard_by_trap(memory: &Memory, loaded: &mut Loaded, instruction: &Instruction
 }
 
 fn fill_slots(kernel: &Kernel, memory: &Memory) -> Result<Loaded> {
-    let mut loaded = Loaded {
-        thunks: Vec::new(),
-        exits: Vec::new(),
-        slots: BTreeMap::new(),
-        accesses: UserAccesses::default(),
-        root: 0,
-        filled: 0,
-        unfilled: 0,
-        constants: 0,
-        relocated: 0,
-    };
+    let mut loaded = Loaded::default();
     for (&linked, records) in &kernel.slots {
         let Some(physical) = kernel.physical(linked).filter(|_| thunks::is_filled(records)) else {
             loaded.unfilled += 1;

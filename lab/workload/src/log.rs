@@ -9,16 +9,18 @@ use mercury_abi::{
         LogRequest, MERCURY_IOC_LOG_BEGIN, MERCURY_IOC_LOG_COLLECT, MERCURY_IOC_SNAPSHOT_BEGIN,
         MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_READ,
         MERCURY_IOC_SNAPSHOT_READ_PRESENT, MERCURY_READ_LOGGED, MERCURY_READ_USED, MERCURY_SNAPSHOT_TRACK,
-        SnapshotReadRequest, SnapshotRequest,
+        SnapshotRequest,
     },
-    snapshot::hash,
 };
 
-use crate::{Result, device, report::Report, snapshot::kind, stop::Stop};
+use crate::{
+    Result, device,
+    frames::{self, Selection},
+    report::Report,
+    snapshot::kind,
+    stop::Stop,
+};
 
-const PAGE_WORDS: usize = 512;
-/// The number of frames of one request.
-const BATCH: usize = 256;
 /// The number of missed pages that are reported one by one.
 const SHOWN: u64 = 20;
 
@@ -125,27 +127,14 @@ fn log(device: &File, what: u32) -> Result<LogRequest> {
 
 /// Reads frames and passes on their hashes. Returns the number of frames, and the number for which
 /// `each` reports a change.
-fn read(device: &File, what: u32, flags: u64, each: &mut impl FnMut(u64, u64) -> bool) -> Result<(u64, u64)> {
-    let mut frames = vec![0_u64; BATCH];
-    let mut data = vec![[0_u64; PAGE_WORDS]; BATCH];
-    let (mut cursor, mut count, mut others) = (0, 0, 0);
-    while cursor != u64::MAX {
-        let mut take = SnapshotReadRequest {
-            header: Header::of::<SnapshotReadRequest>(),
-            cursor_phys: cursor,
-            end_phys: u64::MAX,
-            count: BATCH as u64,
-            frames_addr: frames.as_mut_ptr().expose_provenance() as u64,
-            data_addr: data.as_mut_ptr().expose_provenance() as u64,
-            flags,
-            ..SnapshotReadRequest::default()
-        };
-        device::request(device, what, &mut take).map_err(|error| device::explain(error, take.outcome))?;
-        for (page, frame) in data.iter().zip(&frames).take(take.count as usize) {
-            others += u64::from(each(*frame, hash(page)));
-        }
-        count += take.count;
-        cursor = take.cursor_phys;
-    }
-    Ok((count, others))
+fn read(
+    device: &File,
+    request: u32,
+    flags: u64,
+    each: &mut impl FnMut(u64, u64) -> bool,
+) -> Result<(u64, u64)> {
+    let mut changed = 0;
+    let selection = Selection { request, flags, hashed: false };
+    let count = frames::read(device, selection, |frame| changed += u64::from(each(frame.phys, frame.found)))?;
+    Ok((count, changed))
 }

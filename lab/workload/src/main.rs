@@ -22,6 +22,7 @@ mod device;
 mod disk;
 mod flags;
 mod fpu;
+mod frames;
 mod fuzz;
 mod gap;
 mod ioperm;

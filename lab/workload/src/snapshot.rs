@@ -8,16 +8,16 @@ use mercury_abi::{
     Header,
     ioctl::{
         MERCURY_IOC_SNAPSHOT_BEGIN, MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_READ,
-        MERCURY_SNAPSHOT_HASH, SnapshotReadRequest, SnapshotRequest,
+        MERCURY_SNAPSHOT_HASH, SnapshotRequest,
     },
-    snapshot::hash,
 };
 
-use crate::{Result, device, report::Report, stop::Stop};
-
-const PAGE_WORDS: usize = 512;
-/// The number of frames of one request.
-const BATCH: usize = 256;
+use crate::{
+    Result, device,
+    frames::{self, Selection},
+    report::Report,
+    stop::Stop,
+};
 
 /// The snapshots to take.
 #[derive(Debug, clap::Args)]
@@ -58,46 +58,26 @@ fn round(device: &File, args: &Args, report: &mut Report, totals: &mut Totals) -
     };
     device::request(device, MERCURY_IOC_SNAPSHOT_BEGIN, &mut begin)
         .map_err(|error| device::explain(error, begin.outcome))?;
-    let taken = take_all(device, report)?;
+    let read = read_all(device, report)?;
     let mut end = SnapshotRequest { header: Header::of::<SnapshotRequest>(), ..SnapshotRequest::default() };
     device::request(device, MERCURY_IOC_SNAPSHOT_END, &mut end)
         .map_err(|error| device::explain(error, end.outcome))?;
     let status = end.status;
     report.check(status.exact == 1, || format!("the snapshot is invalid: {status:?}"));
-    report.check(taken == begin.memory_pages, || format!("{taken} of {} pages", begin.memory_pages));
+    report.check(read == begin.memory_pages, || format!("{read} of {} pages", begin.memory_pages));
     report.check(status.copies == 0, || format!("copies are left: {status:?}"));
-    totals.memory += taken;
+    totals.memory += read;
     totals.copied += status.copied;
     Ok(())
 }
 
-fn take_all(device: &File, report: &mut Report) -> Result<u64> {
-    let (mut frames, mut hashes) = (vec![0_u64; BATCH], vec![0_u64; BATCH]);
-    let mut data = vec![[0_u64; PAGE_WORDS]; BATCH];
-    let (mut cursor, mut taken) = (0, 0);
-    while cursor != u64::MAX {
-        let mut take = SnapshotReadRequest {
-            header: Header::of::<SnapshotReadRequest>(),
-            cursor_phys: cursor,
-            end_phys: u64::MAX,
-            count: BATCH as u64,
-            frames_addr: address(&mut frames),
-            data_addr: address(&mut data),
-            hashes_addr: address(&mut hashes),
-            ..SnapshotReadRequest::default()
-        };
-        device::request(device, MERCURY_IOC_SNAPSHOT_READ, &mut take)
-            .map_err(|error| device::explain(error, take.outcome))?;
-        for ((page, frame), expected) in data.iter().zip(&frames).zip(&hashes).take(take.count as usize) {
-            let found = hash(page);
-            report.check(found == *expected, || {
-                format!("{frame:#x} is not what it was; it is of kind {}", kind(*frame))
-            });
-        }
-        taken += take.count;
-        cursor = take.cursor_phys;
-    }
-    Ok(taken)
+fn read_all(device: &File, report: &mut Report) -> Result<u64> {
+    let all = Selection { request: MERCURY_IOC_SNAPSHOT_READ, flags: 0, hashed: true };
+    frames::read(device, all, |frame| {
+        report.check(frame.found == frame.expected, || {
+            format!("{:#x} is not what it was; it is of kind {}", frame.phys, kind(frame.phys))
+        });
+    })
 }
 
 /// Returns the kernel's present description of a page: flags as in its `kernel-page-flags.h`, and
@@ -109,8 +89,4 @@ pub fn kind(frame: u64) -> String {
         read.map_or_else(|error| error.to_string(), |()| format!("{:#x}", u64::from_le_bytes(bytes)))
     };
     format!("{}, mapped {}", word("/proc/kpageflags"), word("/proc/kpagecount"))
-}
-
-fn address<T>(room: &mut [T]) -> u64 {
-    room.as_mut_ptr().expose_provenance() as u64
 }

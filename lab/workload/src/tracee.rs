@@ -88,7 +88,8 @@ impl Tracee {
     /// Sets a word of the child's registers.
     pub fn poke(&self, offset: usize, word: u64) -> Result<()> {
         // SAFETY: concerns the child only.
-        check(unsafe { libc::syscall(libc::SYS_ptrace, libc::PTRACE_POKEUSER, self.0, offset, word) } as i32)?;
+        let result = unsafe { libc::syscall(libc::SYS_ptrace, libc::PTRACE_POKEUSER, self.0, offset, word) };
+        check(result as i32)?;
         Ok(())
     }
 }

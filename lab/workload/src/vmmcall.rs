@@ -60,9 +60,23 @@ fn hypercall(cpu: usize, rng: &mut Rng, report: &mut Report) {
     // SAFETY: the instruction faults; this program exists to find out if it does not.
     let fault = unsafe {
         if name == "VMCALL" {
-            attempt!("vmcall", inout("rax") rax, inout("rcx") rcx, inout("rdx") rdx, inout("rdi") rdi, inout("rsi") rsi)
+            attempt!(
+                "vmcall",
+                inout("rax") rax,
+                inout("rcx") rcx,
+                inout("rdx") rdx,
+                inout("rdi") rdi,
+                inout("rsi") rsi
+            )
         } else {
-            attempt!("vmmcall", inout("rax") rax, inout("rcx") rcx, inout("rdx") rdx, inout("rdi") rdi, inout("rsi") rsi)
+            attempt!(
+                "vmmcall",
+                inout("rax") rax,
+                inout("rcx") rcx,
+                inout("rdx") rdx,
+                inout("rdi") rdi,
+                inout("rsi") rsi
+            )
         }
     };
     report.check(fault == Some(UNDEFINED), || format!("CPU {cpu}: {name}({before:x?}) gave {fault:?}"));

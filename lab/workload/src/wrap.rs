@@ -61,6 +61,12 @@ fn jump() -> ! {
     let target = Far((LAST_PAGE + PAGE - CPUID.len()) as u32, USER32_CS);
     // SAFETY: the process ends there.
     unsafe {
-        asm!("xor eax, eax", "xor ecx, ecx", "jmp fword ptr [{}]", in(reg) &raw const target, options(noreturn));
+        asm!(
+            "xor eax, eax",
+            "xor ecx, ecx",
+            "jmp fword ptr [{}]",
+            in(reg) &raw const target,
+            options(noreturn),
+        );
     }
 }

@@ -193,6 +193,32 @@ pub struct CrashRecord {
     pub message: [u8; 120],
 }
 
+impl CrashRecord {
+    /// No crash.
+    pub const NONE: Self = Self {
+        code: 0,
+        vector: u32::MAX,
+        tsc: 0,
+        host_rip_offset: 0,
+        host_rsp_virt: 0,
+        error_code: 0,
+        host_cr2: 0,
+        exit_code: 0,
+        exit_info1: 0,
+        exit_info2: 0,
+        exit_event: 0,
+        guest_rip: 0,
+        guest_rflags: 0,
+        guest_cr0: 0,
+        guest_cr2: 0,
+        guest_cr3: 0,
+        guest_cr4: 0,
+        guest_cs_ss: 0,
+        guest_registers: [0; 16],
+        message: [0; 120],
+    };
+}
+
 /// The block of one CPU.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]

@@ -128,28 +128,7 @@ fn record<V: Vendor>(area: &mut Area<V>, mut crash: CrashRecord, message: fmt::A
 
 /// Describes the system above, and the reason that it was left.
 fn describe<V: Vendor>(area: &Area<V>, phase: Phase, code: Code) -> CrashRecord {
-    let known = CrashRecord {
-        code: code as u32,
-        vector: NO_VECTOR,
-        tsc: Processor.tsc(),
-        host_rip_offset: 0,
-        host_rsp_virt: 0,
-        error_code: 0,
-        host_cr2: 0,
-        exit_code: 0,
-        exit_info1: 0,
-        exit_info2: 0,
-        exit_event: 0,
-        guest_rip: 0,
-        guest_rflags: 0,
-        guest_cr0: 0,
-        guest_cr2: 0,
-        guest_cr3: 0,
-        guest_cr4: 0,
-        guest_cs_ss: 0,
-        guest_registers: [0; 16],
-        message: [0; 120],
-    };
+    let known = CrashRecord { code: code as u32, tsc: Processor.tsc(), ..CrashRecord::NONE };
     if phase == Phase::Native { describe_native(area, known) } else { describe_exit(area, known) }
 }
 

@@ -3,7 +3,7 @@
 //! The target has no machine, so that requests for its registers and its memory are refused. The packets, the
 //! states of a session and the decoder of a step ([`super::step`]) are the ones of a real session.
 
-use std::{collections::BTreeMap, fs::File, io::Write, net::Shutdown, os::unix::net::UnixStream};
+use std::{fs::File, io::Write, net::Shutdown, os::unix::net::UnixStream};
 
 use gdbstub::stub::{GdbStub, state_machine::GdbStubStateMachine};
 use iced_x86::Register;
@@ -14,7 +14,7 @@ use super::{
     step::{Guest, successors},
     target::Target,
 };
-use crate::{load::Loaded, user_access::UserAccesses};
+use crate::load::Loaded;
 
 /// Largest input in bytes. The socket holds all of it.
 const LONGEST: usize = 8 << 10;
@@ -57,17 +57,7 @@ pub fn run(input: &[u8]) {
 }
 
 fn converse(connection: Connection) {
-    let loaded = Loaded {
-        thunks: Vec::new(),
-        exits: Vec::new(),
-        slots: BTreeMap::new(),
-        accesses: UserAccesses::default(),
-        root: 0,
-        filled: 0,
-        unfilled: 0,
-        constants: 0,
-        relocated: 0,
-    };
+    let loaded = Loaded::default();
     let mut target = Target::new(Vec::new(), &loaded);
     let mut session = GdbStub::new(connection).run_state_machine(&mut target).ok();
     while let Some(now) = session.take() {

@@ -47,41 +47,24 @@ pub struct Report {
     pub benchmarks: Vec<Result1>,
 }
 
-/// A benchmark: its setup, and the papers' figures.
+/// A benchmark, and its setup.
 struct Benchmark {
     name: &'static str,
-    paper: Option<Figures>,
     set_up: fn() -> std::io::Result<Workload>,
 }
 
 const BENCHMARKS: &[Benchmark] = &[
-    Benchmark { name: "null-call", paper: None, set_up: workloads::null_call },
-    Benchmark { name: "fork", paper: Some(paper::FORK), set_up: workloads::fork },
-    Benchmark { name: "exec", paper: Some(paper::EXEC), set_up: workloads::exec },
-    Benchmark { name: "sh", paper: Some(paper::SH), set_up: workloads::sh },
-    Benchmark { name: "pipe", paper: None, set_up: workloads::pipe_latency },
-    Benchmark {
-        name: "ctx-2p-0k",
-        paper: Some(paper::CTX_2P_0K),
-        set_up: || workloads::context_switch(2, 0),
-    },
-    Benchmark {
-        name: "ctx-16p-16k",
-        paper: Some(paper::CTX_16P_16K),
-        set_up: || workloads::context_switch(16, 16),
-    },
-    Benchmark {
-        name: "ctx-16p-64k",
-        paper: Some(paper::CTX_16P_64K),
-        set_up: || workloads::context_switch(16, 64),
-    },
-    Benchmark { name: "mmap", paper: Some(paper::MMAP), set_up: workloads::map_file },
-    Benchmark {
-        name: "protection-fault",
-        paper: Some(paper::PROTECTION_FAULT),
-        set_up: workloads::protection_fault,
-    },
-    Benchmark { name: "page-fault", paper: Some(paper::PAGE_FAULT), set_up: workloads::page_fault },
+    Benchmark { name: "null-call", set_up: workloads::null_call },
+    Benchmark { name: "fork", set_up: workloads::fork },
+    Benchmark { name: "exec", set_up: workloads::exec },
+    Benchmark { name: "sh", set_up: workloads::sh },
+    Benchmark { name: "pipe", set_up: workloads::pipe_latency },
+    Benchmark { name: "ctx-2p-0k", set_up: || workloads::context_switch(2, 0) },
+    Benchmark { name: "ctx-16p-16k", set_up: || workloads::context_switch(16, 16) },
+    Benchmark { name: "ctx-16p-64k", set_up: || workloads::context_switch(16, 64) },
+    Benchmark { name: "mmap", set_up: workloads::map_file },
+    Benchmark { name: "protection-fault", set_up: workloads::protection_fault },
+    Benchmark { name: "page-fault", set_up: workloads::page_fault },
 ];
 
 /// Runs the benchmarks whose name contains `only`.
@@ -115,7 +98,7 @@ fn run(benchmark: &Benchmark, samples: u32, stop: &dyn Fn() -> bool) -> Result<R
     for _ in (0..samples).take_while(|_| !stop()) {
         times.push(sample(&mut workload, rounds).map_err(failed)?);
     }
-    Ok(Result1 { name: benchmark.name, us: Summary::of(times), paper: benchmark.paper })
+    Ok(Result1 { name: benchmark.name, us: Summary::of(times), paper: paper::figures(benchmark.name) })
 }
 
 /// Returns the number of rounds in a sample.
@@ -195,7 +178,7 @@ mod tests {
         let report = Report {
             benchmarks: vec![
                 Result1 { name: "null-call", us: us.scaled(0.001), paper: None },
-                Result1 { name: "fork", us, paper: Some(paper::FORK) },
+                Result1 { name: "fork", us, paper: paper::figures("fork") },
             ],
         };
         let mut text = Text::new(false);
