@@ -11,7 +11,8 @@ export MERCURY_LAB_FULL = $(FULL)
 export MERCURY_LAB_MINUTES = $(MINUTES)
 export PATH := $(HOME)/.cargo/bin:$(PATH)
 
-.PHONY: help demo demo-move demo-checkpoint hosted test shell pair bench soak deb check miri tsan clean bootstrap
+.PHONY: help demo demo-move demo-checkpoint hosted test shell pair bench soak deb check miri tsan clean \
+	bootstrap
 
 help:
 	@echo 'make demo      attach and detach beneath a machine that is hard at work'
@@ -43,7 +44,8 @@ demo-checkpoint: bootstrap
 	@$(RUN) demo checkpoint
 
 pair: bootstrap
-	@$(RUN) pair $(if $(KERNEL),--kernel $(KERNEL)) $(if $(CPUS),--cpus $(CPUS)) $(if $(MEMORY),--memory $(MEMORY))
+	@$(RUN) pair $(if $(KERNEL),--kernel $(KERNEL)) $(if $(CPUS),--cpus $(CPUS)) \
+		$(if $(MEMORY),--memory $(MEMORY))
 
 hosted: bootstrap
 	@$(RUN) hosted $(ARGS)
@@ -55,7 +57,8 @@ test: bootstrap
 	@$(RUN) test $(FILTER)
 
 shell: bootstrap
-	@$(RUN) shell $(if $(KERNEL),--kernel $(KERNEL)) $(if $(CPUS),--cpus $(CPUS)) $(if $(MEMORY),--memory $(MEMORY)) \
+	@$(RUN) shell $(if $(KERNEL),--kernel $(KERNEL)) $(if $(CPUS),--cpus $(CPUS)) \
+		$(if $(MEMORY),--memory $(MEMORY)) \
 		$(if $(ROOT),--root $(ROOT)) $(if $(DISK),--disk $(DISK))
 
 miri:

@@ -1,6 +1,6 @@
 //! `make check`: formatting, lints with warnings denied (for the freestanding image too), the
 //! kernel's style for the driver, and a minute of each fuzz target. Hypervisor and driver have a size
-//! that they must not exceed.
+//! that they must not exceed, and so have lines.
 
 use std::{
     path::{Path, PathBuf},
@@ -8,7 +8,7 @@ use std::{
 };
 
 use crate::{
-    artefacts, checkpatch,
+    artefacts, checkpatch, columns,
     driver::Variant,
     error::{Context, Result},
     hypervisor, paths, progress, sizes,
@@ -49,6 +49,9 @@ pub fn run() -> Vec<&'static str> {
     if !matches!(sizes::check(), Ok(true)) {
         failed.push("the sizes of hypervisor and driver");
     }
+    if !matches!(columns::check(), Ok(true)) {
+        failed.push("the length of lines");
+    }
     failed
 }
 
@@ -59,8 +62,8 @@ fn passes(mut command: Command) -> Result<bool> {
 
 /// The number of checks that are commands.
 const COMMANDS: u32 = 6;
-/// The number of checks. The last one is [`sizes::check`].
-pub const COUNT: u32 = COMMANDS + 1;
+/// The number of checks. The last ones are [`sizes::check`] and [`columns::check`].
+pub const COUNT: u32 = COMMANDS + 2;
 
 fn driver_style() -> Result<Command> {
     let mut command = checkpatch::ensure()?;

@@ -31,6 +31,7 @@ mod autopsy;
 pub mod check;
 mod checkpatch;
 pub mod client;
+mod columns;
 pub mod command;
 pub mod deb;
 pub mod disks;

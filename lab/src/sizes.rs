@@ -131,9 +131,9 @@ mod tests {
 
     #[test]
     fn comments_brackets_and_tests_do_not_count() {
-        let text = "//! Doc.\n\nfn f() {\n    // Why.\n    g(\n        1,\n    );\n}\n\n#[cfg(test)]\nmod \
-            tests {\n    fn h() {}\n}\n";
-        assert_eq!(lines_of_code(text), 3);
+        let code = "//! Doc.\n\nfn f() {\n    // Why.\n    g(\n        1,\n    );\n}\n\n";
+        let text = format!("{code}#[cfg(test)]\nmod tests {{\n    fn h() {{}}\n}}\n");
+        assert_eq!(lines_of_code(&text), 3);
         assert_eq!(lines_of_code("/* Why.\n *\n * And how.\n */\nint f(void)\n{\n\treturn 1;\n}\n"), 2);
     }
 

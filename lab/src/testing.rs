@@ -477,8 +477,8 @@ mod tests {
 
     #[test]
     fn test_programs_are_found_among_cargos_messages() {
-        let message = r#"{"reason":"compiler-artifact","manifest_path":"/p/image/Cargo.toml","profile":{"test":true},
-            "target":{"kind":["test"],"name":"chain"},"executable":"/x/a-1"}"#;
+        let message = r#"{"reason":"compiler-artifact","manifest_path":"/p/image/Cargo.toml",
+            "profile":{"test":true},"target":{"kind":["test"],"name":"chain"},"executable":"/x/a-1"}"#;
         let file = Program::of(message).unwrap();
         assert_eq!((file.path.as_path(), file.prefix().as_str()), (Path::new("/x/a-1"), "image, chain: "));
         let unit = Program::of(&message.replace("\"test\"]", "\"lib\"]")).unwrap();

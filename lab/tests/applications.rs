@@ -131,10 +131,14 @@ cd /sys/kernel/tracing
 echo 'p:lab/call smp_call_function_single_async' >> kprobe_events
 echo 'p:lab/sleep hrtimer_nanosleep' >> kprobe_events
 echo 'r:lab/ioctl __x64_sys_ioctl' >> kprobe_events
-for name in mercury_VENDOR_attach_cpu mercury_VENDOR_detach_cpu mercury_VENDOR_native_call mercury_VENDOR_mode \
+for name in mercury_VENDOR_attach_cpu mercury_VENDOR_detach_cpu \
+	mercury_VENDOR_native_call mercury_VENDOR_mode \
 		mercury_VENDOR_enter mercury_VENDOR_leave; do
 	grep -qw "$name" /proc/kallsyms || { echo "no symbol $name" >&2; exit 1; }
-	if echo "p:lab/$name mercury:$name" >> kprobe_events 2>/dev/null; then echo "a probe on $name" >&2; exit 1; fi
+	if echo "p:lab/$name mercury:$name" >> kprobe_events 2>/dev/null; then
+		echo "a probe on $name" >&2
+		exit 1
+	fi
 done
 echo ':mod:mercury' > set_ftrace_filter
 echo 'schedule* smp_call_function* *hrtimer* *_ipi*' >> set_ftrace_filter

@@ -542,7 +542,8 @@ const REWRITTEN: &str = r#"
 import ctypes, os, signal, subprocess, threading, time
 libc = ctypes.CDLL(None, use_errno=True)
 at = ctypes.cast(libc.getppid, ctypes.c_void_p).value
-line = [l.split() for l in open('/proc/self/maps') if 'libc.so' in l and int(l.split('-')[0], 16) <= at < int(l.split('-')[1].split()[0], 16)][0]
+def has(line): return int(line.split('-')[0], 16) <= at < int(line.split('-')[1].split()[0], 16)
+line = [l.split() for l in open('/proc/self/maps') if 'libc.so' in l and has(l)][0]
 page, length = at & ~4095, 4096
 in_file = page - int(line[0].split('-')[0], 16) + int(line[2], 16)
 with open(line[5], 'rb') as file: file.seek(in_file); before = file.read(length)
@@ -658,7 +659,9 @@ libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
 PROGRAMS, ROUNDS, AT = 40, 8, 96
 # mov $39,%eax ; syscall ; mov $number,%eax ; ret
-def page(number): return (bytes([144] * AT + [184, 39, 0, 0, 0, 15, 5, 184]) + number.to_bytes(4, 'little') + bytes([195])).ljust(4096, bytes([144]))
+def page(number):
+    code = bytes([144] * AT + [184, 39, 0, 0, 0, 15, 5, 184]) + number.to_bytes(4, 'little') + bytes([195])
+    return code.ljust(4096, bytes([144]))
 path = '/run/code'
 open(path, 'wb').write(page(0))
 file = os.open(path, os.O_RDWR)
@@ -803,20 +806,30 @@ print('monitor read', attempt(lambda: ctypes.string_at(MONITOR, 8)))
 if ORDERED:
     print('blind write', attempt(lambda: ctypes.memset(KERNEL, 0, 8)))
     print('stack', attempt(lambda: ctypes.string_at(0x7fffffffe000, 8)))
-    print('mmap', {attempt(lambda: jump(ORDERED - 2, 9, 0x10000000, 1 << 20, 3, 17, fd, 0)) for fd in range(64)})
-    for name, number in [('munmap', 11), ('kill', 62), ('ptrace', 101), ('clone', 56), ('execve', 59), ('process_vm_writev', 311), ('open', 2), ('socket', 41), ('connect', 42), ('mount', 165), ('io_uring_setup', 425), ('x32 open', 0x40000002)]:
-        print(name, {attempt(lambda: jump(at - 2, number, 1, 9, 0, 0, 0, 0)) for at in (ORDERED, REPORTED, RETURNED)})
+    map_file = lambda fd: jump(ORDERED - 2, 9, 0x10000000, 1 << 20, 3, 17, fd, 0)
+    print('mmap', {attempt(lambda: map_file(fd)) for fd in range(64)})
+    for name, number in [
+        ('munmap', 11), ('kill', 62), ('ptrace', 101), ('clone', 56), ('execve', 59),
+        ('process_vm_writev', 311), ('open', 2), ('socket', 41), ('connect', 42), ('mount', 165),
+        ('io_uring_setup', 425), ('x32 open', 0x40000002),
+    ]:
+        call_at = lambda at: jump(at - 2, number, 1, 9, 0, 0, 0, 0)
+        print(name, {attempt(lambda: call_at(at)) for at in (ORDERED, REPORTED, RETURNED)})
     print('sigreturn', attempt(lambda: jump(RETURNED - 2, 15, 0, 0, 0, 0, 0, 0)))
     print('orders', attempt(lambda: jump(REPORTED, 0)))
     # A report of an event that has not happened: the monitor takes it for the last event, again. The program
     # goes on after that event, a system call just before, and makes such reports until it is killed.
     def report(): jump(REPORTED - 2, 14, 2, ALL_SIGNALS, 0, 8, before=no_call)
     print('report', attempt(report, 1) < 0)
-    print('other reports', {attempt(lambda: jump(REPORTED - 2, *words)) for words in [(4096,), (14, 0, ALL_SIGNALS, 0, 8), (14, 2, STATE, 0, 8), (14, 2, ALL_SIGNALS, STATE, 8)]})
+    others = [
+        (4096,), (14, 0, ALL_SIGNALS, 0, 8), (14, 2, STATE, 0, 8), (14, 2, ALL_SIGNALS, STATE, 8),
+    ]
+    print('other reports', {attempt(lambda: jump(REPORTED - 2, *words)) for words in others})
     def spin():
         while True: pass
     print('spin', attempt(spin, 1))
-    # Who has come to the call by himself has signals that are not blocked: the next program in that process must not meet them.
+    # A program that has come to the call by itself has signals that are not blocked. The next program
+    # in that process must not meet them.
     def after_a_report(_):
         attempt(report, 0.2)
         return attempt(spin, 0.2)
@@ -935,12 +948,14 @@ caught = lambda *_: None
 def deliver(to):
     # A signal's frame goes where the stack pointer is: mov $to,%rsp ; getpid ; kill(it, SIGUSR1)
     signal.signal(signal.SIGUSR1, caught)
-    run(bytes.fromhex('48bc') + number(to + 4096) + bytes.fromhex('b8270000000f0589c7be0a000000b83e0000000f050f0b'))
+    calls = bytes.fromhex('b8270000000f0589c7be0a000000b83e0000000f050f0b')
+    run(bytes.fromhex('48bc') + number(to + 4096) + calls)
 def come_back(to):
     # Return from a signal, whose frame is at this address.
     run(bytes.fromhex('48bc') + number(to) + bytes.fromhex('b80f0000000f050f0b'))
 def restore(to):
-    # The handler reports the floating-point registers at this address: mov $to,%rax ; mov %rax,0xe0(%rdx) ; ret
+    # The handler reports the floating-point registers at this address:
+    # mov $to,%rax ; mov %rax,0xe0(%rdx) ; ret
     made = bytes.fromhex('48b8') + number(to) + bytes.fromhex('488982e0000000c3')
     code[:len(made)] = made
     libc.signal(10, ctypes.c_void_p(code_at))
@@ -955,16 +970,25 @@ print('errand robust', {attempt(lambda: robust(to)) for to in PLACES})
 # Buffers that begin in a program's memory and end beyond it.
 fixed = call(9, EDGE - 4096, 4096, 3, 0x32, -1, 0)
 ctypes.memset(EDGE - 4096, 65, 4096)
-print('edge', fixed == EDGE - 4096, call(1, writing, EDGE - 4, 8), call(0, full(), EDGE - 4, 8), call(2, EDGE - 4, 0), call(79, EDGE - 1, 64), ctypes.string_at(EDGE - 4, 4))
+print(
+    'edge', fixed == EDGE - 4096, call(1, writing, EDGE - 4, 8), call(0, full(), EDGE - 4, 8),
+    call(2, EDGE - 4, 0), call(79, EDGE - 1, 64), ctypes.string_at(EDGE - 4, 4),
+)
 # Calls with right buffers are carried out.
 path = ctypes.create_string_buffer(b'/tmp/written')
 ctypes.memmove(EDGE - len(path), path, len(path))
-print('right', call(2, EDGE - len(path), 0) > 2, call(1, writing, EDGE - 4, 4), call(0, zero, EDGE - 4096, 4096), ctypes.string_at(EDGE - 4096, 4096) == bytes(4096))
+print(
+    'right', call(2, EDGE - len(path), 0) > 2, call(1, writing, EDGE - 4, 4),
+    call(0, zero, EDGE - 4096, 4096), ctypes.string_at(EDGE - 4096, 4096) == bytes(4096),
+)
 # No program gets these addresses, so that no call can be restarted for ever.
-print('given', {call(9, to & -4096, 4096, 3, 0x32, -1, 0) for to in PLACES}, call(9, EDGE - 4096, 8192, 3, 0x32, -1, 0))
-print('moved', {call(25, fixed, 4096, 4096, 3, to & -4096) for to in PLACES}, call(25, fixed, 4096, 8192, 0, 0))
+given = {call(9, to & -4096, 4096, 3, 0x32, -1, 0) for to in PLACES}
+print('given', given, call(9, EDGE - 4096, 8192, 3, 0x32, -1, 0))
+moved = {call(25, fixed, 4096, 4096, 3, to & -4096) for to in PLACES}
+print('moved', moved, call(25, fixed, 4096, 8192, 0, 0))
 print('near', {call(9, to & -4096, 4096, 3, 0x22, -1, 0) > END for to in PLACES})
-print('grown', call(9, END, 4096, 3, 0x132, -1, 0) == END, call(202, END - 8, 128 | 6, 0, 0, 0, 0), call(1, writing, END - 8, 8))
+grown = call(9, END, 4096, 3, 0x132, -1, 0) == END
+print('grown', grown, call(202, END - 8, 128 | 6, 0, 0, 0, 0), call(1, writing, END - 8, 8))
 print('behind', call(1, writing, END, 8), call(202, END, 128 | 6, 0, 0, 0, 0))
 count = 0
 def counted(*_):

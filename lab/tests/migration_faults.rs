@@ -51,7 +51,9 @@ asked = socket.inet_aton("10.9.0.2")
 found, end, again = set(), time.time() + 3, 0
 while time.time() < end:
     if time.time() > again:
-        wire.send(b"\xff" * 6 + own + struct.pack("!HHHBBH6s4s6s4s", 0x806, 1, 0x800, 6, 4, 1, own, socket.inet_aton("10.9.0.1"), bytes(6), asked))
+        peer = socket.inet_aton("10.9.0.1")
+        question = struct.pack("!HHHBBH6s4s6s4s", 0x806, 1, 0x800, 6, 4, 1, own, peer, bytes(6), asked)
+        wire.send(b"\xff" * 6 + own + question)
         again = time.time() + 0.5
     try:
         frame = wire.recv(2048)

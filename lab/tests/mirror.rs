@@ -68,10 +68,12 @@ while not os.path.exists("/run/still"):
         subprocess.run(["blkdiscard", "-f", "-o", str(at), "-l", "65536", path], check=False)
     if "nvme" in path and count % 90 == 0:
         # struct nvme_passthru_cmd: Write, of one block.
-        number = random.randrange(end // 512 - 1) + int(open("/sys/class/block/%s/start" % os.path.basename(path)).read())
+        start = int(open("/sys/class/block/%s/start" % os.path.basename(path)).read())
+        number = random.randrange(end // 512 - 1) + start
         memory = ctypes.create_string_buffer(os.urandom(512), 512)
-        command = bytearray(struct.pack("<BBHIIIQQIIIIIIIIII", 1, 0, 0, 1, 0, 0, 0, ctypes.addressof(memory), 0, 512,
-                                        number & 0xffffffff, number >> 32, 0, 0, 0, 0, 0, 0))
+        command = bytearray(struct.pack(
+            "<BBHIIIQQIIIIIIIIII", 1, 0, 0, 1, 0, 0, 0, ctypes.addressof(memory), 0, 512,
+            number & 0xffffffff, number >> 32, 0, 0, 0, 0, 0, 0))
         fcntl.ioctl(os.open(path[:-2], os.O_RDWR), 0xc0484e43, command)
     if count % 20 == 0:
         time.sleep(0.02)

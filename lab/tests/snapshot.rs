@@ -355,7 +355,8 @@ fn the_log_knows_what_virtio_had_before_it() -> Result<()> {
 const RIVALS: &str = r#"
 loaded=0
 until [ -e /run/end ]; do
-    insmod /mercury/lib/modules/$(uname -r)/vboxdrv.ko 2> /run/refused && loaded=$((loaded + 1)) && rmmod vboxdrv
+    insmod /mercury/lib/modules/$(uname -r)/vboxdrv.ko 2> /run/refused &&
+        loaded=$((loaded + 1)) && rmmod vboxdrv
     grep -v 'Device or resource busy' /run/refused && exit 1
 done
 echo $loaded

@@ -9,7 +9,10 @@
 use iced_x86::{Code, Instruction, Mnemonic, OpKind, Register};
 
 macro_rules! kinds {
-    ($($(#[$doc:meta])* $kind:ident = $number:literal, $name:literal, [$($gas:literal)*], [$($iced:ident)*];)*) => {
+    ($(
+        $(#[$doc:meta])*
+        $kind:ident = $number:literal, $name:literal, [$($gas:literal)*], [$($iced:ident)*];
+    )*) => {
         /// The kind of a sensitive instruction. The numbers are those of the record's section and
         /// never change.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -123,9 +126,13 @@ kinds! {
     /// Reads a descriptor's limit.
     Lsl = 38, "lsl", ["lsl" "lsll" "lslq" "lslw"], [Lsl];
     /// Reads the base of FS or GS.
-    ReadBase = 39, "rdbase", ["rdfsbase" "rdfsbasel" "rdfsbaseq" "rdgsbase" "rdgsbasel" "rdgsbaseq"], [Rdfsbase Rdgsbase];
+    ReadBase = 39, "rdbase",
+        ["rdfsbase" "rdfsbasel" "rdfsbaseq" "rdgsbase" "rdgsbasel" "rdgsbaseq"],
+        [Rdfsbase Rdgsbase];
     /// Writes the base of FS or GS.
-    WriteBase = 40, "wrbase", ["wrfsbase" "wrfsbasel" "wrfsbaseq" "wrgsbase" "wrgsbasel" "wrgsbaseq"], [Wrfsbase Wrgsbase];
+    WriteBase = 40, "wrbase",
+        ["wrfsbase" "wrfsbasel" "wrfsbaseq" "wrgsbase" "wrgsbasel" "wrgsbaseq"],
+        [Wrfsbase Wrgsbase];
     /// Saves supervisor state.
     Xsaves = 41, "xsaves", ["xsaves" "xsaves64"], [Xsaves Xsaves64];
     /// Restores supervisor state.
@@ -143,7 +150,9 @@ kinds! {
     /// Writes a debug register.
     WriteDebug = 48, "mov-to-dr", [], [];
     /// Loads a segment register.
-    LoadSegment = 49, "mov-to-seg", ["lfs" "lfsl" "lfsq" "lgs" "lgsl" "lgsq" "lss" "lssl" "lssq"], [Lfs Lgs Lss];
+    LoadSegment = 49, "mov-to-seg",
+        ["lfs" "lfsl" "lfsq" "lgs" "lgsl" "lgsq" "lss" "lssl" "lssq"],
+        [Lfs Lgs Lss];
     /// Stores a segment register.
     StoreSegment = 50, "mov-from-seg", [], [];
     /// Reads from an I/O port.
@@ -162,15 +171,16 @@ kinds! {
     Hypercall = 57, "hypercall", ["vmcall" "vmmcall" "tdcall" "vmgexit"], [Vmcall Vmmcall Tdcall Vmgexit];
     /// Controls hardware virtualization.
     Virtualize = 58, "virtualize",
-        ["vmxon" "vmxoff" "vmclear" "vmptrld" "vmptrst" "vmlaunch" "vmresume" "vmread" "vmreadq" "vmwrite" "vmwriteq"
-         "vmfunc" "invept" "invvpid" "vmrun" "vmload" "vmsave" "stgi" "clgi" "skinit" "seamcall" "pvalidate" "psmash"
-         "rmpadjust" "rmpupdate" "rmpquery"],
-        [Vmxon Vmxoff Vmclear Vmptrld Vmptrst Vmlaunch Vmresume Vmread Vmwrite Vmfunc Invept Invvpid Vmrun Vmload Vmsave
-         Stgi Clgi Skinit Seamcall Pvalidate Psmash Rmpadjust Rmpupdate Rmpquery];
+        ["vmxon" "vmxoff" "vmclear" "vmptrld" "vmptrst" "vmlaunch" "vmresume" "vmread" "vmreadq" "vmwrite"
+         "vmwriteq" "vmfunc" "invept" "invvpid" "vmrun" "vmload" "vmsave" "stgi" "clgi" "skinit" "seamcall"
+         "pvalidate" "psmash" "rmpadjust" "rmpupdate" "rmpquery"],
+        [Vmxon Vmxoff Vmclear Vmptrld Vmptrst Vmlaunch Vmresume Vmread Vmwrite Vmfunc Invept Invvpid Vmrun
+         Vmload Vmsave Stgi Clgi Skinit Seamcall Pvalidate Psmash Rmpadjust Rmpupdate Rmpquery];
     /// Controls enclaves or the platform's configuration.
     Enclave = 59, "enclave", ["encls" "enclv" "pconfig" "hreset"], [Encls Enclv Pconfig Hreset];
     /// Controls shadow stacks of user space or of the kernel.
-    ShadowStack = 60, "shadow-stack", ["wrussd" "wrussq" "wrssd" "wrssq" "setssbsy" "clrssbsy" "saveprevssp" "rstorssp"],
+    ShadowStack = 60, "shadow-stack",
+        ["wrussd" "wrussq" "wrssd" "wrssq" "setssbsy" "clrssbsy" "saveprevssp" "rstorssp"],
         [Wrussd Wrussq Wrssd Wrssq Setssbsy Clrssbsy Saveprevssp Rstorssp];
     /// Returns by FRED, or loads the kernel's GS.
     Fred = 61, "fred", ["eretu" "erets" "lkgs"], [Eretu Erets Lkgs];

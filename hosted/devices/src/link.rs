@@ -284,9 +284,11 @@ mod tests {
     proptest! {
         #[test]
         fn a_stream_is_split_into_its_frames_wherever_it_is_cut(
-            lengths in proptest::collection::vec(SHORTEST..3000_usize, 1..20), cut in any::<prop::sample::Index>(),
+            lengths in proptest::collection::vec(SHORTEST..3000_usize, 1..20),
+            cut in any::<prop::sample::Index>(),
         ) {
-            let frames: Vec<Vec<u8>> = lengths.iter().enumerate().map(|(at, &length)| vec![at as u8; length]).collect();
+            let numbered = lengths.iter().enumerate();
+            let frames: Vec<Vec<u8>> = numbered.map(|(at, &length)| vec![at as u8; length]).collect();
             let prefixed = frames.iter().flat_map(|frame| {
                 (frame.len() as u32).to_be_bytes().into_iter().chain(frame.iter().copied())
             });

@@ -94,7 +94,12 @@ pub struct RunArgs {
     #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = memory::mebibytes)]
     pub memory: u64,
     /// Processors, each of them a process of this host; 8 at most
-    #[arg(long, value_name = "NUMBER", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=8))]
+    #[arg(
+        long,
+        value_name = "NUMBER",
+        default_value_t = 1,
+        value_parser = clap::value_parser!(u8).range(1..=8)
+    )]
     pub cpus: u8,
     /// Words for the kernel's command line
     #[arg(long, value_name = "WORDS", default_value = "", allow_hyphen_values = true)]

@@ -9,7 +9,7 @@
 //! | fixed addresses | the 14 MiB below 0xFFFF_FFFF_FF80_0000 | the same low 30 bits |
 //! | the processors' entry areas | 0xFFFF_FE00_0000_0000, 512 GiB | the same low 47 bits |
 //! | the end of programs' memory, less the length of an access | up to 0x7FFF_FFFF_F000 | [`TASK_SIZE`] |
-//! | a third and two thirds of it, where programs are loaded | 0x5555_5555_4AAA, and such at a page's beginning | the same of [`TASK_SIZE`] |
+//! | a third and two thirds of it, where programs begin | 0x5555_5555_4AAA, or at a page | of [`TASK_SIZE`] |
 //!
 //! In some functions the end of programs' memory stands for the beginning of the kernel's; there it is 0.
 

@@ -439,7 +439,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_file_makes_it_panic(bytes in proptest::collection::vec(any::<u8>(), 0..600), header in any::<bool>()) {
+        fn no_file_makes_it_panic(
+            bytes in proptest::collection::vec(any::<u8>(), 0..600),
+            header in any::<bool>(),
+        ) {
             let mut bytes = bytes;
             if header && bytes.len() > 20 {
                 bytes[..20].copy_from_slice(b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0\x02\0\x3e\0");
@@ -448,7 +451,9 @@ mod tests {
         }
 
         #[test]
-        fn no_damage_makes_it_panic(places in proptest::collection::vec((0_usize..0x1000, any::<u8>()), 1..20)) {
+        fn no_damage_makes_it_panic(
+            places in proptest::collection::vec((0_usize..0x1000, any::<u8>()), 1..20),
+        ) {
             let mut bytes = program();
             for (at, value) in places {
                 bytes[at] = value;

@@ -281,7 +281,8 @@ mod tests {
                 }
                 let mut tables = TableReader::new(memory, TABLES[0]);
                 for page in (0..PAGES).map(|number| number * PAGE).chain([LARGE_PAGE + 3 * PAGE]) {
-                    let entry_at = if page < LARGE_PAGE { TABLES[3] + page / PAGE * 8 } else { TABLES[2] + 8 };
+                    let is_small = page < LARGE_PAGE;
+                    let entry_at = if is_small { TABLES[3] + page / PAGE * 8 } else { TABLES[2] + 8 };
                     let was = memory.read_long(entry_at);
                     // The frame that the processor reaches if the entry stays unchanged.
                     let goes = |access| {

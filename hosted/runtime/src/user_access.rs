@@ -13,7 +13,7 @@
 //! |---|---|
 //! | `UACCESS`, `COPY`, `UCOPY_LEN`, `FAULT`, `*_MCE_SAFE` | programs' memory |
 //! | `IMM_REG` with -`EFAULT` | programs' memory; saving floating-point registers to the kernel's |
-//! | `IMM_REG` with other numbers, `DEFAULT` and the rest | instructions that fault for themselves, the kernel's memory |
+//! | other `IMM_REG`, `DEFAULT` and the rest | instructions that fault for themselves, the kernel's memory |
 //!
 //! A few functions use memory of either kind ([`EITHER`]). Only functions that leave the guest call
 //! them for a program's memory; the kernel calls them for its own. An instruction that copies is

@@ -129,7 +129,8 @@ mod tests {
 
     #[test]
     fn exits_are_counted_by_reason() {
-        let cpu = |hypercall: u64, msr: u64| json!({ "exits": { "hypercall": hypercall, "msr-pass-through": msr } });
+        let exits = |hypercall: u64, msr: u64| json!({ "hypercall": hypercall, "msr-pass-through": msr });
+        let cpu = |hypercall: u64, msr: u64| json!({ "exits": exits(hypercall, msr) });
         let before = by_reason(&json!({ "cpus": [cpu(3, 1), cpu(2, 0)] }));
         let after = by_reason(&json!({ "cpus": [cpu(4, 1), cpu(3, 0)] }));
         assert_eq!(difference(&before, &after), BTreeMap::from([("hypercall".to_owned(), 2)]));

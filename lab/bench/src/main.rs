@@ -171,7 +171,11 @@ struct MovesArgs {
     kernel: Kernel,
     /// With --migration: move nothing; write docs/soak-migration.md and the figures from all runs
     /// so far
-    #[arg(long, requires = "migration", conflicts_with_all = ["moves", "minutes", "cpus", "memory", "kernel"])]
+    #[arg(
+        long,
+        requires = "migration",
+        conflicts_with_all = ["moves", "minutes", "cpus", "memory", "kernel"]
+    )]
     page: bool,
 }
 

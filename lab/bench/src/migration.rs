@@ -438,8 +438,9 @@ pub(crate) fn last_words(said: &str) -> Option<Move> {
 
 fn report(way: &'static str, said: &str) -> Option<Move> {
     let pattern = concat!(
-        r"(\d+) rounds; .* which read (\d+) pages at the end; .* stood still for (\d+) ms \((\d+) until the instant, ",
-        r"(\d+) for the last pages, (\d+) until they were verified, (\d+) for the start\); (\d+) bytes were sent, in ([0-9.]+) s"
+        r"(\d+) rounds; .* which read (\d+) pages at the end; .* stood still for (\d+) ms ",
+        r"\((\d+) until the instant, (\d+) for the last pages, (\d+) until they were verified, ",
+        r"(\d+) for the start\); (\d+) bytes were sent, in ([0-9.]+) s"
     );
     let found = Regex::new(pattern).ok()?.captures_iter(said).last()?;
     let number = |group: usize| found[group].parse::<u64>().ok();

@@ -24,10 +24,22 @@ struct Row {
 
 macro_rules! row {
     ($code:ident, $($field:ident).+, $alter:expr) => {
-        Row { code: Code::$code, field: concat_path!($($field).+), offset: offset_of!(CpuFacts, $($field).+), high: false, alter: $alter }
+        Row {
+            code: Code::$code,
+            field: concat_path!($($field).+),
+            offset: offset_of!(CpuFacts, $($field).+),
+            high: false,
+            alter: $alter,
+        }
     };
     ($code:ident, high $($field:ident).+, $alter:expr) => {
-        Row { code: Code::$code, field: concat_path!($($field).+), offset: offset_of!(CpuFacts, $($field).+) + 4, high: true, alter: $alter }
+        Row {
+            code: Code::$code,
+            field: concat_path!($($field).+),
+            offset: offset_of!(CpuFacts, $($field).+) + 4,
+            high: true,
+            alter: $alter,
+        }
     };
 }
 

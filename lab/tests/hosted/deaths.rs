@@ -176,7 +176,8 @@ const LEDGER: &str = "\
 create table if not exists account (id int primary key, balance bigint not null);
 insert into account select id, 1000 from generate_series(0, 19) id on conflict do nothing;
 create table if not exists paid (life int, number int, source int, target int, amount bigint);
-create or replace function pay(life int, number int, source int, target int, amount bigint) returns text language sql as $$
+create or replace function pay(life int, number int, source int, target int, amount bigint)
+returns text language sql as $$
 insert into paid values (life, number, source, target, amount);
 update account set balance = balance - amount where id = source;
 update account set balance = balance + amount where id = target;
@@ -187,7 +188,8 @@ $$;
 /// left out.
 const CHECK: &str = "\
 select 'wrong', count(*) from account where balance != 1000 \
-- coalesce((select sum(amount) from paid where source = id), 0) + coalesce((select sum(amount) from paid where target = id), 0);
+- coalesce((select sum(amount) from paid where source = id), 0)
++ coalesce((select sum(amount) from paid where target = id), 0);
 select 'sums', sum(balance) from account;
 select 'has', life, count(*), count(distinct number), max(number) from paid group by life order by life;
 ";

@@ -1,5 +1,5 @@
-# What programs on two processors do with the same memory while others of them change what is mapped: what a processor keeps of
-# the page tables has to go when the kernel says so.
+# What programs on two processors do with the same memory while others of them change what is mapped: what a
+# processor keeps of the page tables has to go when the kernel says so.
 import ctypes, mmap, os, threading, time
 
 PAGE = 4096
@@ -7,7 +7,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
 libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
 
-# Two files' pages take turns at one address. Whoever reads there gets the one that is said to be there, if it was so throughout.
+# Two files' pages take turns at one address. Whoever reads there gets the one that is said to be there, if it
+# was so throughout.
 files = []
 for number in range(2):
     files.append(os.memfd_create('page'))
@@ -38,8 +39,8 @@ stop[0] = True
 [one.join() for one in readers]
 print('mapped', all(reads), wrong[:3])
 
-# A child's memory stays what it was at the fork, whatever a thread of its parent's writes on another processor. Each processor is
-# told by the other in turn: which one the pages above are changed on is chance.
+# A child's memory stays what it was at the fork, whatever a thread of its parent's writes on another
+# processor. Each processor is told by the other in turn: which one the pages above are changed on is chance.
 memory = mmap.mmap(-1, PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 def write(cpu):

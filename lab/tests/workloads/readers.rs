@@ -15,7 +15,8 @@ pub fn real_hardware() -> Spec {
     let usb = ["-device", "qemu-xhci", "-device", "usb-storage,drive=stick"];
     let stick = [
         "-drive",
-        "if=none,id=stick,format=raw,file.driver=null-co,file.read-zeroes=on,file.size=1073741824,read-only=on",
+        "if=none,id=stick,format=raw,file.driver=null-co,file.read-zeroes=on,file.size=1073741824,\
+         read-only=on",
     ];
     let spec = Spec::new(Kernel::BookwormGeneric)
         .cpus(2)

@@ -131,7 +131,10 @@ proptest! {
     /// A stretch of an image is replaced, by accident or by an attacker: the image is refused, or
     /// still gives the same.
     #[test]
-    fn replaced_stretches_are_refused(at in 0_usize..200_000, with in proptest::collection::vec(any::<u8>(), 0..200)) {
+    fn replaced_stretches_are_refused(
+        at in 0_usize..200_000,
+        with in proptest::collection::vec(any::<u8>(), 0..200),
+    ) {
         let mut bytes = image();
         let at = at % bytes.len();
         let before = bytes.clone();

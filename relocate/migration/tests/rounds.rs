@@ -154,12 +154,19 @@ fn round() -> impl Strategy<Value = Round> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig {
+        cases: 2000,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
 
     /// For any measurements the policy ends in time. It never stops above the limit if asked not
     /// to. It never throttles more than allowed, nor less than before.
     #[test]
-    fn the_policy_ends_within_its_limits(limits in limits(), rounds in proptest::collection::vec(round(), 60)) {
+    fn the_policy_ends_within_its_limits(
+        limits in limits(),
+        rounds in proptest::collection::vec(round(), 60),
+    ) {
         let mut policy = Policy::new(limits, fixed());
         let mut held_back = 0;
         let mut ended = false;
@@ -193,7 +200,8 @@ proptest! {
     #[test]
     fn machines_come_to_an_end(limits in limits(), pages in 1..2_000_000_u64, share in 0..100_u64,
                                writes_per_second in 0..2_000_000_u64, megabytes in 1..2_000_u64) {
-        let limits = Limits { max_bytes_per_second: limits.max_bytes_per_second.map(|rate| rate | 1 << 20), ..limits };
+        let rate = limits.max_bytes_per_second.map(|rate| rate | 1 << 20);
+        let limits = Limits { max_bytes_per_second: rate, ..limits };
         let load = Load {
             pages,
             working_set: pages * share / 100,

@@ -162,8 +162,10 @@ mod tests {
 
     #[test]
     fn buddyinfo() {
-        let text = "Node 0, zone      DMA      1      1      1      0      0      0      0      0      1      1      2\n\
-                    Node 0, zone   Normal    216     55    189    101     84     38     37     27      5      3      0\n";
+        let text = "\
+Node 0, zone      DMA      1      1      1      0      0      0      0      0      1      1      2
+Node 0, zone   Normal    216     55    189    101     84     38     37     27      5      3      0
+";
         assert_eq!(parse_buddyinfo(text, 6), (4 + 8 + 32) + (37 + 2 * 27 + 4 * 5 + 8 * 3));
         assert_eq!(parse_buddyinfo(text, 10), 2);
         assert_eq!(parse_buddyinfo(text, 40), 0);

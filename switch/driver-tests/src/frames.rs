@@ -130,7 +130,8 @@ proptest! {
 
     #[test]
     fn memory_is_kept_without_its_holes(
-        mut holes in prop::collection::vec((0_u64..40, 1_u64..6).prop_map(|(at, pages)| range(at, pages)), 0..10),
+        mut holes in
+            prop::collection::vec((0_u64..40, 1_u64..6).prop_map(|(at, pages)| range(at, pages)), 0..10),
         start in 0_u64..40,
         pages in 0_u64..20,
     ) {
@@ -139,7 +140,8 @@ proptest! {
         KEPT.take();
         // SAFETY: the array has as many elements as the count says.
         let code = unsafe {
-            mercury_frames_without(start * PAGE, end * PAGE, holes.as_ptr(), u32::try_from(holes.len())?, keep)
+            let count = u32::try_from(holes.len())?;
+            mercury_frames_without(start * PAGE, end * PAGE, holes.as_ptr(), count, keep)
         };
         prop_assert_eq!(code, Code::Ok as u32);
         // A part may be empty: it ends before it begins when holes overlap.
@@ -153,14 +155,19 @@ proptest! {
 
     #[test]
     fn the_next_frame_is_written_and_not_free(
-        written in frames(), free in frames(), starts in frames(), by_log in any::<bool>(), used in any::<bool>(),
+        written in frames(),
+        free in frames(),
+        starts in frames(),
+        by_log in any::<bool>(),
+        used in any::<bool>(),
     ) {
         let collected = Map::new(&written, true);
         let unused = Map::new(&free, false);
         let end = 2 * MAP_BITS as u64 + 90;
         for frame in starts {
             let found = next(by_log.then_some(&collected), used.then_some(&unused), frame, end);
-            let is_wanted = |page: &u64| (!by_log || written.contains(page)) && (!used || !free.contains(page));
+            let is_wanted =
+                |page: &u64| (!by_log || written.contains(page)) && (!used || !free.contains(page));
             // Whatever is beyond the given bits is neither written nor free.
             let expected = if by_log {
                 written.range(frame..).find(|page| is_wanted(page)).copied().unwrap_or(end).min(end)

@@ -277,7 +277,11 @@ proptest! {
     }
 
     #[test]
-    fn ranges_that_are_wrong_are_refused(memory in memory(20, 4), which in any::<prop::sample::Index>(), how in 0..6) {
+    fn ranges_that_are_wrong_are_refused(
+        memory in memory(20, 4),
+        which in any::<prop::sample::Index>(),
+        how in 0..6,
+    ) {
         let mut ranges = memory.ranges;
         let mut limit = 1 << 40;
         let at = which.index(ranges.len());

@@ -152,7 +152,8 @@ pub mod real {
     pub fn general_protection() {
         // SAFETY: it is the point that this faults.
         unsafe {
-            core::arch::asm!("mov rax, [{}]", in(reg) 0x8000_0000_0000_0000_u64, out("rax") _, options(nostack));
+            const ADDRESS: u64 = 0x8000_0000_0000_0000;
+            core::arch::asm!("mov rax, [{}]", in(reg) ADDRESS, out("rax") _, options(nostack));
         }
     }
 

@@ -10,7 +10,13 @@ use core::arch::asm;
 unsafe extern "C" fn memcpy(to: *mut u8, from: *const u8, count: usize) -> *mut u8 {
     // SAFETY: the caller's promise; the direction flag is clear.
     unsafe {
-        asm!("rep movsb", inout("rcx") count => _, inout("rdi") to => _, inout("rsi") from => _, options(nostack, preserves_flags));
+        asm!(
+            "rep movsb",
+            inout("rcx") count => _,
+            inout("rdi") to => _,
+            inout("rsi") from => _,
+            options(nostack, preserves_flags),
+        );
     }
     to
 }
@@ -46,7 +52,13 @@ unsafe extern "C" fn memmove(to: *mut u8, from: *const u8, count: usize) -> *mut
 unsafe extern "C" fn memset(to: *mut u8, value: i32, count: usize) -> *mut u8 {
     // SAFETY: the caller's promise; the direction flag is clear.
     unsafe {
-        asm!("rep stosb", inout("rcx") count => _, inout("rdi") to => _, in("al") value as u8, options(nostack, preserves_flags));
+        asm!(
+            "rep stosb",
+            inout("rcx") count => _,
+            inout("rdi") to => _,
+            in("al") value as u8,
+            options(nostack, preserves_flags),
+        );
     }
     to
 }

@@ -219,7 +219,8 @@ proptest! {
     #[test]
     fn later_ranges_are_hidden(machine in any_machine(), known in 0..5_usize) {
         let (whole, whole_pool) = build_at_once::<IntelExtended>(&machine);
-        let first = Machine { owned: machine.owned[..known.min(machine.owned.len())].to_vec(), ..machine.clone() };
+        let owned = machine.owned[..known.min(machine.owned.len())].to_vec();
+        let first = Machine { owned, ..machine.clone() };
         let (mut map, mut pool) = build_at_once::<IntelExtended>(&first);
         pool.available = usize::MAX;
         prop_assert_eq!(map.build_step(&mut pool, &machine.owned, usize::MAX), Step::Done);

@@ -83,7 +83,10 @@ proptest! {
     }
 
     #[test]
-    fn aligned_blocks_are_exact(mtrrs in any_mtrrs(contiguous(BITS, 12), BITS, Just(None)), log2 in 12..=BITS) {
+    fn aligned_blocks_are_exact(
+        mtrrs in any_mtrrs(contiguous(BITS, 12), BITS, Just(None)),
+        log2 in 12..=BITS,
+    ) {
         for start in (0..1 << BITS).step_by(1 << log2) {
             let types = page_types(&mtrrs, start, 1 << log2);
             let expected = (pieces(&types) == 0).then(|| types[0]);
@@ -119,7 +122,11 @@ proptest! {
     /// Around 4 GiB and TOP_MEM2.
     #[test]
     fn top_of_memory_is_exact(
-        mtrrs in any_mtrrs(contiguous(33, 20), 33, proptest::option::of(FOUR_GIB - 8 * MIB..FOUR_GIB + 40 * MIB)),
+        mtrrs in any_mtrrs(
+            contiguous(33, 20),
+            33,
+            proptest::option::of(FOUR_GIB - 8 * MIB..FOUR_GIB + 40 * MIB),
+        ),
         start in 0..64_u64,
         size in 1..64_u64,
     ) {

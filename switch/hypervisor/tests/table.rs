@@ -69,7 +69,11 @@ proptest! {
 
     /// A split changes the size and nothing else.
     #[test]
-    fn split_keeps_the_translation(permission in any_permission(), bits in 0..8_u64, offset in 0..1_u64 << 30) {
+    fn split_keeps_the_translation(
+        permission in any_permission(),
+        bits in 0..8_u64,
+        offset in 0..1_u64 << 30,
+    ) {
         let kind = MemoryType::from_bits(bits);
         let mut pool = Pool::with(usize::MAX);
         let tables = PageTable::<IntelExtended>::new(&mut pool, Depth::Four).expect("a page");

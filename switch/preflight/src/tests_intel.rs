@@ -189,7 +189,9 @@ proptest! {
     ) {
         let good = good_xeon(0);
         // Completely random words are hardly ever acceptable.
-        let near = |random: u64, good: u64| if sane { good | random & random >> 7 & 0xffff_ffff << 32 } else { random };
+        let near = |random: u64, good: u64| {
+            if sane { good | random & random >> 7 & 0xffff_ffff << 32 } else { random }
+        };
         let mut facts = CpuFacts {
             vmx_pin_controls: near(pin, good.vmx_pin_controls),
             vmx_primary_controls: near(primary, good.vmx_primary_controls),

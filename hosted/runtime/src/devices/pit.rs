@@ -139,7 +139,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_program_makes_it_panic(steps in proptest::collection::vec((0_u16..4, any::<u8>(), any::<u32>()), 1..50)) {
+        fn no_program_makes_it_panic(
+            steps in proptest::collection::vec((0_u16..4, any::<u8>(), any::<u32>()), 1..50),
+        ) {
             let mut pit = Pit::default();
             let mut now = 0;
             for (port, value, later) in steps {

@@ -98,10 +98,14 @@ const DESCRIPTION: &str = r#"<?xml version="1.0"?>
 <reg name="st2" bitsize="80" type="i387_ext"/><reg name="st3" bitsize="80" type="i387_ext"/>
 <reg name="st4" bitsize="80" type="i387_ext"/><reg name="st5" bitsize="80" type="i387_ext"/>
 <reg name="st6" bitsize="80" type="i387_ext"/><reg name="st7" bitsize="80" type="i387_ext"/>
-<reg name="fctrl" bitsize="32" type="int" group="float"/><reg name="fstat" bitsize="32" type="int" group="float"/>
-<reg name="ftag" bitsize="32" type="int" group="float"/><reg name="fiseg" bitsize="32" type="int" group="float"/>
-<reg name="fioff" bitsize="32" type="int" group="float"/><reg name="foseg" bitsize="32" type="int" group="float"/>
-<reg name="fooff" bitsize="32" type="int" group="float"/><reg name="fop" bitsize="32" type="int" group="float"/>
+<reg name="fctrl" bitsize="32" type="int" group="float"/>
+<reg name="fstat" bitsize="32" type="int" group="float"/>
+<reg name="ftag" bitsize="32" type="int" group="float"/>
+<reg name="fiseg" bitsize="32" type="int" group="float"/>
+<reg name="fioff" bitsize="32" type="int" group="float"/>
+<reg name="foseg" bitsize="32" type="int" group="float"/>
+<reg name="fooff" bitsize="32" type="int" group="float"/>
+<reg name="fop" bitsize="32" type="int" group="float"/>
 </feature>
 <feature name="org.gnu.gdb.i386.segments">
 <reg name="fs_base" bitsize="64" type="int"/><reg name="gs_base" bitsize="64" type="int"/>

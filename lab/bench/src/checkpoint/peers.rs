@@ -265,8 +265,9 @@ fn migrate(machine: &Machine) -> Result<Once> {
 fn criu(machine: &Machine) -> Result<Once> {
     let line = r"
         rm -rf /root/criu; mkdir /root/criu
-        tool sbin/criu dump --tree $(head -1 /var/lib/postgresql/*/main/postmaster.pid) --images-dir /root/criu --leave-running \
-            --tcp-established --ext-unix-sk --file-locks --manage-cgroups=ignore --shell-job --log-file dump.log > /dev/null 2>&1 \
+        tool sbin/criu dump --tree $(head -1 /var/lib/postgresql/*/main/postmaster.pid) \
+            --images-dir /root/criu --leave-running --tcp-established --ext-unix-sk --file-locks \
+            --manage-cgroups=ignore --shell-job --log-file dump.log > /dev/null 2>&1 \
             || { tail -20 /root/criu/dump.log >&2; exit 1; }
         sync -f /root/criu
         cat /root/criu/*.img | wc -c";

@@ -20,8 +20,16 @@ const SIZE: &str = "1500M";
 /// Functions for a machine's shell: one finds a disk by its serial number, one calls a program of
 /// the tools' disk.
 pub const SHELL: &str = r#"
-disk() { for d in /sys/block/vd*; do test "$(cat $d/serial)" = "mercury-$1" && echo /dev/${d##*/}; done; true; }
-tool() { program=$1; shift; LD_LIBRARY_PATH=/run/peers/usr/lib/x86_64-linux-gnu:/run/peers/lib/x86_64-linux-gnu /run/peers/usr/$program "$@"; }
+disk() {
+    for d in /sys/block/vd*; do test "$(cat $d/serial)" = "mercury-$1" && echo /dev/${d##*/}; done
+    true
+}
+tool() {
+    program=$1
+    shift
+    LD_LIBRARY_PATH=/run/peers/usr/lib/x86_64-linux-gnu:/run/peers/lib/x86_64-linux-gnu \
+        /run/peers/usr/$program "$@"
+}
 mkdir -p /run/peers; mountpoint -q /run/peers || mount -o ro $(disk peers) /run/peers
 "#;
 

@@ -283,7 +283,12 @@ fn bundle_of(job: &Job) -> Value {
         },
         "root": {"path": job.tree, "readonly": true},
         "hostname": "lab",
-        "mounts": [mount("/proc", "proc"), mount("/tmp", "tmpfs"), mount("/run", "tmpfs"), mount("/dev/shm", "tmpfs")],
+        "mounts": [
+            mount("/proc", "proc"),
+            mount("/tmp", "tmpfs"),
+            mount("/run", "tmpfs"),
+            mount("/dev/shm", "tmpfs"),
+        ],
         "linux": {"namespaces": [{"type": "pid"}, {"type": "ipc"}, {"type": "uts"}, {"type": "mount"}]}
     })
 }

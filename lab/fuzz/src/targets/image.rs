@@ -83,7 +83,8 @@ fn forged(identity: u8, records: &[Record]) -> Vec<u8> {
         if record.kind == COMMIT && raw.is_empty() {
             let sum = sums.finalize();
             raw = format!(
-                r#"{{"records":{number},"frames":{frames},"zeros":0,"duplicates":0,"unchanged":{unchanged},"checksum":"{sum}"}}"#
+                "{{\"records\":{number},\"frames\":{frames},\"zeros\":0,\"duplicates\":0,\
+                 \"unchanged\":{unchanged},\"checksum\":\"{sum}\"}}"
             )
             .into_bytes();
         }

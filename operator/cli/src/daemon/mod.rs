@@ -425,9 +425,10 @@ mod tests {
             assert!(again.busy && again.refused.is_some(), "{again:?}");
             end.send(Err("no connection".into())).unwrap();
             let failed = wait_for(socket, |state| matches!(state, State::Failed { .. }));
-            assert!(
-                matches!(&failed, State::Failed { why, reason, .. } if why == "no connection" && reason == "errors")
-            );
+            assert!(matches!(
+                &failed,
+                State::Failed { why, reason, .. } if why == "no connection" && reason == "errors"
+            ));
             // The pairing token may still be valid, because no machine has arrived.
             assert!(evacuate(socket, "errors").refused.is_none());
             end.send(Ok(())).unwrap();

@@ -33,7 +33,13 @@ pub struct CheckpointArgs {
     #[arg(long, value_name = "TIME", conflicts_with = "poweroff")]
     pub every: Option<Interval>,
     /// With --every: number of images to keep
-    #[arg(long, value_name = "COUNT", default_value_t = 6, value_parser = clap::value_parser!(u16).range(1..), requires = "every")]
+    #[arg(
+        long,
+        value_name = "COUNT",
+        default_value_t = 6,
+        value_parser = clap::value_parser!(u16).range(1..),
+        requires = "every"
+    )]
     pub keep: u16,
     /// Write only the pages that have changed since another image, which the new one then needs
     /// (see `mercury merge`). With --every the other image is the previous one, and the first image
@@ -41,7 +47,13 @@ pub struct CheckpointArgs {
     #[arg(long, value_name = "IMAGE", num_args = 0..=1, require_equals = true)]
     pub incremental: Option<Option<PathBuf>>,
     /// With --every and --incremental: one full image in so many
-    #[arg(long, value_name = "COUNT", default_value_t = 12, value_parser = clap::value_parser!(u16).range(1..=256), requires_all = ["every", "incremental"])]
+    #[arg(
+        long,
+        value_name = "COUNT",
+        default_value_t = 12,
+        value_parser = clap::value_parser!(u16).range(1..=256),
+        requires_all = ["every", "incremental"]
+    )]
     pub full_every: u16,
     /// Write over a block device that holds something else than an image
     #[arg(long)]
@@ -58,7 +70,12 @@ pub struct CheckpointArgs {
     #[arg(long, value_name = "FILE", hide = true, conflicts_with = "every")]
     pub hashes: Option<PathBuf>,
     /// Level of compression, one of zstd's
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(i32).range(-7..=19), allow_hyphen_values = true)]
+    #[arg(
+        long,
+        default_value_t = 1,
+        value_parser = clap::value_parser!(i32).range(-7..=19),
+        allow_hyphen_values = true
+    )]
     pub level: i32,
     #[command(flatten)]
     pub module: ModuleArgs,

@@ -16,7 +16,12 @@ pub struct MergeArgs {
     #[arg(long)]
     pub overwrite: bool,
     /// Level of compression, one of zstd's
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(i32).range(-7..=19), allow_hyphen_values = true)]
+    #[arg(
+        long,
+        default_value_t = 1,
+        value_parser = clap::value_parser!(i32).range(-7..=19),
+        allow_hyphen_values = true
+    )]
     pub level: i32,
 }
 

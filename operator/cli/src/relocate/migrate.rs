@@ -35,11 +35,21 @@ pub struct MigrateArgs {
     #[arg(long)]
     pub or_give_up: bool,
     /// Number of rounds at most while everything runs; 0: stop applications first, then copy
-    #[arg(long, value_name = "COUNT", default_value_t = 30, value_parser = clap::value_parser!(u32).range(0..=1000))]
+    #[arg(
+        long,
+        value_name = "COUNT",
+        default_value_t = 30,
+        value_parser = clap::value_parser!(u32).range(0..=1000)
+    )]
     pub rounds: u32,
     /// Throttle of applications at most, in percent of their time, if more is written than the
     /// network carries; it rises step by step; 0: no throttle
-    #[arg(long, value_name = "PERCENT", default_value_t = 75, value_parser = clap::value_parser!(u8).range(0..=99))]
+    #[arg(
+        long,
+        value_name = "PERCENT",
+        default_value_t = 75,
+        value_parser = clap::value_parser!(u8).range(0..=99)
+    )]
     pub max_throttle: u8,
     /// Bandwidth a second at most while everything runs: 10M, 1G; a number alone is MiB, for all
     /// sizes
@@ -47,7 +57,11 @@ pub struct MigrateArgs {
     pub bandwidth: Option<u64>,
     /// Number of connections for pages, each of which is encrypted and decrypted by itself; 1 to 16
     /// [default: the number of CPUs, and 4 at most]
-    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..=i64::from(STREAMS_MAX)))]
+    #[arg(
+        long,
+        value_name = "COUNT",
+        value_parser = clap::value_parser!(u32).range(1..=i64::from(STREAMS_MAX))
+    )]
     pub streams: Option<u32>,
     /// TCP's congestion control for the connection, one of the kernel's: bbr keeps its rate over a
     /// link that loses packets
@@ -71,7 +85,12 @@ pub struct MigrateArgs {
     #[arg(long)]
     pub without_tombstone: bool,
     /// Level of compression, one of zstd's
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(i32).range(-7..=19), allow_hyphen_values = true)]
+    #[arg(
+        long,
+        default_value_t = 1,
+        value_parser = clap::value_parser!(i32).range(-7..=19),
+        allow_hyphen_values = true
+    )]
     pub level: i32,
     /// Find changed pages by hashes of all memory, as on machines without a dirty log
     #[arg(long, hide = true, conflicts_with = "verify_log")]

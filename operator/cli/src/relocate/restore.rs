@@ -21,7 +21,12 @@ pub struct RestoreArgs {
     #[arg(long, requires = "prepare")]
     pub boot_menu: bool,
     /// Memory for the restore environment: 128M, 1G
-    #[arg(long, value_name = "SIZE", default_value = "128M", value_parser = mebibytes(MEMORY_LEAST_MIB..=1024))]
+    #[arg(
+        long,
+        value_name = "SIZE",
+        default_value = "128M",
+        value_parser = mebibytes(MEMORY_LEAST_MIB..=1024)
+    )]
     pub memory: u64,
     /// Bring the machine back now: this is the restore environment
     #[arg(long)]

@@ -375,7 +375,9 @@ mod tests {
 
     #[test]
     fn gateways() {
-        let table = "Iface\tDestination\tGateway\tFlags\nens3\t0000090A\t00000000\t0001\nens3\t00000000\t0100090A\t0003\n";
+        let table = "Iface\tDestination\tGateway\tFlags\n\
+                     ens3\t0000090A\t00000000\t0001\n\
+                     ens3\t00000000\t0100090A\t0003\n";
         assert_eq!(gateway(table, "ens3"), Some(Ipv4Addr::new(10, 9, 0, 1)));
         assert_eq!(gateway(table, "ens4"), None);
     }

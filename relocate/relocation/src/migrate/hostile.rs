@@ -105,7 +105,8 @@ fn acts() -> impl Strategy<Value = Vec<Act>> {
     let announcements =
         prop::sample::select(vec![Word::Started, Word::Discarded, Word::Lost, Word::Unknown, Word::Commit]);
     let act = prop_oneof![
-        6 => (words, prop::sample::select(vec![0, 1, 5000])).prop_map(|(word, length)| Act::Say(word, length)),
+        6 => (words, prop::sample::select(vec![0, 1, 5000]))
+            .prop_map(|(word, length)| Act::Say(word, length)),
         4 => Just(Act::SayVerified),
         3 => announcements.prop_map(Act::Announce),
         2 => prop::sample::select(vec!["resume", "abandon", "adopt"]).prop_map(Act::Type),

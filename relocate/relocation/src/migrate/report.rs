@@ -273,7 +273,8 @@ mod tests {
             next: Next::Copy { throttle_percent: 15 },
         };
         let round = json!({
-            "event": "round", "round": 1, "pages": 2, "zero_pages": 1, "bytes": 300, "seconds": 0.5, "bytes_per_second": 600.0,
+            "event": "round", "round": 1, "pages": 2, "zero_pages": 1, "bytes": 300, "seconds": 0.5,
+            "bytes_per_second": 600.0,
             "dirty_pages_per_second": 4.5, "downtime_ms": 600.0, "throttle_percent": 15
         });
         let mirrored = json!({

@@ -853,7 +853,9 @@ proptest! {
                     let link = loop {
                         match Link::connect(destination.to, &destination.token, LIMIT) {
                             Ok(link) => break link,
-                            Err(error) => prop_assert!(error.exit == Exit::Busy && Instant::now() < end, "{error}"),
+                            Err(error) => {
+                                prop_assert!(error.exit == Exit::Busy && Instant::now() < end, "{error}");
+                            }
                         }
                     };
                     source = Source { at: &destination, link, attempt: Attempt([1; 16]) };

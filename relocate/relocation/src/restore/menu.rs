@@ -345,12 +345,17 @@ mod tests {
         /// A POSIX shell reads single quotes as GRUB does.
         #[test]
         fn words_are_read_as_they_are(text in "[ -~äß]{0,24}") {
-            let output = std::process::Command::new("sh").args(["-c", &format!("printf %s {}", word(&text))]).output();
+            let line = format!("printf %s {}", word(&text));
+            let output = std::process::Command::new("sh").args(["-c", &line]).output();
             prop_assert_eq!(String::from_utf8(output.expect("sh").stdout).expect("text"), text);
         }
 
         #[test]
-        fn the_rest_of_the_file_stays(text in "([a-z# ]{0,12}\n){0,6}", old in "[a-z\n]{0,20}", new in "[a-z]{1,20}\n") {
+        fn the_rest_of_the_file_stays(
+            text in "([a-z# ]{0,12}\n){0,6}",
+            old in "[a-z\n]{0,20}",
+            new in "[a-z]{1,20}\n",
+        ) {
             let with_old = with_block(&text, "T", &format!("{old}\n"));
             prop_assert_eq!(with_block(&with_old, "T", &new), with_block(&text, "T", &new));
             prop_assert!(with_old.starts_with(&text));

@@ -311,8 +311,8 @@ mod tests {
         Line::parse(line).expect("a line").place(Path::new("/srv/images/now"), cards, &Sysroot::default())
     }
 
-    const V4: &str = "40 30 0:46 / /srv rw,relatime shared:1 - nfs4 server:/export rw,vers=4.2,rsize=65536,hard,\
-                      proto=tcp,sec=sys,clientaddr=10.9.0.2,local_lock=none,addr=10.9.0.1";
+    const V4: &str = "40 30 0:46 / /srv rw,relatime shared:1 - nfs4 server:/export rw,vers=4.2,rsize=65536,\
+                      hard,proto=tcp,sec=sys,clientaddr=10.9.0.2,local_lock=none,addr=10.9.0.1";
 
     #[test]
     fn an_nfs_image_is_mounted_as_before() {

@@ -414,7 +414,12 @@ proptest! {
     /// No exit code, qualification or register makes the handler panic, and each either resumes or leaves
     /// with the interrupted instruction pointer.
     #[test]
-    fn any_exit_is_answered(code in any::<u16>(), info1 in any::<u64>(), rax in any::<u64>(), rcx in any::<u64>()) {
+    fn any_exit_is_answered(
+        code in any::<u16>(),
+        info1 in any::<u64>(),
+        rax in any::<u64>(),
+        rcx in any::<u64>(),
+    ) {
         prop_assume!(u64::from(code) != exit_code::NPF);
         let mut cpu = Attached::new();
         let rip = cpu.area.control.rip;

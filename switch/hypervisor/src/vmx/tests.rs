@@ -1269,7 +1269,8 @@ proptest! {
         inward.tr.limit = u32::from(limits[0]);
         (inward.gdtr.limit, inward.idtr.limit) = (limits[1], limits[2]);
         if fs > 3 {
-            inward.fs = Segment { selector: fs << 3 | 3, attributes: 0xC0F3, limit: u32::MAX, ..Segment::default() };
+            let selector = fs << 3 | 3;
+            inward.fs = Segment { selector, attributes: 0xC0F3, limit: u32::MAX, ..Segment::default() };
         }
         if ldt {
             inward.ldtr = Segment { selector: 0x50, attributes: 0x82, limit: 0xFFFF, ..Segment::default() };
@@ -1283,7 +1284,8 @@ proptest! {
         cpu.hardware.msrs.extend(msrs);
         let all_before = cpu.hardware.msrs.clone();
         prop_assert_eq!(capture::attach(&mut cpu.area, &mut cpu.hardware), Ok(()));
-        prop_assert_eq!(refusal::first(good_xeon(0).vmx_cr4_fixed1, &mut cpu.hardware), (Refusal::UnknownState, 0));
+        let found = refusal::first(good_xeon(0).vmx_cr4_fixed1, &mut cpu.hardware);
+        prop_assert_eq!(found, (Refusal::UnknownState, 0));
         // State that an exit loads.
         for index in [msr::FS_BASE, msr::GS_BASE, msr::DEBUGCTL] {
             cpu.hardware.msrs.insert(index, 0);
@@ -1294,12 +1296,14 @@ proptest! {
         prop_assert_eq!((outward.rflags, outward.cr3, outward.cr4), (before.rflags, before.cr3, before.cr4));
         prop_assert_eq!(outward.cr0, cpu.area.cpu.guest_cr0);
         prop_assert_eq!((outward.gdtr, outward.idtr), (before.gdtr, before.idtr));
-        let selectors = [before.es, before.cs, before.ss, before.ds].map(|segment| u64::from(segment.selector));
+        let segments = [before.es, before.cs, before.ss, before.ds];
+        let selectors = segments.map(|segment| u64::from(segment.selector));
         prop_assert_eq!(outward.selectors, selectors);
         prop_assert_eq!(outward.thread_selectors, [u64::from(before.fs.selector), 0]);
         let system = |segment: &SystemSegment| (segment.selector, segment.limit, segment.base_virt);
         prop_assert_eq!(system(&cpu.area.own.tr), (0x40, before.tr.limit, before.tr_base_virt));
-        prop_assert_eq!(system(&cpu.area.own.ldtr), (before.ldtr.selector, before.ldtr.limit, before.ldtr_base_virt));
+        let ldtr = (before.ldtr.selector, before.ldtr.limit, before.ldtr_base_virt);
+        prop_assert_eq!(system(&cpu.area.own.ldtr), ldtr);
         prop_assert_eq!(cpu.area.own.ldtr.is_usable(), ldt);
         // The gate writes the bases.
         cpu.hardware.msrs.extend([msr::FS_BASE, msr::GS_BASE].into_iter().zip(outward.thread_bases));
@@ -1333,7 +1337,12 @@ proptest! {
 
     /// Any injected event has the reserved bits clear. Software's events are left to their instruction.
     #[test]
-    fn events_handed_over_are_legal(kind in 0u64..8, vector in 0u64..256, with_code in any::<bool>(), code in any::<u16>()) {
+    fn events_handed_over_are_legal(
+        kind in 0u64..8,
+        vector in 0u64..256,
+        with_code in any::<bool>(),
+        code in any::<u16>(),
+    ) {
         prop_assume!(kind != 1 && kind != 7);
         let mut cpu = Cpu::attached();
         let info = event::VALID | 1 << 12 | kind << 8 | u64::from(with_code) << 11 | vector;

@@ -99,7 +99,11 @@ pub unsafe fn vmread(field: u32) -> u64 {
     let value: u64;
     // SAFETY: the caller's promise; a refusal leaves the register as it is. It may be the field's own.
     unsafe {
-        asm!("vmread {field:r}, {field:r}", field = inout(reg) u64::from(field) => value, options(nomem, nostack));
+        asm!(
+            "vmread {field:r}, {field:r}",
+            field = inout(reg) u64::from(field) => value,
+            options(nomem, nostack),
+        );
     }
     value
 }

@@ -465,7 +465,9 @@ proptest! {
     /// Intercepts, permission maps, what is to be injected and when, windows for interrupts and NMIs, what
     /// is to be flushed, the guest's registers: the processor has them as KVM has made them.
     #[test]
-    fn a_block_is_entered_as_kvm_has_made_it(words in prop::collection::vec(any::<u64>(), size_of::<Vmcb>() / 8)) {
+    fn a_block_is_entered_as_kvm_has_made_it(
+        words in prop::collection::vec(any::<u64>(), size_of::<Vmcb>() / 8),
+    ) {
         let mut host = Host::with_svm();
         let bytes = |block: &Vmcb| -> Vec<u64> {
             // SAFETY: a block is made of integers, without gaps.
