@@ -14,8 +14,8 @@ const COLUMNS: usize = 110;
 /// dependencies.
 const TEXT: [&str; 7] = [".md", ".json", ".snap", ".toml", ".lock", ".proptest-regressions", "COPYING"];
 
-/// Files and folders without the bound: licences as their authors wrote them, inputs of fuzz targets, and files
-/// of the lab's machines, whose content names the built images.
+/// Files and folders without the bound: licences as their authors wrote them, inputs of fuzz
+/// targets, and files of the lab's machines, whose content names the built images.
 const FREE: [&str; 3] = ["LICENSE-", "lab/fuzz/findings/", "lab/guest/"];
 
 /// Prints each line that is too long. Returns true if there is none.

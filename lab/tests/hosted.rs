@@ -784,7 +784,8 @@ def jump(to, *arguments, before=b''):
     # mov to rax, rdi, rsi, rdx, r10, r8, r9 and r11 ; jmp *%r11
     moves = [(72, 184), (72, 191), (72, 190), (72, 186), (73, 186), (73, 184), (73, 185)]
     moves = list(zip(moves, arguments)) + [((73, 187), to)]
-    made = before + b''.join(bytes(move) + value.to_bytes(8, 'little') for move, value in moves) + bytes([65, 255, 227])
+    made = before + b''.join(bytes(move) + value.to_bytes(8, 'little') for move, value in moves)
+    made += bytes([65, 255, 227])
     code[:len(made)] = made
     function()
 small_call = mmap.mmap(-1, 4096, prot=7)

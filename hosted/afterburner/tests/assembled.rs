@@ -569,8 +569,8 @@ proptest! {
         let image = rewritten(&with_records, Treatment::Slots);
         prop_assert_eq!(comparable(instructions(&plain)), comparable(instructions(&image)), "{}", text);
         let account = check::account(&image, "a.o");
-        let is_short = |finding: &Finding| finding.what == "a slot is too short";
-        prop_assert!(account.findings.iter().all(is_short), "{:?}\n{}", account.findings, text);
+        let mut others = account.findings.iter().filter(|finding| finding.what != "a slot is too short");
+        prop_assert!(others.next().is_none(), "{:?}\n{}", account.findings, text);
     }
 
     /// Arbitrary input passes without a removed or changed byte.

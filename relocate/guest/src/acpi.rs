@@ -314,7 +314,9 @@ pub(crate) mod tests {
 
     proptest! {
         #[test]
-        fn no_table_makes_it_panic(changes in proptest::collection::vec((0_usize..0x1000, any::<u8>()), 0..40)) {
+        fn no_table_makes_it_panic(
+            changes in proptest::collection::vec((0_usize..0x1000, any::<u8>()), 0..40),
+        ) {
             let mut firmware = firmware();
             for (at, byte) in changes {
                 firmware.0[1].1[at] = byte;

@@ -17,14 +17,14 @@ const CLASSES: [(&str, &str); 24] = [
     ("MEASURE", "NONE"),
     ("SNAPSHOT_PREPARE", "NONE"),
     ("SNAPSHOT_BEGIN", "NONE"),
-    ("SNAPSHOT_TAKE", "READS"),
+    ("SNAPSHOT_READ", "READS"),
     ("SNAPSHOT_END", "NONE"),
     ("SNAPSHOT_MACHINE", "READS"),
     ("ROLLBACK", "NONE"),
     ("FENCE", "NONE"),
     ("RESTORE_BEGIN", "WRITES"),
     ("RESTORE_LOAD", "WRITES"),
-    ("SNAPSHOT_LOOK", "READS"),
+    ("SNAPSHOT_READ_PRESENT", "READS"),
     ("LOG_BEGIN", "NONE"),
     ("LOG_COLLECT", "NONE"),
     ("DISK_LOG", "NONE"),
@@ -46,7 +46,7 @@ fn rows() -> BTreeMap<&'static str, &'static str> {
     let rows = DEVICE.lines().filter_map(|line| line.trim().strip_prefix("{ MERCURY_IOC_"));
     let row = |row: &'static str| {
         let words: Vec<_> = row.split(", ").collect();
-        (words[0], words[3])
+        (words[0], words[3].trim_end_matches(','))
     };
     rows.map(row).collect()
 }

@@ -330,7 +330,7 @@ mod tests {
             payload.extend(zstd::bulk::compress(&raw, 1).expect("compressed"));
             if let Ok(chunks) = Chunks::unpack(&payload) {
                 let is_whole = |data: &[u8], length| data.len() == length;
-                for chunk in &chunks {
+                for chunk in chunks.iter() {
                     prop_assert!(chunk.data.is_none_or(|data| is_whole(data, chunk.length)));
                 }
             }
