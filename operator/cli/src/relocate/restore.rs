@@ -36,7 +36,7 @@ pub struct RestoreArgs {
     pub force_disks: bool,
     /// Let the machine go on as a virtual machine of this system, which stays as it is. Needs KVM, and no
     /// root if you may open /dev/kvm
-    #[arg(long, conflicts_with_all = ["prepare", "here", "force_disks", "module", "memory"])]
+    #[arg(long, conflicts_with_all = ["prepare", "here", "force_disks", "memory"])]
     pub as_guest: bool,
     #[command(flatten)]
     pub module: ModuleArgs,
