@@ -30,6 +30,88 @@
 #define UNWIND_HINT_NONE	UNWIND_HINT_EMPTY
 #endif
 
+/* Saves the registers of the gate's caller. */
+.macro SAVE_CALLER
+	pushq	%rbp
+	pushq	%rbx
+	pushq	%r12
+	pushq	%r13
+	pushq	%r14
+	pushq	%r15
+	pushfq
+.endm
+
+/* Notes the inward state, with the place to go on at. Afterwards RAX is CR3. */
+.macro NOTE_INWARD back
+	pushfq
+	popq	MERCURY_GATE_INWARD_RFLAGS(%rdi)
+	movq	%rsp, MERCURY_GATE_INWARD_RSP(%rdi)
+	leaq	\back(%rip), %rax
+	movq	%rax, MERCURY_GATE_INWARD_RIP(%rdi)
+	movq	%cr4, %rdx
+	movq	%rdx, MERCURY_GATE_INWARD_CR4(%rdi)
+	movq	%cr3, %rax
+	movq	%rax, MERCURY_GATE_INWARD_CR3(%rdi)
+.endm
+
+/* Selects PCID 0 in CR3, which is in RAX. */
+.macro CLEAR_PCID
+	testl	$0xfff, %eax
+	jz	.Lno_pcid\@
+	andq	$~0xfff, %rax
+	movq	%rax, %cr3
+.Lno_pcid\@:
+.endm
+
+/* Goes on in the hypervisor, in its address space. */
+.macro JUMP_TO_HOST
+	movq	MERCURY_GATE_HOST_CR4(%rdi), %rax
+	movq	%rax, %cr4
+	movq	MERCURY_GATE_HOST_CR3(%rdi), %rax
+	movq	%rax, %cr3
+	ANNOTATE_RETPOLINE_SAFE
+	jmp	*MERCURY_GATE_ENTRY_VIRT(%rdi)
+.endm
+
+/* Returns to the gate's caller. */
+.macro RETURN_TO_CALLER
+	popfq
+	popq	%r15
+	popq	%r14
+	popq	%r13
+	popq	%r12
+	popq	%rbx
+	popq	%rbp
+	ANNOTATE_UNRET_SAFE
+	ret
+	int3
+.endm
+
+/* Loads the outward stack, and pushes what a far return and POPF take. */
+.macro PUSH_FAR_RETURN
+	movl	SELECTOR(SS), %eax
+	movl	%eax, %ss
+	movq	REGISTER(RSP), %rsp
+	pushq	SELECTOR(CS)
+	pushq	MERCURY_GATE_OUTWARD_RIP(%rdi)
+	pushq	MERCURY_GATE_OUTWARD_RFLAGS(%rdi)
+.endm
+
+/* Fills the area's frame for IRET, which needs none of the user's stack, and points RSP to it. */
+.macro FILL_FRAME
+	movq	MERCURY_GATE_OUTWARD_RIP(%rdi), %rax
+	movq	%rax, (MERCURY_GATE_FRAME + 0)(%rdi)
+	movq	SELECTOR(CS), %rax
+	movq	%rax, (MERCURY_GATE_FRAME + 8)(%rdi)
+	movq	MERCURY_GATE_OUTWARD_RFLAGS(%rdi), %rax
+	movq	%rax, (MERCURY_GATE_FRAME + 16)(%rdi)
+	movq	REGISTER(RSP), %rax
+	movq	%rax, (MERCURY_GATE_FRAME + 24)(%rdi)
+	movq	SELECTOR(SS), %rax
+	movq	%rax, (MERCURY_GATE_FRAME + 32)(%rdi)
+	leaq	MERCURY_GATE_FRAME(%rdi), %rsp
+.endm
+
 /* Loads a data segment that was readable a moment ago; a null selector keeps its RPL. */
 .macro LOAD_SEGMENT index register
 	movl	SELECTOR(\index), %eax

@@ -33,23 +33,9 @@ SYM_DATA_END(mercury_vmx_page)
 SYM_CODE_START(mercury_vmx_enter)
 	UNWIND_HINT_FUNC
 	endbr64
-	pushq	%rbp
-	pushq	%rbx
-	pushq	%r12
-	pushq	%r13
-	pushq	%r14
-	pushq	%r15
-	pushfq
+	SAVE_CALLER
 
-	pushfq
-	popq	MERCURY_GATE_INWARD_RFLAGS(%rdi)
-	movq	%rsp, MERCURY_GATE_INWARD_RSP(%rdi)
-	leaq	.Lreturned(%rip), %rax
-	movq	%rax, MERCURY_GATE_INWARD_RIP(%rdi)
-	movq	%cr4, %rdx
-	movq	%rdx, MERCURY_GATE_INWARD_CR4(%rdi)
-	movq	%cr3, %rax
-	movq	%rax, MERCURY_GATE_INWARD_CR3(%rdi)
+	NOTE_INWARD .Lreturned
 	sgdt	MERCURY_GATE_INWARD_GDTR_LIMIT(%rdi)
 	sidt	MERCURY_GATE_INWARD_IDTR_LIMIT(%rdi)
 
@@ -63,31 +49,13 @@ SYM_CODE_START(mercury_vmx_enter)
 	lgdt	GATE_NMI(GDTR_LIMIT)(%rdi)
 
 	/* CR4.PCIDE may only be set again while CR3 holds PCID 0 ("Control registers"). */
-	testl	$0xfff, %eax
-	jz	.Lno_pcid
-	andq	$~0xfff, %rax
-	movq	%rax, %cr3
-.Lno_pcid:
-	movq	MERCURY_GATE_HOST_CR4(%rdi), %rax
-	movq	%rax, %cr4
-	movq	MERCURY_GATE_HOST_CR3(%rdi), %rax
-	movq	%rax, %cr3
-	ANNOTATE_RETPOLINE_SAFE
-	jmp	*MERCURY_GATE_ENTRY_VIRT(%rdi)
+	CLEAR_PCID
+	JUMP_TO_HOST
 
 .Lreturned:
 	UNWIND_HINT_NONE
 	ANNOTATE_NOENDBR
-	popfq
-	popq	%r15
-	popq	%r14
-	popq	%r13
-	popq	%r12
-	popq	%rbx
-	popq	%rbp
-	ANNOTATE_UNRET_SAFE
-	ret
-	int3
+	RETURN_TO_CALLER
 SYM_CODE_END(mercury_vmx_enter)
 /* A breakpoint in here would be one in an address space without the kernel's handlers. */
 _ASM_NOKPROBE(mercury_vmx_enter)
@@ -231,12 +199,7 @@ SYM_CODE_START(mercury_vmx_leave)
 	jns	.Lby_frame
 
 	/* A far return, not IRET, which would unblock NMIs ("Nonmaskable interrupt"). */
-	movl	SELECTOR(SS), %eax
-	movl	%eax, %ss
-	movq	REGISTER(RSP), %rsp
-	pushq	SELECTOR(CS)
-	pushq	MERCURY_GATE_OUTWARD_RIP(%rdi)
-	pushq	MERCURY_GATE_OUTWARD_RFLAGS(%rdi)
+	PUSH_FAR_RETURN
 	LOAD_REGISTERS
 	popfq
 	lretq
@@ -246,17 +209,7 @@ SYM_CODE_START(mercury_vmx_leave)
 	 * blocked, so IRET is right; it must not touch the user's stack.
 	 */
 .Lby_frame:
-	movq	MERCURY_GATE_OUTWARD_RIP(%rdi), %rax
-	movq	%rax, (MERCURY_GATE_FRAME + 0)(%rdi)
-	movq	SELECTOR(CS), %rax
-	movq	%rax, (MERCURY_GATE_FRAME + 8)(%rdi)
-	movq	MERCURY_GATE_OUTWARD_RFLAGS(%rdi), %rax
-	movq	%rax, (MERCURY_GATE_FRAME + 16)(%rdi)
-	movq	REGISTER(RSP), %rax
-	movq	%rax, (MERCURY_GATE_FRAME + 24)(%rdi)
-	movq	SELECTOR(SS), %rax
-	movq	%rax, (MERCURY_GATE_FRAME + 32)(%rdi)
-	leaq	MERCURY_GATE_FRAME(%rdi), %rsp
+	FILL_FRAME
 	LOAD_REGISTERS
 	VERW_BEFORE_USER
 	iretq
