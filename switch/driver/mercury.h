@@ -20,6 +20,7 @@
 #ifndef MERCURY_H
 #define MERCURY_H
 
+#include <linux/build_bug.h>
 #include <linux/cpumask.h>
 #include <linux/mutex.h>
 #include <linux/percpu.h>
@@ -29,6 +30,9 @@
 #include <asm/cpufeature.h>
 
 #include "mercury_abi.h"
+
+/* Steps are chained by `?:`: the first code that is not MERCURY_CODE_OK ends the chain. */
+static_assert(MERCURY_CODE_OK == 0);
 
 /* Outcome.cpu of an outcome that concerns no single CPU. */
 #define MERCURY_NO_CPU U32_MAX

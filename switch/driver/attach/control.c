@@ -88,9 +88,7 @@ static u32 call_here(u32 operation, u64 argument, u64 detail[2])
 
 	local_irq_save(flags);
 	m = this_cpu_ptr(&mercury_cpus);
-	code = mercury_can_enter(m->detail);
-	if (code == MERCURY_CODE_OK)
-		code = mercury_vendor->native_call(m, operation, argument);
+	code = mercury_can_enter(m->detail) ?: mercury_vendor->native_call(m, operation, argument);
 	detail[0] = m->detail[0];
 	detail[1] = m->detail[1];
 	local_irq_restore(flags);
@@ -127,17 +125,11 @@ static u32 load(struct mercury_outcome *outcome)
 	local_irq_save(flags);
 	code = mercury_can_enter(outcome->detail);
 	local_irq_restore(flags);
-	if (code == MERCURY_CODE_OK)
-		code = mercury_image_check();
-	if (code != MERCURY_CODE_OK)
-		return code;
 	mercury.iomem_end = mercury_iomem_end();
-	code = mercury_memory_create();
+	code = code ?: mercury_image_check() ?: mercury_memory_create();
 	if (code != MERCURY_CODE_OK)
 		return code;
-	code = build(outcome);
-	if (code == MERCURY_CODE_OK)
-		code = mercury_tables_copy();
+	code = build(outcome) ?: mercury_tables_copy();
 	if (code != MERCURY_CODE_OK)
 		mercury_memory_destroy();
 	return code;
@@ -410,10 +402,8 @@ static u32 attach(const struct cpumask *cpus, struct mercury_outcome *outcome)
 
 	if (code == MERCURY_CODE_OK) {
 		mercury_on_cpus(cpus, mercury_vendor->attach_cpu);
-		code = first_refusal(cpus, outcome);
+		code = first_refusal(cpus, outcome) ?: verify(cpus, MERCURY_MODE_ATTACHED, outcome);
 	}
-	if (code == MERCURY_CODE_OK)
-		code = verify(cpus, MERCURY_MODE_ATTACHED, outcome);
 	if (code != MERCURY_CODE_OK)
 		roll_back(cpus);
 	return code;
@@ -448,9 +438,7 @@ u32 mercury_attach(const struct cpumask *cpus, bool check_only, struct mercury_o
 	cpus_read_lock();
 	if (all)
 		cpus = cpu_online_mask;
-	code = all_online(cpus, outcome);
-	if (code == MERCURY_CODE_OK)
-		code = preflight(cpus, outcome);
+	code = all_online(cpus, outcome) ?: preflight(cpus, outcome);
 	if (code == MERCURY_CODE_OK && !check_only)
 		code = attach(cpus, outcome);
 	if (code == MERCURY_CODE_OK && !check_only) {

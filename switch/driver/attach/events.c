@@ -46,22 +46,22 @@ static int hotplug_state, dead_state;
 static u32 attach_here(void)
 {
 	struct mercury_cpu *m = this_cpu_ptr(&mercury_cpus);
-	u32 code;
 
 	if (mercury_fault(MERCURY_FAULT_POINT_HOTPLUG))
 		return MERCURY_CODE_INJECTED_FAULT;
 	/* The monitor has yet to see it. */
 	if (READ_ONCE(m->shared->crash.code) != MERCURY_CODE_OK)
 		return MERCURY_CODE_CRASHED;
-	code = mercury_check_cpu(m);
-	if (code == MERCURY_CODE_OK)
-		code = mercury_vendor->attach_cpu(m);
-	return code;
+	return mercury_check_cpu(m) ?: mercury_vendor->attach_cpu(m);
 }
 
 static void detach_here(void)
 {
+	unsigned long flags;
+
+	local_irq_save(flags);
 	mercury_vendor->detach_cpu(this_cpu_ptr(&mercury_cpus));
+	local_irq_restore(flags);
 }
 
 static bool is_wanted(unsigned int cpu)
@@ -99,13 +99,8 @@ static int cpu_comes(unsigned int cpu)
 /* Runs on the CPU that goes. */
 static int cpu_goes(unsigned int cpu)
 {
-	unsigned long flags;
-
-	if (mercury.state == MERCURY_STATE_UNLOADED)
-		return 0;
-	local_irq_save(flags);
-	detach_here();
-	local_irq_restore(flags);
+	if (mercury.state != MERCURY_STATE_UNLOADED)
+		detach_here();
 	return 0;
 }
 
@@ -145,14 +140,9 @@ static void system_resumes(SYSCORE_ARGUMENT)
 
 static void system_shuts_down(SYSCORE_ARGUMENT)
 {
-	unsigned long flags;
-
 	mercury.going_down = true;
-	if (mercury.state == MERCURY_STATE_UNLOADED)
-		return;
-	local_irq_save(flags);
-	detach_here();
-	local_irq_restore(flags);
+	if (mercury.state != MERCURY_STATE_UNLOADED)
+		detach_here();
 }
 
 static struct syscore_ops syscore_ops = {

@@ -215,21 +215,14 @@ static u32 place_image(void **image)
 	const struct mercury_image_header *header = mercury_image_header();
 	unsigned long text = header->text_end / PAGE_SIZE;
 	unsigned long rodata = header->rodata_end / PAGE_SIZE - text;
-	u32 code;
 
 	*image = mercury_carve(mercury_image_pages(), 1);
 	if (!*image)
 		return MERCURY_CODE_NO_CONTIGUOUS_MEMORY;
-	code = mercury_image_place(*image);
-	if (code != MERCURY_CODE_OK)
-		return code;
-	code = mercury_map_owned(*image, text, MERCURY_MAP_TEXT);
-	if (code != MERCURY_CODE_OK)
-		return code;
-	code = mercury_map_owned(*image + header->text_end, rodata, MERCURY_MAP_RODATA);
-	if (code != MERCURY_CODE_OK)
-		return code;
-	return mercury_map_owned(*image + header->rodata_end,
+	return mercury_image_place(*image) ?:
+	       mercury_map_owned(*image, text, MERCURY_MAP_TEXT) ?:
+	       mercury_map_owned(*image + header->text_end, rodata, MERCURY_MAP_RODATA) ?:
+	       mercury_map_owned(*image + header->rodata_end,
 				 mercury_image_pages() - text - rodata, MERCURY_MAP_DATA);
 }
 
@@ -299,7 +292,6 @@ static u32 place_area(int cpu, void *image)
 {
 	struct mercury_cpu *m = mercury_cpu(cpu);
 	struct mercury_gate_block *gate = mercury_carve(MERCURY_AREA_PAGES, MERCURY_AREA_PAGES);
-	u32 code;
 
 	if (!gate)
 		return MERCURY_CODE_NO_CONTIGUOUS_MEMORY;
@@ -312,13 +304,9 @@ static u32 place_area(int cpu, void *image)
 	gate->cpu = cpu;
 	mercury_vendor->place(gate);
 	m->gate = gate;
-	code = mercury_map_window(gate);
-	if (code != MERCURY_CODE_OK)
-		return code;
-	code = mercury_map_owned(gate, MERCURY_AREA_PAGE_PROCESSOR, MERCURY_MAP_DATA);
-	if (code != MERCURY_CODE_OK)
-		return code;
-	return mercury_map_owned((void *)gate + MERCURY_AREA_PAGE_STACK * PAGE_SIZE,
+	return mercury_map_window(gate) ?:
+	       mercury_map_owned(gate, MERCURY_AREA_PAGE_PROCESSOR, MERCURY_MAP_DATA) ?:
+	       mercury_map_owned((void *)gate + MERCURY_AREA_PAGE_STACK * PAGE_SIZE,
 				 MERCURY_AREA_PAGES - MERCURY_AREA_PAGE_STACK, MERCURY_MAP_DATA);
 }
 
@@ -343,24 +331,10 @@ static u32 create(void)
 		return MERCURY_CODE_NO_MEMORY;
 	remaining = mercury_image_pages() + INFO_PAGES + POOL_INITIAL + TABLES_ESTIMATE +
 		    MERCURY_AREA_PAGES * num_possible_cpus();
-	code = mercury_tables_create();
-	if (code == MERCURY_CODE_OK)
-		code = place_image(&image);
-	if (code == MERCURY_CODE_OK)
-		code = place_info(image);
-	for_each_possible_cpu(cpu) {
-		if (code == MERCURY_CODE_OK)
-			code = place_shared(cpu);
-		if (code == MERCURY_CODE_OK)
-			code = place_area(cpu, image);
-	}
-	if (code == MERCURY_CODE_OK)
-		code = map_gate();
-	if (code == MERCURY_CODE_OK)
-		code = mercury_memory_donate(POOL_INITIAL);
-	if (code == MERCURY_CODE_OK)
-		code = pool_fill();
-	return code;
+	code = mercury_tables_create() ?: place_image(&image) ?: place_info(image);
+	for_each_possible_cpu(cpu)
+		code = code ?: place_shared(cpu) ?: place_area(cpu, image);
+	return code ?: map_gate() ?: mercury_memory_donate(POOL_INITIAL) ?: pool_fill();
 }
 
 /* Logs the memory that reads as zeros in a dump that an attached CPU makes. */

@@ -23,8 +23,10 @@ static struct {
  * Frames that were free are read as zeros. If free pages must be kept, a log of writes would not suffice:
  * the frames hold something that was not written.
  */
-u32 mercury_dirty_log_allocate(void)
+u32 mercury_dirty_log_allocate(u64 flags)
 {
+	if (!(flags & MERCURY_SNAPSHOT_TRACK))
+		return MERCURY_CODE_OK;
 	if (!mercury_scan_free(&dirty_log.count))
 		return MERCURY_CODE_LOG_UNSUPPORTED;
 	dirty_log.argument = mercury_piece(0, GFP_KERNEL);

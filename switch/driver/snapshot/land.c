@@ -235,9 +235,7 @@ int mercury_restore_go(void)
 	/* A second try would use up what is set aside. */
 	if (restore.landing)
 		return MERCURY_CODE_RESTORE_QUIESCE;
-	code = give_seeds();
-	if (code == MERCURY_CODE_OK)
-		code = prepare();
+	code = give_seeds() ?: prepare();
 	if (code != MERCURY_CODE_OK)
 		return code;
 	pr_info("going on in the machine of the image\n");

@@ -303,9 +303,9 @@ unlock:
 static struct notifier_block oom_notifier = { .notifier_call = memory_runs_out };
 
 /* Offers the pool to a system without memory, from its first page on. */
-int mercury_pool_begin(void)
+u32 mercury_pool_begin(void)
 {
-	return register_oom_notifier(&oom_notifier);
+	return register_oom_notifier(&oom_notifier) ? MERCURY_CODE_NO_MEMORY : MERCURY_CODE_OK;
 }
 
 /* Ends the offer, before the pool goes. */

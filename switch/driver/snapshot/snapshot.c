@@ -65,50 +65,37 @@ static u32 allocate_own(u64 flags)
 /* Allocates all memory of the snapshot itself. The pool comes last: it has what can be spared. */
 static u32 allocate(const struct mercury_snapshot_request *request, unsigned long ram_pages)
 {
-	u32 code = mercury_pieces_begin();
-
-	if (code == MERCURY_CODE_OK)
-		code = mercury_kept_allocate();
-	if (code == MERCURY_CODE_OK)
-		code = allocate_own(request->flags);
-	if (code == MERCURY_CODE_OK)
-		code = mercury_pool_allocate();
-	if (code == MERCURY_CODE_OK)
-		code = mercury_read_allocate(request->flags, ram_pages);
-	if (code == MERCURY_CODE_OK)
-		code = mercury_scan_allocate(request->flags, ram_pages);
-	if (code == MERCURY_CODE_OK && request->flags & MERCURY_SNAPSHOT_TRACK)
-		code = mercury_dirty_log_allocate();
-	if (code == MERCURY_CODE_OK)
-		code = mercury_pool_fill(request->pool_pages);
-	return code;
+	return mercury_pieces_begin() ?:
+	       mercury_kept_allocate() ?:
+	       allocate_own(request->flags) ?:
+	       mercury_pool_allocate() ?:
+	       mercury_read_allocate(request->flags, ram_pages) ?:
+	       mercury_scan_allocate(request->flags, ram_pages) ?:
+	       mercury_dirty_log_allocate(request->flags) ?:
+	       mercury_pool_fill(request->pool_pages);
 }
 
 /* Does all that can be done before the instant. */
 static u32 prepare(const struct mercury_snapshot_request *request)
 {
 	unsigned long ram_pages = mercury_ram_pages();
-	u32 code = MERCURY_CODE_NO_MEMORY;
+	u32 code;
 
 	snapshot.prepared = true;
-	if (!mercury_pool_begin())
-		code = allocate(request, ram_pages);
-	if (code == MERCURY_CODE_OK)
-		code = mercury_instant_prepare(ram_pages);
-	if (code == MERCURY_CODE_OK)
-		code = mercury_kept_find();
+	code = mercury_pool_begin() ?:
+	       allocate(request, ram_pages) ?:
+	       mercury_instant_prepare(ram_pages) ?:
+	       mercury_kept_find();
 	/* Memory that was plugged in since has no place in the maps. */
 	if (code == MERCURY_CODE_OK && mercury_ram_pages() != ram_pages)
 		code = MERCURY_CODE_SNAPSHOT_HOTPLUG;
-	if (code == MERCURY_CODE_OK)
-		code = mercury_snapshot_call(MERCURY_SNAPSHOT_CALL_TABLES,
-					     (void *)mercury_tables_wide_cr3());
-	if (code == MERCURY_CODE_OK)
-		code = mercury_pool_donate();
 	if (code == MERCURY_CODE_OK && mercury_kept()->pages > mercury_scan_room())
 		code = MERCURY_CODE_NO_MEMORY;
 	if (code == MERCURY_CODE_OK)
-		code = mercury_dma_watch();
+		code = mercury_snapshot_call(MERCURY_SNAPSHOT_CALL_TABLES,
+					     (void *)mercury_tables_wide_cr3()) ?:
+		       mercury_pool_donate() ?:
+		       mercury_dma_watch();
 	snapshot.flags = request->flags;
 	snapshot.pool_pages = request->pool_pages;
 	snapshot.another_cpu = false;

@@ -83,7 +83,7 @@ unsigned long **mercury_number_map(unsigned long pages);
 void mercury_pieces_free(void);
 
 /* pool.c */
-int mercury_pool_begin(void);
+u32 mercury_pool_begin(void);
 void mercury_pool_end(void);
 u32 mercury_pool_allocate(void);
 u32 mercury_pool_fill(u64 wanted);
@@ -147,7 +147,7 @@ int mercury_read_past(struct mercury_snapshot_read_request *request);
 int mercury_read_present(struct mercury_snapshot_read_request *request);
 
 /* dirty_log.c */
-u32 mercury_dirty_log_allocate(void);
+u32 mercury_dirty_log_allocate(u64 flags);
 void mercury_dirty_log_forget(void);
 bool mercury_dirty_log_is_on(void);
 unsigned long **mercury_dirty_log_collected(unsigned long *count);
