@@ -8,13 +8,10 @@
 #include <linux/ioport.h>
 #include <linux/version.h>
 #include <asm/cpufeature.h>
-#include <asm/debugreg.h>
-#include <asm/desc.h>
 #include <asm/fpu/xcr.h>
-#include <asm/msr.h>
 #include <xen/xen.h>
 
-#include "attach.h"
+#include "switch.h"
 
 /* Results of arithmetic: they say nothing of the CPU. */
 #define STATUS_FLAGS		(X86_EFLAGS_CF | X86_EFLAGS_PF | X86_EFLAGS_AF | X86_EFLAGS_ZF | \
@@ -136,13 +133,11 @@ static void read_registers(struct mercury_cpu_facts *facts)
 	store_idt(&table);
 	facts->idtr.base_virt = table.address;
 	facts->idtr.limit = table.size;
-	asm volatile("sldt %0" : "=m" (selector));
+	store_ldt(selector);
 	facts->ldtr = selector;
-	asm volatile("mov %%cs, %0" : "=r" (selector));
-	facts->cs = selector;
-	asm volatile("mov %%ss, %0" : "=r" (selector));
-	facts->ss = selector;
-	asm volatile("str %0" : "=m" (selector));
+	facts->cs = selector_of(cs);
+	facts->ss = selector_of(ss);
+	store_tr(selector);
 	facts->tr = selector;
 	limit = 0;
 	asm volatile("lsl %1, %0" : "+r" (limit) : "r" ((u32)selector) : "cc");
@@ -191,16 +186,14 @@ static int read_capability(int err, u32 msr, u64 *value)
 static int read_vmx(struct mercury_cpu_facts *facts)
 {
 	int err = read_capability(0, MSR_IA32_VMX_BASIC, &facts->vmx_basic);
-	bool exact = facts->vmx_basic & BASIC_TRUE_CONTROLS;
+	/* MSRs of the exact controls are in the same order. */
+	u32 controls = facts->vmx_basic & BASIC_TRUE_CONTROLS ? MSR_IA32_VMX_TRUE_PINBASED_CTLS :
+								MSR_IA32_VMX_PINBASED_CTLS;
 
-	err = read_capability(err, exact ? MSR_IA32_VMX_TRUE_PINBASED_CTLS : MSR_IA32_VMX_PINBASED_CTLS,
-			      &facts->vmx_pin_controls);
-	err = read_capability(err, exact ? MSR_IA32_VMX_TRUE_PROCBASED_CTLS :
-			      MSR_IA32_VMX_PROCBASED_CTLS, &facts->vmx_primary_controls);
-	err = read_capability(err, exact ? MSR_IA32_VMX_TRUE_EXIT_CTLS : MSR_IA32_VMX_EXIT_CTLS,
-			      &facts->vmx_exit_controls);
-	err = read_capability(err, exact ? MSR_IA32_VMX_TRUE_ENTRY_CTLS : MSR_IA32_VMX_ENTRY_CTLS,
-			      &facts->vmx_entry_controls);
+	err = read_capability(err, controls, &facts->vmx_pin_controls);
+	err = read_capability(err, controls + 1, &facts->vmx_primary_controls);
+	err = read_capability(err, controls + 2, &facts->vmx_exit_controls);
+	err = read_capability(err, controls + 3, &facts->vmx_entry_controls);
 	err = read_capability(err, MSR_IA32_VMX_MISC, &facts->vmx_misc);
 	err = read_capability(err, MSR_IA32_VMX_CR0_FIXED0, &facts->vmx_cr0_fixed0);
 	err = read_capability(err, MSR_IA32_VMX_CR0_FIXED1, &facts->vmx_cr0_fixed1);

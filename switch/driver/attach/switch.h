@@ -25,6 +25,20 @@ asmlinkage u64 mercury_vmx_enter(struct mercury_gate_block *area);
 void mercury_vmx_leave(void);
 void mercury_vmx_nmi(void);
 
+/* The base address in the descriptor of TR or LDTR, which has 16 bytes. */
+static __always_inline u64 system_base(u16 selector)
+{
+	const struct ldttss_desc *system;
+	struct desc_ptr table;
+
+	if (!(selector & ~SEGMENT_RPL_MASK))
+		return 0;
+	native_store_gdt(&table);
+	system = (void *)(table.address + (selector & ~7));
+	return system->base0 | system->base1 << 16 | (u32)system->base2 << 24 |
+	       (u64)system->base3 << 32;
+}
+
 /* The base address in the descriptor of a selector that LAR accepted. */
 static __always_inline u32 segment_base(u16 selector)
 {
@@ -34,12 +48,8 @@ static __always_inline u32 segment_base(u16 selector)
 
 	native_store_gdt(&table);
 	if (selector & SEGMENT_TI_MASK) {
-		const struct ldttss_desc *system;
-
 		asm volatile("sldt %0" : "=m" (ldt));
-		system = (void *)(table.address + (ldt & ~7));
-		table.address = system->base0 | system->base1 << 16 | (u32)system->base2 << 24 |
-				(u64)system->base3 << 32;
+		table.address = system_base(ldt);
 	}
 	entry = (const u8 *)(table.address + (selector & ~7));
 	return *(const u16 *)(entry + 2) | entry[4] << 16 | (u32)entry[7] << 24;
@@ -84,6 +94,21 @@ read_segment(struct mercury_segment *segment, u16 selector, u16 (*attributes)(u3
 	asm volatile("mov %%" #register ", %0" : "=r" (_selector));	\
 	_selector;							\
 })
+
+/* Reads the segments that both vendors need; returns the selector that could not be read, or -1. */
+static __always_inline int
+read_segments(struct mercury_inward *inward, u16 (*attributes)(u32 access))
+{
+	if (!read_segment(&inward->cs, selector_of(cs), attributes))
+		return inward->cs.selector;
+	if (!read_segment(&inward->ss, selector_of(ss), attributes))
+		return inward->ss.selector;
+	if (!read_segment(&inward->ds, selector_of(ds), attributes))
+		return inward->ds.selector;
+	if (!read_segment(&inward->es, selector_of(es), attributes))
+		return inward->es.selector;
+	return -1;
+}
 
 static __always_inline unsigned long disarm_breakpoints(void)
 {

@@ -34,21 +34,6 @@ static __always_inline u16 attributes(u32 access)
 	return (access >> 8 & 0xff) | (access >> 12 & 0xf00);
 }
 
-/* Reads the state that the gate's way in does not; returns the selector that could not be read, or -1. */
-static __always_inline int capture(struct mercury_inward *inward)
-{
-	inward->vm_hsave_pa = __rdmsr(MSR_VM_HSAVE_PA);
-	if (!read_segment(&inward->cs, selector_of(cs), attributes))
-		return inward->cs.selector;
-	if (!read_segment(&inward->ss, selector_of(ss), attributes))
-		return inward->ss.selector;
-	if (!read_segment(&inward->ds, selector_of(ds), attributes))
-		return inward->ds.selector;
-	if (!read_segment(&inward->es, selector_of(es), attributes))
-		return inward->es.selector;
-	return -1;
-}
-
 /*
  * Performs an operation of the hypervisor on this CPU, which must be native: through the gate and
  * back, natively or, if the operation was to attach and succeeded, as a guest. The gate clears SVME
@@ -68,7 +53,8 @@ static noinstr u32 mercury_svm_native_call(struct mercury_cpu *m, u32 operation,
 		return MERCURY_CODE_VIRTUALIZATION_IN_USE;
 	if (native_save_fl() & X86_EFLAGS_TF)
 		return MERCURY_CODE_SINGLE_STEP;
-	unreadable = capture(&gate->inward);
+	gate->inward.vm_hsave_pa = __rdmsr(MSR_VM_HSAVE_PA);
+	unreadable = read_segments(&gate->inward, attributes);
 	if (unreadable >= 0) {
 		m->detail[0] = unreadable;
 		return MERCURY_CODE_SEGMENT_UNREADABLE;

@@ -65,20 +65,6 @@ static noinstr u32 mercury_vmx_mode(void)
 	return MERCURY_MODE_NATIVE;
 }
 
-/* The base address in the descriptor of TR or LDTR, which has 16 bytes. */
-static __always_inline u64 system_base(u16 selector)
-{
-	const struct ldttss_desc *system;
-	struct desc_ptr table;
-
-	if (!(selector & ~SEGMENT_RPL_MASK))
-		return 0;
-	native_store_gdt(&table);
-	system = (void *)(table.address + (selector & ~7));
-	return system->base0 | system->base1 << 16 | (u32)system->base2 << 24 |
-	       (u64)system->base3 << 32;
-}
-
 /* Intel's control structure has what LAR returns. */
 static __always_inline u16 attributes(u32 access)
 {
@@ -88,18 +74,13 @@ static __always_inline u16 attributes(u32 access)
 /* Reads the state that the gate's way in does not; returns the selector that could not be read, or -1. */
 static __always_inline int capture(struct mercury_inward *inward)
 {
+	int unreadable = read_segments(inward, attributes);
 	u16 ldtr, tr;
 
 	asm volatile("sldt %0" : "=m" (ldtr));
 	asm volatile("str %0" : "=m" (tr));
-	if (!read_segment(&inward->cs, selector_of(cs), attributes))
-		return inward->cs.selector;
-	if (!read_segment(&inward->ss, selector_of(ss), attributes))
-		return inward->ss.selector;
-	if (!read_segment(&inward->ds, selector_of(ds), attributes))
-		return inward->ds.selector;
-	if (!read_segment(&inward->es, selector_of(es), attributes))
-		return inward->es.selector;
+	if (unreadable >= 0)
+		return unreadable;
 	if (!read_segment(&inward->fs, selector_of(fs), attributes))
 		return inward->fs.selector;
 	if (!read_segment(&inward->gs, selector_of(gs), attributes))

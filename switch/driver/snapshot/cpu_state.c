@@ -142,21 +142,17 @@ static size_t xsave_offset(void)
 	return ALIGN(sizeof(struct mercury_cpu_state), 64);
 }
 
-static void free_state(int cpu)
-{
-	struct mercury_cpu_state *state = per_cpu(states, cpu);
-
-	if (state)
-		free_pages_exact(state, xsave_offset() + state->xsave_size);
-	per_cpu(states, cpu) = NULL;
-}
-
 void mercury_states_free(void)
 {
 	int cpu;
 
-	for_each_possible_cpu(cpu)
-		free_state(cpu);
+	for_each_possible_cpu(cpu) {
+		struct mercury_cpu_state *state = per_cpu(states, cpu);
+
+		if (state)
+			free_pages_exact(state, xsave_offset() + state->xsave_size);
+		per_cpu(states, cpu) = NULL;
+	}
 }
 
 static void fill_drain_table(void)

@@ -1,12 +1,21 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /* Arithmetic on page frames, see frames.h. */
 #include <linux/bitmap.h>
+#include <linux/bsearch.h>
 #include <linux/minmax.h>
 #include <linux/pfn.h>
 #include <asm/page.h>
 
 #include "../mercury_abi.h"
 #include "frames.h"
+
+static int compare(const void *phys, const void *element)
+{
+	const struct mercury_owned_range *range = element;
+	u64 at = *(const u64 *)phys;
+
+	return at < range->start_phys ? -1 : at >= range->start_phys + range->pages * PAGE_SIZE;
+}
 
 /*
  * Returns the number of a page among those of all ranges, which ascend and do not overlap, or -1.
@@ -15,20 +24,10 @@
 s64 mercury_frames_number(const struct mercury_owned_range *ranges, const u64 *numbers, unsigned int count,
 			  u64 phys)
 {
-	unsigned int first = 0, last = count;
+	const struct mercury_owned_range *range;
 
-	while (first < last) {
-		unsigned int middle = (first + last) / 2;
-		const struct mercury_owned_range *range = &ranges[middle];
-
-		if (phys < range->start_phys)
-			last = middle;
-		else if (phys >= range->start_phys + range->pages * PAGE_SIZE)
-			first = middle + 1;
-		else
-			return numbers[middle] + (phys - range->start_phys) / PAGE_SIZE;
-	}
-	return -1;
+	range = __inline_bsearch(&phys, ranges, count, sizeof(*ranges), compare);
+	return range ? numbers[range - ranges] + (phys - range->start_phys) / PAGE_SIZE : -1;
 }
 
 /*

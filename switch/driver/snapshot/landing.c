@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /* Arithmetic of a landing, see landing.h. */
 #include <linux/bitmap.h>
+#include <linux/bsearch.h>
 #include <linux/minmax.h>
 #include <linux/pfn.h>
 #include <asm/page.h>
@@ -85,26 +86,23 @@ u64 mercury_plan_occupied_number(const struct mercury_plan *plan, u64 phys)
 	return MERCURY_NO_NUMBER;
 }
 
+static int compare(const void *phys, const void *element)
+{
+	const struct mercury_restart_range *range = element;
+	u64 at = *(const u64 *)phys;
+
+	return at < range->start_phys ? -1 : at >= end_of(range);
+}
+
 /* Returns the number of a page among those that the image holds, or MERCURY_NO_NUMBER. */
 u64 mercury_plan_number(const struct mercury_plan *plan, u64 phys)
 {
-	u32 low = 0, high = plan->range_count;
+	const struct mercury_restart_range *range;
 
-	while (low < high) {
-		u32 middle = (low + high) / 2;
-		const struct mercury_restart_range *range = &plan->ranges[middle];
-
-		if (phys < range->start_phys) {
-			high = middle;
-		} else if (phys - range->start_phys >= range->pages * PAGE_SIZE) {
-			low = middle + 1;
-		} else {
-			if (range->kind != MERCURY_RANGE_KEPT)
-				break;
-			return plan->numbers[middle] + (phys - range->start_phys) / PAGE_SIZE;
-		}
-	}
-	return MERCURY_NO_NUMBER;
+	range = __inline_bsearch(&phys, plan->ranges, plan->range_count, sizeof(*range), compare);
+	if (!range || range->kind != MERCURY_RANGE_KEPT)
+		return MERCURY_NO_NUMBER;
+	return plan->numbers[range - plan->ranges] + (phys - range->start_phys) / PAGE_SIZE;
 }
 
 /*
@@ -199,14 +197,11 @@ u64 mercury_plan_aside(const struct mercury_plan *plan)
 static u32 add_window(u64 start, u64 end, u32 (*add)(u64 start, u64 end))
 {
 	u64 large = (start + LARGE_SIZE - 1) / LARGE_SIZE * LARGE_SIZE;
-	u32 code;
 
 	if (start >= end)
 		return MERCURY_CODE_OK;
-	if (start < large && large < end) {
-		code = add(start, large);
-		return code == MERCURY_CODE_OK ? add(large, end) : code;
-	}
+	if (start < large && large < end)
+		return add(start, large) ?: add(large, end);
 	return add(start, end);
 }
 

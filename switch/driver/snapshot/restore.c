@@ -12,6 +12,7 @@
  * A machine that is still running elsewhere comes in rounds, and a frame may come again. Its place is the
  * same each time. No frame waits in a frame of zeros then, which may come again as something else.
  */
+#include <linux/bsearch.h>
 #include <linux/cpu.h>
 #include <linux/io.h>
 #include <linux/ioport.h>
@@ -41,23 +42,22 @@ static int by_start(const void *left, const void *right)
 	return *a < *b ? -1 : *a > *b;
 }
 
+static int compare(const void *phys, const void *element)
+{
+	const struct mercury_window *window = element;
+	u64 at = *(const u64 *)phys;
+
+	return at < window->start ? -1 : at >= window->end;
+}
+
 /* Returns a page beyond this kernel's memory; NULL if the machine of the image does not have it. */
 void *mercury_restore_virt(phys_addr_t phys)
 {
-	unsigned int low = 0, high = restore.window_count;
+	const struct mercury_window *window;
 
-	while (low < high) {
-		unsigned int middle = (low + high) / 2;
-		const struct mercury_window *window = &restore.windows[middle];
-
-		if (phys < window->start)
-			high = middle;
-		else if (phys >= window->end)
-			low = middle + 1;
-		else
-			return window->virt + (phys - window->start);
-	}
-	return NULL;
+	window = __inline_bsearch(&phys, restore.windows, restore.window_count, sizeof(*window),
+				  compare);
+	return window ? window->virt + (phys - window->start) : NULL;
 }
 
 /* Returns a page that was set aside; 0 if there is none left. */
@@ -293,16 +293,13 @@ static int occupy(struct resource *ram, void *unused)
 	return !mercury_plan_occupy(&restore.plan, ram->start, ram->end + 1);
 }
 
-static u32 check(const struct mercury_restart_request *request, struct mercury_outcome *outcome)
+static int check(const struct mercury_restart_request *request, struct mercury_outcome *outcome)
 {
-	u32 code = mercury_plan_count(&restore.plan, BIT_ULL(boot_cpu_data.x86_phys_bits));
+	u32 code = mercury_plan_count(&restore.plan, BIT_ULL(boot_cpu_data.x86_phys_bits)) ?:
+		   check_resume() ?:
+		   check_machine(request, outcome) ?:
+		   check_memory(outcome);
 
-	if (code == MERCURY_CODE_OK)
-		code = check_resume();
-	if (code == MERCURY_CODE_OK)
-		code = check_machine(request, outcome);
-	if (code == MERCURY_CODE_OK)
-		code = check_memory(outcome);
 	if (code != MERCURY_CODE_OK)
 		return code;
 	if (walk_iomem_res_desc(IORES_DESC_NONE, IORESOURCE_SYSTEM_RAM | IORESOURCE_BUSY, 0, -1, NULL,
@@ -317,22 +314,17 @@ static u32 check(const struct mercury_restart_request *request, struct mercury_o
 
 static int begin(const struct mercury_restart_request *request, struct mercury_outcome *outcome)
 {
-	int result = read_arrays(request);
-	u32 code;
+	int result = read_arrays(request) ?: check(request, outcome);
 
-	if (result)
+	if (result != MERCURY_CODE_OK)
 		return result;
-	code = check(request, outcome);
-	if (code != MERCURY_CODE_OK)
-		return code;
 	restore.loaded = kvcalloc(BITS_TO_LONGS(restore.plan.page_count), sizeof(long), GFP_KERNEL);
 	restore.waiting = kvcalloc(restore.plan.occupied_pages, sizeof(u64), GFP_KERNEL);
 	restore.root = alloc_page(GFP_KERNEL | __GFP_ZERO);
 	if (!restore.loaded || !restore.waiting || !restore.root)
 		return MERCURY_CODE_NO_MEMORY;
 	mercury_restore_quiet_devices();
-	code = mercury_plan_windows(&restore.plan, map_window);
-	return code == MERCURY_CODE_OK ? set_aside() : code;
+	return mercury_plan_windows(&restore.plan, map_window) ?: set_aside();
 }
 
 int mercury_restore_begin(const struct mercury_restart_request *request,
@@ -400,7 +392,7 @@ static void *place_for(phys_addr_t destination)
 /*
  * Fills the page of a frame: with zeros, with the content of another frame, or with the next page of data.
  */
-static int fill(const struct mercury_load_entry *entry, const void __user **data)
+static int fill(const struct mercury_load_entry *entry, void __user **data)
 {
 	const void *twin = NULL;
 	void *place;
@@ -425,7 +417,7 @@ static int fill(const struct mercury_load_entry *entry, const void __user **data
 	return MERCURY_CODE_OK;
 }
 
-static int load_one(const struct mercury_load_entry *entry, const void __user **data)
+static int load_one(const struct mercury_load_entry *entry, void __user **data)
 {
 	u64 number = MERCURY_NO_NUMBER;
 	int result;
@@ -443,11 +435,13 @@ static int load_one(const struct mercury_load_entry *entry, const void __user **
 	return result;
 }
 
-int mercury_restore_load(const struct mercury_load_frames_request *request,
-			 struct mercury_outcome *outcome)
+/* Does something with each entry of a request, and with the data that user space has or wants for it. */
+static int walk_entries(const struct mercury_load_frames_request *request,
+			struct mercury_outcome *outcome,
+			int (*act)(const struct mercury_load_entry *entry, void __user **data))
 {
 	const struct mercury_load_entry __user *entries = u64_to_user_ptr(request->entries_addr);
-	const void __user *data = u64_to_user_ptr(request->data_addr);
+	void __user *data = u64_to_user_ptr(request->data_addr);
 	struct mercury_load_entry entry;
 	int result;
 	u64 i;
@@ -459,7 +453,7 @@ int mercury_restore_load(const struct mercury_load_frames_request *request,
 			return -EFAULT;
 		outcome->detail[0] = entry.frame_phys;
 		outcome->detail[1] = entry.source;
-		result = load_one(&entry, &data);
+		result = act(&entry, &data);
 		if (result != MERCURY_CODE_OK)
 			return result;
 		if (fatal_signal_pending(current))
@@ -469,28 +463,27 @@ int mercury_restore_load(const struct mercury_load_frames_request *request,
 	return MERCURY_CODE_OK;
 }
 
-/* Hands frames back to the process that has loaded them. */
+int mercury_restore_load(const struct mercury_load_frames_request *request,
+			 struct mercury_outcome *outcome)
+{
+	return walk_entries(request, outcome, load_one);
+}
+
+/* Hands a frame back to the process that has loaded it. */
+static int read_one(const struct mercury_load_entry *entry, void __user **data)
+{
+	const void *content = mercury_restore_content(entry->frame_phys);
+
+	if (!content)
+		return MERCURY_CODE_RESTORE_FRAME;
+	if (copy_to_user(*data, content, PAGE_SIZE))
+		return -EFAULT;
+	*data += PAGE_SIZE;
+	return MERCURY_CODE_OK;
+}
+
 int mercury_restore_read(const struct mercury_load_frames_request *request,
 			 struct mercury_outcome *outcome)
 {
-	const struct mercury_load_entry __user *entries = u64_to_user_ptr(request->entries_addr);
-	void __user *data = u64_to_user_ptr(request->data_addr);
-	struct mercury_load_entry entry;
-	const void *content;
-	u64 i;
-
-	if (!restore.ranges)
-		return MERCURY_CODE_NO_SNAPSHOT;
-	for (i = 0; i < request->count; i++, data += PAGE_SIZE) {
-		if (copy_from_user(&entry, entries + i, sizeof(entry)))
-			return -EFAULT;
-		outcome->detail[0] = entry.frame_phys;
-		content = mercury_restore_content(entry.frame_phys);
-		if (!content)
-			return MERCURY_CODE_RESTORE_FRAME;
-		if (copy_to_user(data, content, PAGE_SIZE))
-			return -EFAULT;
-		cond_resched();
-	}
-	return MERCURY_CODE_OK;
+	return walk_entries(request, outcome, read_one);
 }
