@@ -65,40 +65,33 @@ struct operation {
 	int (*run)(union request *request, struct mercury_outcome *outcome);
 };
 
+/* Codes that have an errno of their own. */
+static const int errnos[] = {
+	[MERCURY_CODE_ABI_MISMATCH] = -EINVAL,
+	[MERCURY_CODE_BAD_ARGUMENT] = -EINVAL,
+	[MERCURY_CODE_UNKNOWN_OPERATION] = -EINVAL,
+	[MERCURY_CODE_NOT_LOADED] = -ENODEV,
+	[MERCURY_CODE_ALREADY_LOADED] = -EEXIST,
+	[MERCURY_CODE_STILL_ATTACHED] = -EBUSY,
+	[MERCURY_CODE_BUSY] = -EBUSY,
+	[MERCURY_CODE_VIRTUALIZATION_IN_USE] = -EBUSY,
+	[MERCURY_CODE_ORPHANED_HYPERVISOR] = -EBUSY,
+	[MERCURY_CODE_LOCKED_DOWN] = -EPERM,
+	[MERCURY_CODE_CPU_OFFLINE] = -ENXIO,
+	[MERCURY_CODE_GOING_DOWN] = -ESHUTDOWN,
+	[MERCURY_CODE_BAD_IMAGE] = -ENOEXEC,
+	[MERCURY_CODE_CRASHED] = -ENOTRECOVERABLE,
+	[MERCURY_CODE_NO_CONTIGUOUS_MEMORY] = -ENOMEM,
+	[MERCURY_CODE_NO_MEMORY] = -ENOMEM,
+};
+
 static int code_to_errno(u32 code)
 {
-	switch (code) {
-	case MERCURY_CODE_OK:
+	if (code == MERCURY_CODE_OK)
 		return 0;
-	case MERCURY_CODE_ABI_MISMATCH:
-	case MERCURY_CODE_BAD_ARGUMENT:
-	case MERCURY_CODE_UNKNOWN_OPERATION:
-		return -EINVAL;
-	case MERCURY_CODE_NOT_LOADED:
-		return -ENODEV;
-	case MERCURY_CODE_ALREADY_LOADED:
-		return -EEXIST;
-	case MERCURY_CODE_STILL_ATTACHED:
-	case MERCURY_CODE_BUSY:
-	case MERCURY_CODE_VIRTUALIZATION_IN_USE:
-	case MERCURY_CODE_ORPHANED_HYPERVISOR:
-		return -EBUSY;
-	case MERCURY_CODE_LOCKED_DOWN:
-		return -EPERM;
-	case MERCURY_CODE_CPU_OFFLINE:
-		return -ENXIO;
-	case MERCURY_CODE_GOING_DOWN:
-		return -ESHUTDOWN;
-	case MERCURY_CODE_BAD_IMAGE:
-		return -ENOEXEC;
-	case MERCURY_CODE_CRASHED:
-		return -ENOTRECOVERABLE;
-	case MERCURY_CODE_NO_CONTIGUOUS_MEMORY:
-	case MERCURY_CODE_NO_MEMORY:
-		return -ENOMEM;
-	default:
-		return code < MERCURY_CODE_INVALID_GUEST_STATE ? -EOPNOTSUPP : -EIO;
-	}
+	if (code < ARRAY_SIZE(errnos) && errnos[code])
+		return errnos[code];
+	return code < MERCURY_CODE_INVALID_GUEST_STATE ? -EOPNOTSUPP : -EIO;
 }
 
 static int run_system(union request *request, struct mercury_outcome *outcome)

@@ -246,19 +246,15 @@ static unsigned long rivals_present;
 /*
  * KVM runs above the hypervisor where that can be, where its end can be told from the kernel's, and
  * where SVM is certainly KVM's. Beside another hypervisor's module both find the hardware taken.
+ * The emergency slot is KVM's if KVM is there.
  */
 static void decide(void)
-{
-	lockdep_assert_held(&slot_lock);
-	mercury_kvm_allow(kvm_present && !rivals_present && crash_is_told && mercury_vendor &&
-			  mercury_vendor->shares);
-}
-
-static void update_slot(void)
 {
 	bool hold = HAVE_EMERGENCY_SLOT && slot_wanted && !kvm_present;
 
 	lockdep_assert_held(&slot_lock);
+	mercury_kvm_allow(kvm_present && !rivals_present && crash_is_told && mercury_vendor &&
+			  mercury_vendor->shares);
 #if HAVE_EMERGENCY_SLOT
 	if (hold && !slot_held)
 		cpu_emergency_register_virt_callback(emergency);
@@ -272,7 +268,7 @@ static void want_slot(bool wanted)
 {
 	mutex_lock(&slot_lock);
 	slot_wanted = wanted;
-	update_slot();
+	decide();
 	mutex_unlock(&slot_lock);
 }
 
@@ -297,7 +293,6 @@ static void kvm_changes(bool there)
 	mutex_lock(&slot_lock);
 	kvm_present = there;
 	decide();
-	update_slot();
 	mutex_unlock(&slot_lock);
 }
 

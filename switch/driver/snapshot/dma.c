@@ -72,10 +72,12 @@ static void touch(void *start, size_t length, u32 direction)
 	}
 }
 
-static void touch_list(struct scatterlist *list, unsigned int count, u32 direction)
+/* Does something with each buffer of a list. */
+static void each(struct scatterlist *list, unsigned int count, u32 direction,
+		 void (*act)(void *start, size_t length, u32 direction))
 {
 	for (; list && count; count--, list = sg_next(list))
-		touch(sg_virt(list), list->length, direction);
+		act(sg_virt(list), list->length, direction);
 }
 
 /*
@@ -110,12 +112,6 @@ static void give(void *start, size_t length, u32 direction)
 	touch(start, length, direction);
 	if (mercury_dma_log_is_on() && is_written(direction))
 		mercury_dma_log_give(start, length);
-}
-
-static void give_list(struct scatterlist *list, unsigned int count, u32 direction)
-{
-	for (; list && count; count--, list = sg_next(list))
-		give(sg_virt(list), list->length, direction);
 }
 
 /* Of pages that it was to read only, the device may have changed those that are not data. */
@@ -175,7 +171,7 @@ static void before_map_page(const struct pt_regs *regs)
 /* dma_map_sg_attrs(device, list, count, direction, ...) */
 static void before_map_sg(const struct pt_regs *regs)
 {
-	give_list((struct scatterlist *)regs->si, regs->dx, regs->cx);
+	each((struct scatterlist *)regs->si, regs->dx, regs->cx, give);
 }
 
 /* dma_map_sgtable(device, table, direction, ...) */
@@ -183,7 +179,7 @@ static void before_map_sgtable(const struct pt_regs *regs)
 {
 	struct sg_table *table = (void *)regs->si;
 
-	give_list(table->sgl, table->orig_nents, regs->dx);
+	each(table->sgl, table->orig_nents, regs->dx, give);
 }
 
 /* The memory at a device's address. */
@@ -203,23 +199,24 @@ static void before_sync_single(const struct pt_regs *regs)
 	touch(memory_of((struct device *)regs->di, regs->si), regs->dx, regs->cx);
 }
 
-/* dma_sync_single_for_cpu(device, address, size, direction): the device keeps it. */
+/* A buffer that the CPU is about to read, and that the device keeps. */
+static void show(void *start, size_t length, u32 direction)
+{
+	if (mercury_dma_log_is_on() && is_written(direction))
+		mercury_dma_log_note(start, length, false);
+}
+
+/* dma_sync_single_for_cpu(device, address, size, direction) */
 static void before_sync_single_for_cpu(const struct pt_regs *regs)
 {
-	if (mercury_dma_log_is_on() && is_written(regs->cx))
-		mercury_dma_log_note(memory_of((struct device *)regs->di, regs->si), regs->dx, false);
+	if (mercury_dma_log_is_on())
+		show(memory_of((struct device *)regs->di, regs->si), regs->dx, regs->cx);
 }
 
 /* dma_sync_sg_for_cpu(device, list, count, direction) */
 static void before_sync_sg_for_cpu(const struct pt_regs *regs)
 {
-	struct scatterlist *list = (void *)regs->si;
-	unsigned int count = regs->dx;
-
-	if (!mercury_dma_log_is_on() || !is_written(regs->cx))
-		return;
-	for (; list && count; count--, list = sg_next(list))
-		mercury_dma_log_note(sg_virt(list), list->length, false);
+	each((struct scatterlist *)regs->si, regs->dx, regs->cx, show);
 }
 
 /* balloon_page_enqueue(balloon, page): the host takes it, whatever was there. */
@@ -228,33 +225,29 @@ static void before_balloon(const struct pt_regs *regs)
 	give(page_address((struct page *)regs->si), PAGE_SIZE, DMA_FROM_DEVICE);
 }
 
+static void unmap(void *start, size_t length, u32 direction)
+{
+	take_back(start, length, direction);
+	if (is_written(direction))
+		mark(start, length);
+}
+
 /* dma_unmap_page_attrs(device, address, size, direction, ...) */
 static void before_unmap_page(const struct pt_regs *regs)
 {
-	void *start = memory_of((struct device *)regs->di, regs->si);
-
-	take_back(start, regs->dx, regs->cx);
-	if (is_written(regs->cx))
-		mark(start, regs->dx);
+	unmap(memory_of((struct device *)regs->di, regs->si), regs->dx, regs->cx);
 }
 
 /* dma_unmap_sg_attrs(device, list, count, direction, ...) */
 static void before_unmap_sg(const struct pt_regs *regs)
 {
-	struct scatterlist *list = (void *)regs->si;
-	unsigned int count = regs->dx;
-
-	for (; list && count; count--, list = sg_next(list)) {
-		take_back(sg_virt(list), list->length, regs->cx);
-		if (is_written(regs->cx))
-			mark(sg_virt(list), list->length);
-	}
+	each((struct scatterlist *)regs->si, regs->dx, regs->cx, unmap);
 }
 
 /* dma_sync_sg_for_device(device, list, count, direction) */
 static void before_sync_sg(const struct pt_regs *regs)
 {
-	touch_list((struct scatterlist *)regs->si, regs->dx, regs->cx);
+	each((struct scatterlist *)regs->si, regs->dx, regs->cx, touch);
 }
 
 static struct entry {
