@@ -5,3 +5,5 @@
 
 const size_t mercury_host_plan_size = sizeof(struct mercury_plan);
 const size_t mercury_host_plan_next_page = offsetof(struct mercury_plan, next_page);
+const size_t mercury_host_places_size = sizeof(struct mercury_places);
+const size_t mercury_host_places_zeros = offsetof(struct mercury_places, zeros);

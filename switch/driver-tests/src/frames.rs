@@ -188,3 +188,107 @@ fn the_first_refusal_ends_the_walk() {
     assert_eq!(code, Code::NoMemory as u32);
     assert_eq!(KEPT.take(), [(0, 2 * PAGE)]);
 }
+
+/// All input up to a small size.
+mod exhaustive {
+    use super::*;
+
+    const PAGES: u64 = 6;
+
+    #[test]
+    fn every_set_of_ranges_has_its_numbers() {
+        // Each page is in no range, the first of one, or a later one.
+        let mut count = 0;
+        for mut code in 0..3_u64.pow(6) {
+            let (mut ranges, mut numbers, mut pages) = (Vec::<OwnedRange>::new(), Vec::new(), Vec::new());
+            for page in 0..PAGES {
+                match (code % 3, pages.last() == Some(&page.wrapping_sub(1))) {
+                    (0, _) => {}
+                    (2, true) => ranges.last_mut().expect("a range").pages += 1,
+                    _ => {
+                        ranges.push(range(page, 1));
+                        numbers.push(pages.len() as u64);
+                    }
+                }
+                pages.extend((code % 3 != 0).then_some(page));
+                code /= 3;
+            }
+            for phys in (0..=PAGES).flat_map(|page| [page * PAGE, page * PAGE + PAGE - 1]) {
+                let length = u32::try_from(ranges.len()).expect("a few");
+                // SAFETY: both arrays have as many elements as the count says.
+                let number =
+                    unsafe { mercury_frames_number(ranges.as_ptr(), numbers.as_ptr(), length, phys) };
+                let expected = pages.iter().position(|page| *page == phys / PAGE);
+                assert_eq!(usize::try_from(number).ok(), expected, "{phys:x} in {ranges:?}");
+                count += 1;
+            }
+        }
+        assert_eq!(count, 729 * 14);
+    }
+
+    /// All holes of up to `PAGES` pages, and an empty one.
+    fn holes() -> Vec<OwnedRange> {
+        (0..PAGES).flat_map(|at| (0..=PAGES - at).map(move |pages| range(at, pages))).collect()
+    }
+
+    #[test]
+    fn every_three_holes_are_left_out() {
+        let holes = holes();
+        for (first, a) in holes.iter().enumerate() {
+            for (second, b) in holes.iter().enumerate().skip(first) {
+                for c in &holes[second..] {
+                    let three = [*a, *b, *c];
+                    let is_hole = |page: u64| {
+                        three.iter().any(|hole| {
+                            (hole.start_phys / PAGE..hole.start_phys / PAGE + hole.pages).contains(&page)
+                        })
+                    };
+                    for (start, end) in [(0, PAGES), (1, PAGES - 1), (2, 2), (2, 3), (0, PAGES + 1)] {
+                        KEPT.take();
+                        // SAFETY: there are three holes.
+                        let code = unsafe {
+                            mercury_frames_without(start * PAGE, end * PAGE, three.as_ptr(), 3, keep)
+                        };
+                        assert_eq!(code, Code::Ok as u32);
+                        let kept: Vec<_> =
+                            KEPT.take().iter().flat_map(|(from, to)| from / PAGE..to / PAGE).collect();
+                        let expected: Vec<_> = (start..end).filter(|page| !is_hole(*page)).collect();
+                        assert_eq!(kept, expected, "{start}..{end} without {three:?}");
+                    }
+                }
+            }
+        }
+    }
+
+    /// All maps of a few frames around an edge of a word or a piece, with a written frame soon after them.
+    fn find_around(edge: u64) {
+        const FRAMES: u64 = 5;
+        let first = edge.saturating_sub(2);
+        let after = first + FRAMES + 66;
+        let bits =
+            |number: u64| (0..FRAMES).filter(move |bit| number >> bit & 1 == 1).map(move |bit| first + bit);
+        for written in (0..1 << FRAMES).map(|number| bits(number).chain([after]).collect::<BTreeSet<_>>()) {
+            let collected = Map::new(&written, true);
+            for free in (0..1 << FRAMES).map(|number| bits(number).collect::<BTreeSet<_>>()) {
+                let unused = Map::new(&free, false);
+                for (by_log, by_use) in [(true, true), (true, false), (false, true), (false, false)] {
+                    let is_wanted =
+                        |page: &u64| (!by_log || written.contains(page)) && (!by_use || !free.contains(page));
+                    for (from, end) in (first..first + FRAMES)
+                        .flat_map(|from| (from..=first + FRAMES).map(move |end| (from, end)))
+                    {
+                        let found = next(by_log.then_some(&collected), by_use.then_some(&unused), from, end);
+                        assert_eq!(found, (from..end).find(is_wanted).unwrap_or(end), "{from}..{end}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn every_map_around_an_edge_is_searched() {
+        for edge in [0, 64, MAP_BITS as u64, 2 * MAP_BITS as u64] {
+            find_around(edge);
+        }
+    }
+}

@@ -2,7 +2,7 @@
 
 use mercury_abi::{
     code::Code,
-    restart::{LANDING_LIST_MAX, MERCURY_RANGE_FREE, MERCURY_RANGE_KEPT, RestartRange},
+    restart::{MERCURY_RANGE_FREE, MERCURY_RANGE_KEPT, RestartRange},
 };
 use proptest::prelude::*;
 use std::{cell::RefCell, collections::BTreeSet, mem::offset_of, ptr};
@@ -11,12 +11,12 @@ use crate::PAGE;
 
 const OCCUPIED_MAX: usize = 64;
 /// Pages in a large page.
-const LARGE: u64 = 512;
+pub const LARGE: u64 = 512;
 
 /// `struct mercury_occupied`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-struct Occupied {
+pub struct Occupied {
     start: u64,
     end: u64,
     before: u64,
@@ -24,15 +24,15 @@ struct Occupied {
 
 /// `struct mercury_plan`.
 #[repr(C)]
-struct Plan {
-    ranges: *const RestartRange,
-    numbers: *mut u64,
+pub struct Plan {
+    pub ranges: *const RestartRange,
+    pub numbers: *mut u64,
     range_count: u32,
-    page_count: u64,
+    pub page_count: u64,
     top: u64,
     occupied: [Occupied; OCCUPIED_MAX],
     occupied_count: u32,
-    occupied_pages: u64,
+    pub occupied_pages: u64,
     next_range: u32,
     next_page: u64,
 }
@@ -47,16 +47,16 @@ unsafe extern "C" {
     fn mercury_plan_number(plan: *const Plan, phys: u64) -> u64;
     fn mercury_plan_unused_page(plan: *mut Plan) -> u64;
     fn mercury_plan_stretch_end(plan: *const Plan, next: *mut u32) -> u64;
-    fn mercury_plan_aside(plan: *const Plan) -> u64;
-    fn mercury_plan_has_room(plan: *const Plan, aside: u64) -> bool;
-    fn mercury_plan_windows(plan: *const Plan, add: extern "C" fn(u64, u64) -> u32) -> u32;
+    pub fn mercury_plan_aside(plan: *const Plan) -> u64;
+    pub fn mercury_plan_has_room(plan: *const Plan, aside: u64) -> bool;
+    pub fn mercury_plan_windows(plan: *const Plan, add: extern "C" fn(u64, u64) -> u32) -> u32;
 }
 
 /// A plan with the arrays that it points to.
-struct Planned {
+pub struct Planned {
     ranges: Vec<RestartRange>,
     numbers: Vec<u64>,
-    plan: Plan,
+    pub plan: Plan,
 }
 
 impl Planned {
@@ -78,7 +78,7 @@ impl Planned {
         Self { ranges, numbers, plan }
     }
 
-    fn plan(&mut self) -> *mut Plan {
+    pub fn plan(&mut self) -> *mut Plan {
         self.plan.ranges = self.ranges.as_ptr();
         self.plan.numbers = self.numbers.as_mut_ptr();
         &raw mut self.plan
@@ -97,14 +97,14 @@ impl Planned {
 
 /// Memory of an image, kept and left out, and memory that this kernel occupies.
 #[derive(Clone, Debug)]
-struct Memory {
-    ranges: Vec<RestartRange>,
+pub struct Memory {
+    pub ranges: Vec<RestartRange>,
     /// Stretches in bytes, ascending, as the kernel tells of them: their ends need not be pages.
-    occupied: Vec<(u64, u64)>,
+    pub occupied: Vec<(u64, u64)>,
 }
 
 impl Memory {
-    fn planned(&self) -> Planned {
+    pub fn planned(&self) -> Planned {
         let mut planned = Planned::new(self.ranges.clone());
         assert_eq!(planned.count(u64::MAX / 2), Code::Ok as u32);
         for (start, end) in &self.occupied {
@@ -113,22 +113,23 @@ impl Memory {
         planned
     }
 
-    fn pages_of(&self, kind: u64) -> Vec<u64> {
+    pub fn pages_of(&self, kind: u64) -> Vec<u64> {
         let all = self.ranges.iter().filter(|range| range.kind == kind);
         all.flat_map(|range| range.start_phys / PAGE..range.start_phys / PAGE + range.pages).collect()
     }
 
-    fn occupied_pages(&self) -> BTreeSet<u64> {
+    pub fn occupied_pages(&self) -> BTreeSet<u64> {
         self.occupied.iter().flat_map(|(start, end)| start / PAGE..end.div_ceil(PAGE)).collect()
     }
 }
 
 /// Ranges of up to `pages` pages with gaps of up to `gap`, and stretches between them.
-fn memory(pages: u64, gap: u64) -> impl Strategy<Value = Memory> {
+pub fn memory(pages: u64, gap: u64) -> impl Strategy<Value = Memory> {
     let range = (0..gap, 1..pages, prop_oneof![Just(MERCURY_RANGE_KEPT), Just(MERCURY_RANGE_FREE)]);
     let stretch = (0..2 * pages * PAGE, 1..pages * PAGE);
     (prop::collection::vec(range, 1..10), prop::collection::vec(stretch, 0..8)).prop_map(|(pieces, gaps)| {
-        let mut at = 0;
+        // Page 0 is never free memory.
+        let mut at = 1;
         let mut ranges = Vec::new();
         for (gap, pages, kind) in pieces {
             ranges.push(RestartRange { start_phys: (at + gap) * PAGE, pages, kind });
@@ -158,32 +159,6 @@ extern "C" fn refuse_window(start: u64, end: u64) -> u32 {
     Code::RestoreOverlap as u32
 }
 
-/// The pages of tables that map memory at its own address in five levels, in the way of `land.c`.
-fn tables_of(ranges: &[RestartRange]) -> u64 {
-    let mut tables = BTreeSet::new();
-    let mut next = 0;
-    while next < ranges.len() {
-        let start = ranges[next].start_phys;
-        let mut end = start;
-        while next < ranges.len() && ranges[next].start_phys == end {
-            end += ranges[next].pages * PAGE;
-            next += 1;
-        }
-        let mut phys = start;
-        while phys < end {
-            let large = phys.is_multiple_of(LARGE * PAGE) && end - phys >= LARGE * PAGE;
-            tables.extend([48, 39, 30].map(|shift| (shift, phys >> shift)));
-            if large {
-                phys += LARGE * PAGE;
-            } else {
-                tables.insert((21, phys >> 21));
-                phys = (phys + PAGE).min(end);
-            }
-        }
-    }
-    tables.len() as u64
-}
-
 proptest! {
     #[test]
     fn pages_have_their_numbers(memory in memory(20, 4), phys in 0..200 * PAGE) {
@@ -208,7 +183,7 @@ proptest! {
         let found = std::iter::repeat_with(|| unsafe { mercury_plan_unused_page(planned.plan()) });
         let found: Vec<u64> = found.take_while(|phys| *phys != 0).map(|phys| phys / PAGE).collect();
         let occupied = memory.occupied_pages();
-        let is_unused = |page: &u64| *page != 0 && !occupied.contains(page);
+        let is_unused = |page: &u64| !occupied.contains(page);
         let expected: Vec<u64> = memory.pages_of(MERCURY_RANGE_FREE).into_iter().filter(is_unused).collect();
         prop_assert_eq!(found, expected);
     }
@@ -249,16 +224,6 @@ proptest! {
     }
 
     #[test]
-    fn enough_is_set_aside(memory in memory(3000, 400_000)) {
-        let mut planned = memory.planned();
-        // SAFETY: as above.
-        let aside = unsafe { mercury_plan_aside(planned.plan()) };
-        let lists = 2 * planned.plan.occupied_pages.div_ceil(LANDING_LIST_MAX as u64);
-        // The landing, its code, the root; and two pages of text with four tables each.
-        prop_assert!(aside >= tables_of(&memory.ranges) + lists + 3 + 2 * 4);
-    }
-
-    #[test]
     fn stretches_are_ranges_that_touch(memory in memory(20, 2)) {
         let mut planned = memory.planned();
         let mut next = 0;
@@ -280,7 +245,7 @@ proptest! {
     fn ranges_that_are_wrong_are_refused(
         memory in memory(20, 4),
         which in any::<prop::sample::Index>(),
-        how in 0..6,
+        how in 0..7,
     ) {
         let mut ranges = memory.ranges;
         let mut limit = 1 << 40;
@@ -290,7 +255,8 @@ proptest! {
             1 => ranges[at].pages = 0,
             2 => ranges[at].kind = MERCURY_RANGE_FREE + 1,
             3 => ranges[at].pages = u64::MAX / PAGE,
-            4 => limit = ranges[ranges.len() - 1].start_phys + (ranges[ranges.len() - 1].pages - 1) * PAGE,
+            4 => ranges[0] = RestartRange { start_phys: 0, pages: 1, kind: MERCURY_RANGE_FREE },
+            5 => limit = ranges[ranges.len() - 1].start_phys + (ranges[ranges.len() - 1].pages - 1) * PAGE,
             _ => {
                 let twice = ranges[at];
                 ranges.insert(at, twice);
@@ -325,4 +291,89 @@ fn a_window_that_is_refused_is_the_last() {
     let code = unsafe { mercury_plan_windows(planned.plan(), refuse_window) };
     assert_eq!(code, Code::RestoreOverlap as u32);
     assert_eq!(WINDOWS.take(), [(0, 4 * PAGE)]);
+}
+
+/// All memory of a few pages: each page has a state, and is occupied or not.
+mod exhaustive {
+    use super::*;
+
+    const PAGES: u64 = 5;
+    /// The first page. Page 0 is never free memory.
+    const FIRST: u64 = 1;
+    /// States of a page: not in the image, or the first or a later page of a kept or free range.
+    const STATES: u64 = 5;
+
+    /// Returns the memory with this number; `None` if a range would have no first page.
+    fn memory_of(mut number: u64) -> Option<Memory> {
+        let mut memory = Memory { ranges: Vec::new(), occupied: Vec::new() };
+        let mut last = 0;
+        for page in FIRST..FIRST + PAGES {
+            let (state, is_occupied) = (number % STATES, number / STATES % 2 == 1);
+            number /= 2 * STATES;
+            let kind = if state <= 2 { MERCURY_RANGE_KEPT } else { MERCURY_RANGE_FREE };
+            match state {
+                0 => {}
+                1 | 3 => memory.ranges.push(RestartRange { start_phys: page * PAGE, pages: 1, kind }),
+                _ if last != state && last != state - 1 => return None,
+                _ => memory.ranges.last_mut()?.pages += 1,
+            }
+            last = state;
+            let (start, end) = (page * PAGE, (page + 1) * PAGE);
+            match memory.occupied.last_mut() {
+                Some(stretch) if is_occupied && stretch.1 == start => stretch.1 = end,
+                _ if is_occupied => memory.occupied.push((start, end)),
+                _ => {}
+            }
+        }
+        Some(memory)
+    }
+
+    fn check(memory: &Memory) {
+        let mut planned = memory.planned();
+        let plan = planned.plan();
+        let kept = memory.pages_of(MERCURY_RANGE_KEPT);
+        let free = memory.pages_of(MERCURY_RANGE_FREE);
+        let occupied: Vec<u64> = memory.occupied_pages().into_iter().collect();
+        for page in 0..FIRST + PAGES + 2 {
+            let number =
+                |pages: &[u64]| pages.iter().position(|at| *at == page).map_or(u64::MAX, |at| at as u64);
+            for phys in [page * PAGE, (page + 1) * PAGE - 1] {
+                // SAFETY: plan() returns a plan whose arrays have `range_count` elements.
+                let found =
+                    unsafe { (mercury_plan_number(plan, phys), mercury_plan_occupied_number(plan, phys)) };
+                assert_eq!(found, (number(&kept), number(&occupied)), "{memory:?}");
+            }
+        }
+        let waiting = kept.iter().filter(|page| occupied.contains(page)).count();
+        let unused: Vec<u64> = free.into_iter().filter(|page| !occupied.contains(page)).collect();
+        for aside in 0..=PAGES {
+            let fits = waiting as u64 + aside <= unused.len() as u64;
+            // SAFETY: as above.
+            assert_eq!(unsafe { mercury_plan_has_room(plan, aside) }, fits, "{memory:?} with {aside}");
+        }
+        for page in unused {
+            // SAFETY: as above.
+            assert_eq!(unsafe { mercury_plan_unused_page(plan) }, page * PAGE, "{memory:?}");
+        }
+        // SAFETY: as above.
+        assert_eq!(unsafe { mercury_plan_unused_page(plan) }, 0, "{memory:?}");
+        WINDOWS.take();
+        // SAFETY: as above.
+        assert_eq!(unsafe { mercury_plan_windows(plan, add_window) }, Code::Ok as u32);
+        let mapped: Vec<u64> = WINDOWS.take().iter().flat_map(|(from, to)| from / PAGE..to / PAGE).collect();
+        let all = memory.ranges.iter().flat_map(|range| {
+            let first = range.start_phys / PAGE;
+            first..first + range.pages
+        });
+        assert_eq!(mapped, all.filter(|page| !occupied.contains(page)).collect::<Vec<_>>(), "{memory:?}");
+    }
+
+    #[test]
+    fn every_plan_of_a_few_pages() {
+        let all = (0..(2 * STATES).pow(u32::try_from(PAGES).expect("a few"))).filter_map(memory_of);
+        assert_eq!(all.inspect(check).count(), EXPECTED);
+    }
+
+    /// The number of plans, counted by hand: a later page of a range follows a page of that range only.
+    const EXPECTED: usize = 18_272;
 }

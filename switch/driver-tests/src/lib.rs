@@ -1,8 +1,8 @@
 //! The driver's arithmetic, called from Rust for tests on the host.
 //!
-//! The files `frames.c` and `landing.c` of `switch/driver/snapshot/` know nothing of the kernel. This crate
-//! compiles them for the host and compares them with models (`frames.rs`, `landing.rs`). `ioctls.rs` reads
-//! the driver's table of ioctls. Nothing uses the crate but its tests.
+//! The files `frames.c`, `landing.c` and `places.c` of `switch/driver/snapshot/` know nothing of the kernel.
+//! This crate compiles them for the host and compares them with models: for random input, and for all input up
+//! to a small size. `ioctls.rs` reads the driver's table of ioctls. Nothing uses the crate but its tests.
 
 #[cfg(test)]
 mod frames;
@@ -10,6 +10,8 @@ mod frames;
 mod ioctls;
 #[cfg(test)]
 mod landing;
+#[cfg(test)]
+mod places;
 
 /// The size of a page in bytes.
 #[cfg(test)]

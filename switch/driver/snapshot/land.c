@@ -19,8 +19,6 @@
 
 #include "restore.h"
 
-#define TABLE_FLAGS	(_PAGE_PRESENT | _PAGE_RW | _PAGE_ACCESSED)
-#define LEAF_FLAGS	(TABLE_FLAGS | _PAGE_DIRTY)
 /* DR7 with every breakpoint disabled; bit 10 reads as 1. */
 #define DR7_DISARMED	0x400
 
@@ -31,60 +29,6 @@ enum core { CORE_RUNS, CORE_SUSPENDED, CORE_REFUSED };
 static enum core core;
 static int first_cpu;
 
-/* Returns the table below an entry, made if there is none; NULL if there is no room. */
-static u64 *table_below(u64 *entry)
-{
-	if (!*entry) {
-		phys_addr_t phys = mercury_restore_reserved();
-
-		if (!phys)
-			return NULL;
-		memset(mercury_restore_virt(phys), 0, PAGE_SIZE);
-		*entry = phys | TABLE_FLAGS;
-	}
-	return mercury_restore_virt(*entry & PHYSICAL_PAGE_MASK);
-}
-
-/* Maps one page of 1 << `size` bytes in the tables of the landing. */
-static u32 map(u64 *table, u64 virt, phys_addr_t phys, int size)
-{
-	int shift = native_read_cr4() & X86_CR4_LA57 ? 48 : 39;
-
-	for (; table && shift > size; shift -= 9)
-		table = table_below(table + ((virt >> shift) & 511));
-	if (!table)
-		return MERCURY_CODE_RESTORE_ROOM;
-	table[(virt >> size) & 511] = phys | LEAF_FLAGS | (size > PAGE_SHIFT ? _PAGE_PSE : 0);
-	return MERCURY_CODE_OK;
-}
-
-/*
- * Maps the image's memory at its physical address, and not a page more: its neighbours may be broken, or the
- * firmware's, and must not be read even by speculation. Maps the text at which the CPUs go on at its own
- * address as well.
- */
-static u32 map_landing(u64 *root)
-{
-	u64 text = restore.resume_virt & PAGE_MASK;
-	u32 code = MERCURY_CODE_OK, i = 0;
-
-	while (code == MERCURY_CODE_OK && i < restore.plan.range_count) {
-		phys_addr_t phys = restore.ranges[i].start_phys;
-		phys_addr_t end = mercury_plan_stretch_end(&restore.plan, &i);
-
-		while (code == MERCURY_CODE_OK && phys < end) {
-			bool large = IS_ALIGNED(phys, PMD_SIZE) && end - phys >= PMD_SIZE;
-
-			code = map(root, phys, phys, large ? PMD_SHIFT : PAGE_SHIFT);
-			phys += large ? PMD_SIZE : PAGE_SIZE;
-		}
-	}
-	for (i = 0; code == MERCURY_CODE_OK && i < 2; i++)
-		if (restore.resume_phys[i])
-			code = map(root, text + i * PAGE_SIZE, restore.resume_phys[i], PAGE_SHIFT);
-	return code;
-}
-
 /* Gives the other kernel random bytes of this one. */
 static u32 give_seeds(void)
 {
@@ -92,7 +36,7 @@ static u32 give_seeds(void)
 
 	for (i = 0; i < restore.cpu_count; i++) {
 		phys_addr_t phys = restore.cpus[i].saved_phys;
-		struct mercury_saved_cpu *saved = mercury_restore_content(phys & PAGE_MASK);
+		struct mercury_saved_cpu *saved = mercury_places_content(&restore.places, phys & PAGE_MASK);
 
 		if (!saved || offset_in_page(phys) > PAGE_SIZE - sizeof(*saved))
 			return MERCURY_CODE_RESTORE_FRAME;
@@ -100,31 +44,6 @@ static u32 give_seeds(void)
 		get_random_bytes(saved->seed, sizeof(saved->seed));
 	}
 	return MERCURY_CODE_OK;
-}
-
-/* Has frames of zeros hold zeros again, from the links between them on. Nothing waits in one after this. */
-static void clear_zero_frames(void)
-{
-	while (restore.zero_frames) {
-		u64 *virt = mercury_restore_virt(restore.zero_frames);
-
-		restore.zero_frames = *virt;
-		*virt = 0;
-	}
-}
-
-/* Returns the first list of the landing: all copies, and then all zeros, in which frames may wait. */
-static phys_addr_t join_lists(void)
-{
-	struct mercury_landing_list *last;
-
-	if (!restore.copies.first)
-		return restore.zeros.first;
-	last = mercury_restore_virt(restore.copies.first);
-	while (last->next_phys)
-		last = mercury_restore_virt(last->next_phys);
-	last->next_phys = restore.zeros.first;
-	return restore.copies.first;
 }
 
 /* Fills the landing's page: the structure, and after it the CPUs. */
@@ -141,7 +60,7 @@ static void fill_landing(phys_addr_t root_phys)
 	landing->cpus_phys = restore.landing + sizeof(*landing);
 	landing->resume_virt = restore.resume_virt;
 	landing->cpus = restore.cpu_count;
-	landing->list_phys = join_lists();
+	landing->list_phys = mercury_places_finish(&restore.places);
 }
 
 /* Puts all that the landing needs into pages to which nothing is copied. */
@@ -151,14 +70,15 @@ static u32 prepare(void)
 	phys_addr_t root_phys;
 	u32 code;
 
-	restore.landing = mercury_restore_reserved();
-	restore.code = mercury_restore_reserved();
-	root_phys = mercury_restore_reserved();
+	restore.landing = mercury_places_reserved(&restore.places);
+	restore.code = mercury_places_reserved(&restore.places);
+	root_phys = mercury_places_reserved(&restore.places);
 	if (!restore.landing || !restore.code || !root_phys)
 		return MERCURY_CODE_RESTORE_ROOM;
 	root = mercury_restore_virt(root_phys);
 	memset(root, 0, PAGE_SIZE);
-	code = map_landing(root);
+	code = mercury_places_map(&restore.places, root, native_read_cr4() & X86_CR4_LA57 ? 48 : 39,
+				  restore.resume_virt, restore.resume_phys);
 	if (code != MERCURY_CODE_OK)
 		return code;
 
@@ -166,7 +86,6 @@ static u32 prepare(void)
 	memcpy(kernel, __va(read_cr3_pa()), PAGE_SIZE);
 	memcpy(kernel, root, PAGE_SIZE / 2);
 	memcpy(mercury_restore_virt(restore.code), mercury_landing, mercury_landing_end - mercury_landing);
-	clear_zero_frames();
 	fill_landing(root_phys);
 	return MERCURY_CODE_OK;
 }
@@ -230,7 +149,7 @@ int mercury_restore_go(void)
 		return MERCURY_CODE_NO_SNAPSHOT;
 	if (mercury.state != MERCURY_STATE_UNLOADED)
 		return MERCURY_CODE_ALREADY_LOADED;
-	if (restore.loaded_count != restore.plan.page_count)
+	if (restore.places.loaded_count != restore.places.plan.page_count)
 		return MERCURY_CODE_RESTORE_INCOMPLETE;
 	/* A second try would use up what is set aside. */
 	if (restore.landing)

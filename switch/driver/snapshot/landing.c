@@ -26,7 +26,7 @@ static u64 end_of(const struct mercury_restart_range *range)
 
 /*
  * Counts the pages of the image. Refuses ranges that are not in order, overlap, wrap, or reach beyond
- * `limit`, where no memory can be.
+ * `limit`, where no memory can be. Page 0 is no memory to use: as an address it says that there is none.
  */
 u32 mercury_plan_count(struct mercury_plan *plan, u64 limit)
 {
@@ -40,7 +40,8 @@ u32 mercury_plan_count(struct mercury_plan *plan, u64 limit)
 		if (range->start_phys % PAGE_SIZE || range->start_phys < plan->top ||
 		    range->start_phys >= limit || !range->pages ||
 		    range->pages > (limit - range->start_phys) / PAGE_SIZE ||
-		    range->kind > MERCURY_RANGE_FREE)
+		    range->kind > MERCURY_RANGE_FREE ||
+		    (range->kind == MERCURY_RANGE_FREE && !range->start_phys))
 			return MERCURY_CODE_BAD_ARGUMENT;
 		plan->top = end_of(range);
 		plan->numbers[i] = plan->page_count;
@@ -117,8 +118,7 @@ u64 mercury_plan_unused_page(struct mercury_plan *plan)
 		while (range->kind == MERCURY_RANGE_FREE && plan->next_page < range->pages) {
 			u64 phys = range->start_phys + plan->next_page++ * PAGE_SIZE;
 
-			/* 0 would say that there is none. */
-			if (phys && mercury_plan_occupied_number(plan, phys) == MERCURY_NO_NUMBER)
+			if (mercury_plan_occupied_number(plan, phys) == MERCURY_NO_NUMBER)
 				return phys;
 		}
 	}

@@ -11,6 +11,8 @@
 
 #include <linux/types.h>
 
+struct mercury_landing_list;
+struct mercury_load_entry;
 struct mercury_restart_range;
 
 #define MERCURY_NO_NUMBER	U64_MAX
@@ -52,6 +54,40 @@ struct mercury_plan {
 	u64 next_page;
 };
 
+/**
+ * struct mercury_copies - pages of copies that the landing makes
+ * @first: the newest page, which leads to the older ones
+ * @virt: its address
+ */
+struct mercury_copies {
+	u64 first;
+	struct mercury_landing_list *virt;
+};
+
+/**
+ * struct mercury_places - the frames of an image, and their places until the landing
+ * @plan: memory of the image and of this kernel
+ * @again: frames may be loaded again, and hold what they were loaded with last
+ * @loaded: by the number of a page of the image: it has been loaded
+ * @empty: likewise: it was loaded as zeros, and another frame may wait in it
+ * @loaded_count: the pages that have been loaded
+ * @waiting: by the number of a page that this kernel occupies: where its content waits, or 0
+ * @zero_frames: destination frames that hold zeros: the first; each holds the address of the next
+ * @reserve: pages that are set aside for the landing, likewise; no frame's destination
+ * @copies: frames that wait, and their destinations
+ * @zeros: destinations that become zeros after those copies
+ */
+struct mercury_places {
+	struct mercury_plan plan;
+	bool again;
+	unsigned long *loaded, *empty;
+	u64 loaded_count;
+	u64 *waiting;
+	u64 zero_frames, reserve;
+	struct mercury_copies copies, zeros;
+};
+
+/* landing.c */
 u32 mercury_plan_count(struct mercury_plan *plan, u64 limit);
 bool mercury_plan_occupy(struct mercury_plan *plan, u64 start, u64 end);
 u64 mercury_plan_occupied_number(const struct mercury_plan *plan, u64 phys);
@@ -61,5 +97,18 @@ u64 mercury_plan_stretch_end(const struct mercury_plan *plan, u32 *next);
 u64 mercury_plan_aside(const struct mercury_plan *plan);
 bool mercury_plan_has_room(const struct mercury_plan *plan, u64 aside);
 u32 mercury_plan_windows(const struct mercury_plan *plan, u32 (*add)(u64 start, u64 end));
+
+/* places.c */
+u32 mercury_places_begin(struct mercury_places *places);
+u64 mercury_places_reserved(struct mercury_places *places);
+u32 mercury_places_load(struct mercury_places *places, const struct mercury_load_entry *entry, void **page);
+void mercury_places_loaded(struct mercury_places *places, u64 phys);
+void *mercury_places_content(const struct mercury_places *places, u64 phys);
+u64 mercury_places_finish(struct mercury_places *places);
+u32 mercury_places_map(struct mercury_places *places, u64 *root, int top, u64 resume_virt,
+		       const u64 resume_phys[2]);
+
+/* restore.c */
+void *mercury_restore_virt(u64 phys);
 
 #endif /* MERCURY_LANDING_H */

@@ -51,75 +51,13 @@ static int compare(const void *phys, const void *element)
 }
 
 /* Returns a page beyond this kernel's memory; NULL if the machine of the image does not have it. */
-void *mercury_restore_virt(phys_addr_t phys)
+void *mercury_restore_virt(u64 phys)
 {
 	const struct mercury_window *window;
 
 	window = __inline_bsearch(&phys, restore.windows, restore.window_count, sizeof(*window),
 				  compare);
 	return window ? window->virt + (phys - window->start) : NULL;
-}
-
-/* Returns a page that was set aside; 0 if there is none left. */
-phys_addr_t mercury_restore_reserved(void)
-{
-	phys_addr_t phys = restore.reserve;
-
-	if (phys)
-		restore.reserve = *(u64 *)mercury_restore_virt(phys);
-	return phys;
-}
-
-/* Sets pages aside for the landing: no frame waits in one, and none is a destination. */
-static u32 set_aside(void)
-{
-	u64 pages = mercury_plan_aside(&restore.plan);
-
-	if (restore.again && !mercury_plan_has_room(&restore.plan, pages))
-		return MERCURY_CODE_RESTORE_ROOM;
-	while (pages--) {
-		phys_addr_t phys = mercury_plan_unused_page(&restore.plan);
-
-		if (!phys)
-			return MERCURY_CODE_RESTORE_ROOM;
-		*(u64 *)mercury_restore_virt(phys) = restore.reserve;
-		restore.reserve = phys;
-	}
-	return MERCURY_CODE_OK;
-}
-
-/* Lists a copy for the landing; returns false if there is no room. */
-static bool add_copy(struct mercury_copies *copies, phys_addr_t destination, phys_addr_t from)
-{
-	u64 *entry;
-
-	if (!copies->virt || copies->virt->count == MERCURY_LANDING_LIST_MAX) {
-		phys_addr_t phys = mercury_restore_reserved();
-
-		if (!phys)
-			return false;
-		copies->virt = mercury_restore_virt(phys);
-		copies->virt->next_phys = copies->first;
-		copies->virt->count = 0;
-		copies->first = phys;
-	}
-	entry = &copies->virt->copies[2 * copies->virt->count++];
-	entry[0] = destination;
-	entry[1] = from;
-	return true;
-}
-
-/* Returns a page in which a frame can wait until the landing; 0 if there is none left. */
-static phys_addr_t waiting_page(void)
-{
-	phys_addr_t phys = mercury_plan_unused_page(&restore.plan);
-
-	if (phys || restore.again || !restore.zero_frames)
-		return phys;
-	phys = restore.zero_frames;
-	restore.zero_frames = *(u64 *)mercury_restore_virt(phys);
-	/* It becomes zeros again after all copies. */
-	return add_copy(&restore.zeros, phys, 0) ? phys : 0;
 }
 
 void mercury_restore_end(void)
@@ -130,10 +68,11 @@ void mercury_restore_end(void)
 		memunmap(restore.windows[i].virt);
 	kvfree(restore.windows);
 	kvfree(restore.ranges);
-	kvfree(restore.plan.numbers);
+	kvfree(restore.places.plan.numbers);
 	kvfree(restore.cpus);
-	kvfree(restore.loaded);
-	kvfree(restore.waiting);
+	kvfree(restore.places.loaded);
+	kvfree(restore.places.empty);
+	kvfree(restore.places.waiting);
 	if (restore.root)
 		__free_page(restore.root);
 	memset(&restore, 0, sizeof(restore));
@@ -148,29 +87,29 @@ static int read_arrays(const struct mercury_restart_request *request)
 	    request->cpus_count > nr_cpu_ids)
 		return MERCURY_CODE_BAD_ARGUMENT;
 	restore.ranges = kvmalloc(ranges, GFP_KERNEL);
-	restore.plan.numbers = kvmalloc_array(request->ranges_count, sizeof(u64), GFP_KERNEL);
+	restore.places.plan.numbers = kvmalloc_array(request->ranges_count, sizeof(u64), GFP_KERNEL);
 	restore.cpus = kvmalloc(cpus, GFP_KERNEL);
 	restore.windows = kvmalloc_array(2 * (request->ranges_count + MERCURY_OCCUPIED_MAX),
 					 sizeof(*restore.windows), GFP_KERNEL);
-	if (!restore.ranges || !restore.plan.numbers || !restore.cpus || !restore.windows)
+	if (!restore.ranges || !restore.places.plan.numbers || !restore.cpus || !restore.windows)
 		return MERCURY_CODE_NO_MEMORY;
 	if (copy_from_user(restore.ranges, u64_to_user_ptr(request->ranges_addr), ranges) ||
 	    copy_from_user(restore.cpus, u64_to_user_ptr(request->cpus_addr), cpus))
 		return -EFAULT;
 	sort(restore.ranges, request->ranges_count, sizeof(*restore.ranges), by_start, NULL);
-	restore.plan.ranges = restore.ranges;
-	restore.plan.range_count = request->ranges_count;
+	restore.places.plan.ranges = restore.ranges;
+	restore.places.plan.range_count = request->ranges_count;
 	restore.cpu_count = request->cpus_count;
 	restore.resume_virt = request->resume_virt;
 	restore.resume_phys[0] = request->resume_phys[0];
 	restore.resume_phys[1] = request->resume_phys[1];
-	restore.again = request->flags & MERCURY_RESTART_AGAIN;
+	restore.places.again = request->flags & MERCURY_RESTART_AGAIN;
 	return MERCURY_CODE_OK;
 }
 
 static bool is_in_image(phys_addr_t phys)
 {
-	return PAGE_ALIGNED(phys) && mercury_plan_number(&restore.plan, phys) != MERCURY_NO_NUMBER;
+	return PAGE_ALIGNED(phys) && mercury_plan_number(&restore.places.plan, phys) != MERCURY_NO_NUMBER;
 }
 
 /* Refuses a place to go on that is not in the image. */
@@ -231,7 +170,7 @@ static u32 check_memory(struct mercury_outcome *outcome)
 
 	if (!plugged)
 		return MERCURY_CODE_NO_MEMORY;
-	for (i = 0; code == MERCURY_CODE_OK && i < restore.plan.range_count; i++)
+	for (i = 0; code == MERCURY_CODE_OK && i < restore.places.plan.range_count; i++)
 		code = mercury_plugged_check(plugged, restore.ranges[i].start_phys, restore.ranges[i].pages,
 					     outcome);
 	mercury_plugged_free(plugged);
@@ -290,12 +229,12 @@ void mercury_restore_quiet_devices(void)
 
 static int occupy(struct resource *ram, void *unused)
 {
-	return !mercury_plan_occupy(&restore.plan, ram->start, ram->end + 1);
+	return !mercury_plan_occupy(&restore.places.plan, ram->start, ram->end + 1);
 }
 
 static int check(const struct mercury_restart_request *request, struct mercury_outcome *outcome)
 {
-	u32 code = mercury_plan_count(&restore.plan, BIT_ULL(boot_cpu_data.x86_phys_bits)) ?:
+	u32 code = mercury_plan_count(&restore.places.plan, BIT_ULL(boot_cpu_data.x86_phys_bits)) ?:
 		   check_resume() ?:
 		   check_machine(request, outcome) ?:
 		   check_memory(outcome);
@@ -306,25 +245,28 @@ static int check(const struct mercury_restart_request *request, struct mercury_o
 				occupy))
 		return MERCURY_CODE_RESTORE_OVERLAP;
 	/* This machine's ordinary kernel leaves no room. */
-	outcome->detail[0] = restore.plan.occupied_pages;
-	outcome->detail[1] = restore.plan.page_count;
-	return restore.plan.occupied_pages < restore.plan.page_count ? MERCURY_CODE_OK :
+	outcome->detail[0] = restore.places.plan.occupied_pages;
+	outcome->detail[1] = restore.places.plan.page_count;
+	return restore.places.plan.occupied_pages < restore.places.plan.page_count ? MERCURY_CODE_OK :
 								      MERCURY_CODE_RESTORE_OVERLAP;
 }
 
 static int begin(const struct mercury_restart_request *request, struct mercury_outcome *outcome)
 {
 	int result = read_arrays(request) ?: check(request, outcome);
+	size_t words = BITS_TO_LONGS(restore.places.plan.page_count);
 
 	if (result != MERCURY_CODE_OK)
 		return result;
-	restore.loaded = kvcalloc(BITS_TO_LONGS(restore.plan.page_count), sizeof(long), GFP_KERNEL);
-	restore.waiting = kvcalloc(restore.plan.occupied_pages, sizeof(u64), GFP_KERNEL);
+	restore.places.loaded = kvcalloc(words, sizeof(long), GFP_KERNEL);
+	restore.places.empty = kvcalloc(words, sizeof(long), GFP_KERNEL);
+	restore.places.waiting = kvcalloc(restore.places.plan.occupied_pages, sizeof(u64), GFP_KERNEL);
 	restore.root = alloc_page(GFP_KERNEL | __GFP_ZERO);
-	if (!restore.loaded || !restore.waiting || !restore.root)
+	if (!restore.places.loaded || !restore.places.empty || !restore.places.waiting || !restore.root)
 		return MERCURY_CODE_NO_MEMORY;
 	mercury_restore_quiet_devices();
-	return mercury_plan_windows(&restore.plan, map_window) ?: set_aside();
+	return mercury_plan_windows(&restore.places.plan, map_window) ?:
+	       mercury_places_begin(&restore.places);
 }
 
 int mercury_restore_begin(const struct mercury_restart_request *request,
@@ -343,96 +285,20 @@ int mercury_restore_begin(const struct mercury_restart_request *request,
 	return result;
 }
 
-/*
- * Returns the content of a frame that has been loaded; NULL if it has not, or is all zeros and waits
- * nowhere.
- */
-void *mercury_restore_content(phys_addr_t phys)
+static int load_one(const struct mercury_load_entry *entry, void __user **data)
 {
-	u64 number = PAGE_ALIGNED(phys) ? mercury_plan_number(&restore.plan, phys) : MERCURY_NO_NUMBER;
-	u64 occupied = mercury_plan_occupied_number(&restore.plan, phys);
+	void *page;
+	u32 code = mercury_places_load(&restore.places, entry, &page);
 
-	if (number == MERCURY_NO_NUMBER || !test_bit(number, restore.loaded))
-		return NULL;
-	if (occupied == MERCURY_NO_NUMBER)
-		return mercury_restore_virt(phys);
-	return restore.waiting[occupied] ? mercury_restore_virt(restore.waiting[occupied]) : NULL;
-}
-
-/* Loads a frame of zeros that does not come again: other frames may wait in it. */
-static u32 load_zero(phys_addr_t destination)
-{
-	void *virt = mercury_restore_virt(destination);
-
-	if (!virt)
-		return add_copy(&restore.zeros, destination, 0) ? MERCURY_CODE_OK : MERCURY_CODE_RESTORE_ROOM;
-	memset(virt, 0, PAGE_SIZE);
-	*(u64 *)virt = restore.zero_frames;
-	restore.zero_frames = destination;
-	return MERCURY_CODE_OK;
-}
-
-/* Returns the page for a frame's content, which is the same each time; NULL if there is no room. */
-static void *place_for(phys_addr_t destination)
-{
-	u64 occupied = mercury_plan_occupied_number(&restore.plan, destination);
-	phys_addr_t waiting;
-
-	if (occupied == MERCURY_NO_NUMBER)
-		return mercury_restore_virt(destination);
-	if (restore.waiting[occupied])
-		return mercury_restore_virt(restore.waiting[occupied]);
-	waiting = waiting_page();
-	if (!waiting || !add_copy(&restore.copies, destination, waiting))
-		return NULL;
-	restore.waiting[occupied] = waiting;
-	return mercury_restore_virt(waiting);
-}
-
-/*
- * Fills the page of a frame: with zeros, with the content of another frame, or with the next page of data.
- */
-static int fill(const struct mercury_load_entry *entry, void __user **data)
-{
-	const void *twin = NULL;
-	void *place;
-
-	if (entry->source != MERCURY_LOAD_DATA && entry->source != MERCURY_LOAD_ZERO) {
-		twin = mercury_restore_content(entry->source);
-		if (!twin)
-			return MERCURY_CODE_RESTORE_FRAME;
-	}
-	place = place_for(entry->frame_phys);
-	if (!place)
-		return MERCURY_CODE_RESTORE_ROOM;
-	if (twin) {
-		memcpy(place, twin, PAGE_SIZE);
-	} else if (entry->source == MERCURY_LOAD_ZERO) {
-		memset(place, 0, PAGE_SIZE);
-	} else {
-		if (copy_from_user(place, *data, PAGE_SIZE))
+	if (code != MERCURY_CODE_OK)
+		return code;
+	if (page) {
+		if (copy_from_user(page, *data, PAGE_SIZE))
 			return -EFAULT;
 		*data += PAGE_SIZE;
 	}
+	mercury_places_loaded(&restore.places, entry->frame_phys);
 	return MERCURY_CODE_OK;
-}
-
-static int load_one(const struct mercury_load_entry *entry, void __user **data)
-{
-	u64 number = MERCURY_NO_NUMBER;
-	int result;
-
-	if (PAGE_ALIGNED(entry->frame_phys))
-		number = mercury_plan_number(&restore.plan, entry->frame_phys);
-	if (number == MERCURY_NO_NUMBER || (test_bit(number, restore.loaded) && !restore.again))
-		return MERCURY_CODE_RESTORE_FRAME;
-	if (entry->source == MERCURY_LOAD_ZERO && !restore.again)
-		result = load_zero(entry->frame_phys);
-	else
-		result = fill(entry, data);
-	if (result == MERCURY_CODE_OK && !__test_and_set_bit(number, restore.loaded))
-		restore.loaded_count++;
-	return result;
 }
 
 /* Does something with each entry of a request, and with the data that user space has or wants for it. */
@@ -472,7 +338,7 @@ int mercury_restore_load(const struct mercury_load_frames_request *request,
 /* Hands a frame back to the process that has loaded it. */
 static int read_one(const struct mercury_load_entry *entry, void __user **data)
 {
-	const void *content = mercury_restore_content(entry->frame_phys);
+	const void *content = mercury_places_content(&restore.places, entry->frame_phys);
 
 	if (!content)
 		return MERCURY_CODE_RESTORE_FRAME;

@@ -23,6 +23,7 @@
  *	plugged.c	memory that the firmware's map does not have
  *	restore.c	loading a machine from its image
  *	landing.c	arithmetic of the landing
+ *	places.c	places of frames until the landing
  *	land.c		the landing: going on in that machine
  *	resume.S	the way from this kernel into that machine
  *

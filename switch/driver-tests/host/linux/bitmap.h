@@ -13,6 +13,19 @@ static inline bool test_bit(unsigned long number, const unsigned long *bits)
 	return bits[number / BITS_PER_LONG] >> (number % BITS_PER_LONG) & 1;
 }
 
+static inline void __set_bit(unsigned long number, unsigned long *bits)
+{
+	bits[number / BITS_PER_LONG] |= 1UL << (number % BITS_PER_LONG);
+}
+
+static inline bool __test_and_set_bit(unsigned long number, unsigned long *bits)
+{
+	bool was_set = test_bit(number, bits);
+
+	__set_bit(number, bits);
+	return was_set;
+}
+
 static inline unsigned long find_next_bit(const unsigned long *bits, unsigned long size, unsigned long from)
 {
 	while (from < size && !test_bit(from, bits))
