@@ -155,19 +155,6 @@ static bool all_native(struct mercury_outcome *outcome)
 	return true;
 }
 
-/*
- * Returns true if a CPU is attached though this driver has loaded nothing: an earlier one went without it.
- */
-static bool is_orphaned(struct mercury_outcome *outcome)
-{
-	bool native;
-
-	cpus_read_lock();
-	native = all_native(outcome);
-	cpus_read_unlock();
-	return !native;
-}
-
 u32 mercury_load(struct mercury_outcome *outcome)
 {
 	u32 code;
@@ -176,12 +163,11 @@ u32 mercury_load(struct mercury_outcome *outcome)
 		return MERCURY_CODE_GOING_DOWN;
 	if (mercury.state != MERCURY_STATE_UNLOADED)
 		return MERCURY_CODE_ALREADY_LOADED;
-	if (is_orphaned(outcome))
-		return MERCURY_CODE_ORPHANED_HYPERVISOR;
 	if (!try_module_get(THIS_MODULE))
 		return MERCURY_CODE_GOING_DOWN;
 	cpus_read_lock();
-	code = load(outcome);
+	/* A CPU that is attached though this driver has loaded nothing: an earlier one went without it. */
+	code = all_native(outcome) ? load(outcome) : MERCURY_CODE_ORPHANED_HYPERVISOR;
 	if (code == MERCURY_CODE_OK) {
 		memcpy(mercury.version, mercury_image_header()->version, sizeof(mercury.version));
 		mercury.self_tested = false;

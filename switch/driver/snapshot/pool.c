@@ -339,7 +339,9 @@ void mercury_pool_free(void)
 {
 	struct page *page, *next;
 
-	list_for_each_entry_safe(page, next, &pages, lru)
+	list_for_each_entry_safe(page, next, &pages, lru) {
 		free_page_of_pool(page);
+		cond_resched();
+	}
 	memset(&pool, 0, sizeof(pool));
 }

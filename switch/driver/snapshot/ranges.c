@@ -97,6 +97,8 @@ static u32 keep(phys_addr_t start, phys_addr_t end)
 	for (phys = start; phys < end; phys += PAGE_SIZE) {
 		struct page *page = pfn_to_online_page(PHYS_PFN(phys));
 
+		if (IS_ALIGNED(phys, SZ_128M))
+			cond_resched();
 		if (!page || !PageHWPoison(page))
 			continue;
 		code = keep_sound(start, phys);

@@ -210,6 +210,8 @@ static u32 map_window(u64 start, u64 end)
 	if (!window->virt)
 		return MERCURY_CODE_NO_MEMORY;
 	restore.window_count++;
+	/* There may be a hundred thousand of them. */
+	cond_resched();
 	return MERCURY_CODE_OK;
 }
 
