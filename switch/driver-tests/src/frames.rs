@@ -15,6 +15,7 @@ struct Wanted {
 }
 
 unsafe extern "C" {
+    fn mercury_frames_by_start(left: *const OwnedRange, right: *const OwnedRange) -> i32;
     fn mercury_frames_number(ranges: *const OwnedRange, numbers: *const u64, count: u32, phys: u64) -> i64;
     fn mercury_frames_without(
         start: u64,
@@ -176,6 +177,17 @@ proptest! {
             };
             prop_assert_eq!(found, expected, "from {}", frame);
         }
+    }
+}
+
+#[test]
+fn ranges_are_ordered_by_their_start() {
+    let starts = [0, 1, 1 << 31, 1 << 32, u64::MAX];
+    for (left, right) in starts.into_iter().flat_map(|left| starts.map(|right| (left, right))) {
+        let ranges = [left, right].map(|start_phys| OwnedRange { start_phys, pages: 1 });
+        // SAFETY: both are ranges.
+        let order = unsafe { mercury_frames_by_start(&raw const ranges[0], &raw const ranges[1]) };
+        assert_eq!(order.cmp(&0), left.cmp(&right));
     }
 }
 

@@ -136,6 +136,14 @@
 	movl	%eax, %\register
 .endm
 
+/* Writes an MSR from 8 bytes of memory. */
+.macro WRITE_MSR number:req from:vararg
+	movl	$\number, %ecx
+	movl	\from, %eax
+	movl	4 + \from, %edx
+	wrmsr
+.endm
+
 /* The outward registers but for RSP; RDI comes last. Flags stay. */
 .macro LOAD_REGISTERS
 	movq	REGISTER(0), %rax

@@ -155,14 +155,8 @@ SYM_CODE_START(mercury_vmx_leave)
 	LOAD_SEGMENT ES, es
 	LOAD_THREAD_SEGMENT 0, fs
 	LOAD_THREAD_SEGMENT 1, gs
-	movl	$MSR_FS_BASE, %ecx
-	movl	MERCURY_GATE_OUTWARD_THREAD_BASES(%rdi), %eax
-	movl	(MERCURY_GATE_OUTWARD_THREAD_BASES + 4)(%rdi), %edx
-	wrmsr
-	movl	$MSR_GS_BASE, %ecx
-	movl	(MERCURY_GATE_OUTWARD_THREAD_BASES + 8)(%rdi), %eax
-	movl	(MERCURY_GATE_OUTWARD_THREAD_BASES + 12)(%rdi), %edx
-	wrmsr
+	WRITE_MSR MSR_FS_BASE, MERCURY_GATE_OUTWARD_THREAD_BASES(%rdi)
+	WRITE_MSR MSR_GS_BASE, 8 + MERCURY_GATE_OUTWARD_THREAD_BASES(%rdi)
 	movq	MERCURY_GATE_OUTWARD_CR2(%rdi), %rax
 	movq	%rax, %cr2
 	/* NMIs are the kernel's from here on, and breakpoints too. */

@@ -186,7 +186,7 @@ static void lower(void)
 #endif /* CONFIG_NETFILTER */
 
 /* Under mercury.lock; if it is up. */
-void mercury_fence_down(void)
+static void take_down(void)
 {
 	if (!fence.up)
 		return;
@@ -204,14 +204,14 @@ void mercury_fence_down(void)
 void mercury_fence_release(void)
 {
 	if (!fence.stays)
-		mercury_fence_down();
+		take_down();
 }
 
 /* Under mercury.lock, in a machine that was brought back: the command opens a fence that is closed there. */
 void mercury_fence_arrive(void)
 {
 	if (!fence.returns)
-		mercury_fence_down();
+		take_down();
 }
 
 /* With all CPUs in stop_machine(), in the machine that does not come back. */
@@ -272,7 +272,7 @@ int mercury_fence(struct mercury_fence_request *request)
 	}
 	if (request->flags & MERCURY_FENCE_FORGET)
 		mercury_nonces_forget();
-	mercury_fence_down();
+	take_down();
 	if (request->flags & MERCURY_FENCE_DOWN)
 		return MERCURY_CODE_OK;
 	result = request->peers_count ? read_peers(request) : MERCURY_CODE_OK;

@@ -9,6 +9,14 @@
 #include "../mercury_abi.h"
 #include "frames.h"
 
+/* Orders ranges by their start, for sort(). */
+int mercury_frames_by_start(const void *left, const void *right)
+{
+	const struct mercury_owned_range *a = left, *b = right;
+
+	return a->start_phys < b->start_phys ? -1 : a->start_phys > b->start_phys;
+}
+
 static int compare(const void *phys, const void *element)
 {
 	const struct mercury_owned_range *range = element;

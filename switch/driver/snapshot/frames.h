@@ -10,6 +10,7 @@
 
 struct mercury_owned_range;
 
+int mercury_frames_by_start(const void *left, const void *right);
 s64 mercury_frames_number(const struct mercury_owned_range *ranges, const u64 *numbers, unsigned int count,
 			  u64 phys);
 u32 mercury_frames_without(u64 start, u64 end, const struct mercury_owned_range *holes, unsigned int count,

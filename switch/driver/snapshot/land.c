@@ -11,16 +11,13 @@
 #include <linux/stop_machine.h>
 #include <linux/suspend.h>
 #include <linux/syscore_ops.h>
-#include <asm/debugreg.h>
 #include <asm/io.h>
 #include <asm/kvm_para.h>
 #include <asm/smp.h>
 #include <asm/special_insns.h>
 
+#include "../attach/switch.h"
 #include "restore.h"
-
-/* DR7 with every breakpoint disabled; bit 10 reads as 1. */
-#define DR7_DISARMED	0x400
 
 #define restore mercury_restore
 

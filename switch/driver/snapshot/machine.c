@@ -73,23 +73,6 @@ static int put_ranges(struct mercury_restart_request *request, u32 room)
 	return err;
 }
 
-/* Refuses a machine with memory that the restore environment would not find. */
-static u32 check_memory(struct mercury_outcome *outcome)
-{
-	const struct mercury_kept *kept = mercury_kept();
-	struct mercury_plugged *plugged = mercury_plugged_find();
-	u32 code = MERCURY_CODE_OK;
-	unsigned int i;
-
-	if (!plugged)
-		return MERCURY_CODE_NO_MEMORY;
-	for (i = 0; code == MERCURY_CODE_OK && i < kept->count; i++)
-		code = mercury_plugged_check(plugged, kept->ranges[i].start_phys, kept->ranges[i].pages,
-					     outcome);
-	mercury_plugged_free(plugged);
-	return code;
-}
-
 /* Returns the modes of this machine that the machine in which it goes on must have too. */
 u64 mercury_machine_modes(void)
 {
@@ -106,11 +89,13 @@ u64 mercury_machine_modes(void)
 int mercury_machine_describe(struct mercury_restart_request *request, struct mercury_outcome *outcome)
 {
 	unsigned long text = (unsigned long)mercury_resume & PAGE_MASK;
+	const struct mercury_kept *kept = mercury_kept();
 	struct page *next;
 	u32 code;
 	int err;
 
-	code = check_memory(outcome);
+	/* All of the machine's memory must be there in the restore environment. */
+	code = mercury_plugged_check(kept->ranges, sizeof(*kept->ranges), kept->count, outcome);
 	if (code != MERCURY_CODE_OK)
 		return code;
 	request->flags = mercury_machine_modes();

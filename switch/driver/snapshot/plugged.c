@@ -25,7 +25,7 @@ struct dimm {
 	u64 start, end;
 };
 
-struct mercury_plugged {
+struct plugged {
 	unsigned int count;
 	struct dimm dimms[DEVICES_MAX];
 };
@@ -34,7 +34,7 @@ struct mercury_plugged {
 
 static acpi_status add_resource(struct acpi_resource *resource, void *argument)
 {
-	struct mercury_plugged *plugged = argument;
+	struct plugged *plugged = argument;
 	struct acpi_resource_address64 address;
 	struct dimm *dimm = &plugged->dimms[plugged->count];
 
@@ -59,33 +59,18 @@ static acpi_status add_device(acpi_handle handle, u32 level, void *plugged, void
 	return AE_OK;
 }
 
-static void find_devices(struct mercury_plugged *plugged)
+static void find_devices(struct plugged *plugged)
 {
 	acpi_get_devices(DEVICE_ID, add_device, plugged, NULL);
 }
 
 #else
 
-static void find_devices(struct mercury_plugged *plugged)
+static void find_devices(struct plugged *plugged)
 {
 }
 
 #endif
-
-/* Asks ACPI for the memory that is plugged in; NULL if there is no memory for the answer. May sleep. */
-struct mercury_plugged *mercury_plugged_find(void)
-{
-	struct mercury_plugged *plugged = kvzalloc(sizeof(*plugged), GFP_KERNEL);
-
-	if (plugged)
-		find_devices(plugged);
-	return plugged;
-}
-
-void mercury_plugged_free(struct mercury_plugged *plugged)
-{
-	kvfree(plugged);
-}
 
 /* The map that the firmware gave at boot, whatever mem= left of it. */
 static bool is_firmwares(u64 start, u64 end)
@@ -101,7 +86,7 @@ static bool is_firmwares(u64 start, u64 end)
 }
 
 /* Returns the end of the device of ACPI's that has memory from `start` on, or `start` if none has. */
-static u64 end_of_device(const struct mercury_plugged *plugged, u64 start)
+static u64 end_of_device(const struct plugged *plugged, u64 start)
 {
 	unsigned int i;
 
@@ -111,11 +96,10 @@ static u64 end_of_device(const struct mercury_plugged *plugged, u64 start)
 	return start;
 }
 
-/* Refuses a range of memory that the restore environment does not find in full. */
-u32 mercury_plugged_check(const struct mercury_plugged *plugged, u64 start, u64 pages,
-			  struct mercury_outcome *outcome)
+static u32 check(const struct plugged *plugged, const struct mercury_owned_range *range,
+		 struct mercury_outcome *outcome)
 {
-	u64 end = start + pages * PAGE_SIZE;
+	u64 start = range->start_phys, end = start + range->pages * PAGE_SIZE;
 
 	while (start < end) {
 		u64 next = end_of_device(plugged, start);
@@ -131,4 +115,22 @@ u32 mercury_plugged_check(const struct mercury_plugged *plugged, u64 start, u64 
 		start = next;
 	}
 	return MERCURY_CODE_OK;
+}
+
+/*
+ * Refuses ranges of memory that the restore environment does not find in full. Each has so many bytes, and
+ * begins like a struct mercury_owned_range. May sleep.
+ */
+u32 mercury_plugged_check(const void *ranges, size_t bytes, u32 count, struct mercury_outcome *outcome)
+{
+	struct plugged *plugged = kvzalloc(sizeof(*plugged), GFP_KERNEL);
+	u32 code = MERCURY_CODE_OK;
+
+	if (!plugged)
+		return MERCURY_CODE_NO_MEMORY;
+	find_devices(plugged);
+	for (; count && code == MERCURY_CODE_OK; count--, ranges += bytes)
+		code = check(plugged, ranges, outcome);
+	kvfree(plugged);
+	return code;
 }

@@ -43,13 +43,6 @@ static void add_hole(struct holes *holes, phys_addr_t start, u64 pages)
 	holes->ranges[holes->count++].pages = pages;
 }
 
-static int by_start(const void *left, const void *right)
-{
-	const struct mercury_owned_range *a = left, *b = right;
-
-	return a->start_phys < b->start_phys ? -1 : a->start_phys > b->start_phys;
-}
-
 /* Lists all holes in order, and maps the memory of the snapshot itself for the hypervisor. */
 static void find_holes(struct holes *holes)
 {
@@ -69,7 +62,7 @@ static void find_holes(struct holes *holes)
 			holes->code = mercury_map_memory(range.start_phys,
 							 range.start_phys + range.pages * PAGE_SIZE);
 	}
-	sort(holes->ranges, holes->count, sizeof(*holes->ranges), by_start, NULL);
+	sort(holes->ranges, holes->count, sizeof(*holes->ranges), mercury_frames_by_start, NULL);
 }
 
 /*

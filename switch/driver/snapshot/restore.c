@@ -27,6 +27,11 @@
 
 #include "restore.h"
 
+/* Ranges of memory are checked and sorted by the beginning of both. */
+static_assert(offsetof(struct mercury_restart_range, start_phys) ==
+	      offsetof(struct mercury_owned_range, start_phys));
+static_assert(offsetof(struct mercury_restart_range, pages) == offsetof(struct mercury_owned_range, pages));
+
 #define RANGES_MAX	(SZ_64M / sizeof(struct mercury_restart_range))
 #define PCI_CLASS_IOMMU	0x0806
 /* Every PC has devices from here to 4 GiB: I/O APICs, timers, local APICs, the firmware. */
@@ -34,13 +39,6 @@
 
 struct mercury_restore mercury_restore;
 #define restore mercury_restore
-
-static int by_start(const void *left, const void *right)
-{
-	const u64 *a = left, *b = right;
-
-	return *a < *b ? -1 : *a > *b;
-}
 
 static int compare(const void *phys, const void *element)
 {
@@ -96,7 +94,7 @@ static int read_arrays(const struct mercury_restart_request *request)
 	if (copy_from_user(restore.ranges, u64_to_user_ptr(request->ranges_addr), ranges) ||
 	    copy_from_user(restore.cpus, u64_to_user_ptr(request->cpus_addr), cpus))
 		return -EFAULT;
-	sort(restore.ranges, request->ranges_count, sizeof(*restore.ranges), by_start, NULL);
+	sort(restore.ranges, request->ranges_count, sizeof(*restore.ranges), mercury_frames_by_start, NULL);
 	restore.places.plan.ranges = restore.ranges;
 	restore.places.plan.range_count = request->ranges_count;
 	restore.cpu_count = request->cpus_count;
@@ -158,23 +156,6 @@ static u32 check_machine(const struct mercury_restart_request *request, struct m
 		return MERCURY_CODE_RESTORE_CPUS;
 	}
 	return MERCURY_CODE_OK;
-}
-
-/*
- * Refuses ranges of memory that this machine does not have: memory that was plugged in must be in its slot.
- */
-static u32 check_memory(struct mercury_outcome *outcome)
-{
-	struct mercury_plugged *plugged = mercury_plugged_find();
-	u32 code = MERCURY_CODE_OK, i;
-
-	if (!plugged)
-		return MERCURY_CODE_NO_MEMORY;
-	for (i = 0; code == MERCURY_CODE_OK && i < restore.places.plan.range_count; i++)
-		code = mercury_plugged_check(plugged, restore.ranges[i].start_phys, restore.ranges[i].pages,
-					     outcome);
-	mercury_plugged_free(plugged);
-	return code;
 }
 
 /* Returns true if something else than memory is known to be there. */
@@ -239,7 +220,8 @@ static int check(const struct mercury_restart_request *request, struct mercury_o
 	u32 code = mercury_plan_count(&restore.places.plan, BIT_ULL(boot_cpu_data.x86_phys_bits)) ?:
 		   check_resume() ?:
 		   check_machine(request, outcome) ?:
-		   check_memory(outcome);
+		   mercury_plugged_check(restore.ranges, sizeof(*restore.ranges),
+					 restore.places.plan.range_count, outcome);
 
 	if (code != MERCURY_CODE_OK)
 		return code;

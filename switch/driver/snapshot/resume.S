@@ -73,18 +73,9 @@ SYM_CODE_START(mercury_resume)
 	movl	%eax, %fs
 	movl	%eax, %gs
 
-	movl	$MSR_FS_BASE, %ecx
-	movl	SAVED(FS_BASE), %eax
-	movl	SAVED(FS_BASE + 4), %edx
-	wrmsr
-	movl	$MSR_GS_BASE, %ecx
-	movl	SAVED(GS_BASE), %eax
-	movl	SAVED(GS_BASE + 4), %edx
-	wrmsr
-	movl	$MSR_KERNEL_GS_BASE, %ecx
-	movl	SAVED(KERNEL_GS_BASE), %eax
-	movl	SAVED(KERNEL_GS_BASE + 4), %edx
-	wrmsr
+	WRITE_MSR MSR_FS_BASE, SAVED(FS_BASE)
+	WRITE_MSR MSR_GS_BASE, SAVED(GS_BASE)
+	WRITE_MSR MSR_KERNEL_GS_BASE, SAVED(KERNEL_GS_BASE)
 
 	movq	SAVED(RSP), %rsp
 	movq	SAVED(REGISTERS + 0), %rbx

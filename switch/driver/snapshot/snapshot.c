@@ -121,7 +121,7 @@ static void free_all(void)
 }
 
 /* Ends the snapshot, if there is one: the machine is as it was before. */
-void mercury_snapshot_end(void)
+static void end(void)
 {
 	bool restored = mercury_instant_restored();
 
@@ -232,7 +232,7 @@ u32 mercury_snapshot_prepare(const struct mercury_snapshot_request *request)
 		return MERCURY_CODE_SNAPSHOT_LIVE;
 	code = prepare(request);
 	if (code != MERCURY_CODE_OK)
-		mercury_snapshot_end();
+		end();
 	return code;
 }
 
@@ -244,7 +244,7 @@ static u32 come_back(struct mercury_snapshot_request *request)
 	mercury_rollback_read(request->message);
 	request->rolled_back = 1;
 	last_rollback = request->status.rollback;
-	mercury_snapshot_end();
+	end();
 	pr_warn("the machine was put back to its snapshot (reason %u, CPU %u): %llu pages; %.128s\n",
 		last_rollback.reason, last_rollback.cpu, last_rollback.pages,
 		(const char *)request->message);
@@ -255,7 +255,7 @@ static u32 come_back(struct mercury_snapshot_request *request)
 static u32 arrive(struct mercury_snapshot_request *request)
 {
 	mercury_fence_arrive();
-	mercury_snapshot_end();
+	end();
 	mercury_forget();
 	request->restored = 1;
 	return MERCURY_CODE_OK;
@@ -312,7 +312,7 @@ u32 mercury_snapshot_begin(struct mercury_snapshot_request *request, struct merc
 	else if (code == MERCURY_CODE_OK)
 		mercury_pool_start();
 	if (code != MERCURY_CODE_OK)
-		mercury_snapshot_end();
+		end();
 	return code;
 }
 
@@ -328,7 +328,7 @@ u32 mercury_snapshot_finish(struct mercury_snapshot_request *request)
 	code = fill_status(request);
 	if (code == MERCURY_CODE_OK)
 		code = missed_writes();
-	mercury_snapshot_end();
+	end();
 	return code;
 }
 
@@ -336,7 +336,7 @@ u32 mercury_snapshot_finish(struct mercury_snapshot_request *request)
 void mercury_snapshot_release(void)
 {
 	if (!snapshot.kept)
-		mercury_snapshot_end();
+		end();
 }
 
 static int no_frames(struct mercury_snapshot_read_request *request)
@@ -405,7 +405,7 @@ static void check_kept(void)
 	lost_because = probe_kept(&status);
 	if (lost_because == MERCURY_CODE_OK)
 		return;
-	mercury_snapshot_end();
+	end();
 	pr_notice("the snapshot of memory was lost (code %u)\n", lost_because);
 }
 
@@ -447,7 +447,7 @@ static u32 panic_comes(const char *message)
 }
 
 const struct mercury_hooks mercury_snapshot_hooks = {
-	.before_detach = mercury_snapshot_end,
+	.before_detach = end,
 	.check = check_kept,
 	.cpu_starts = cpu_starts,
 	.cpu_online = cpu_is_online,

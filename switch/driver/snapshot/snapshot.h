@@ -63,7 +63,6 @@ int mercury_snapshot_read_present(struct mercury_snapshot_read_request *request)
 u32 mercury_snapshot_log_begin(void);
 u32 mercury_snapshot_log_collect(struct mercury_log_request *request);
 int mercury_snapshot_machine(struct mercury_restart_request *request, struct mercury_outcome *outcome);
-void mercury_snapshot_end(void);
 void mercury_snapshot_release(void);
 void mercury_snapshot_status(struct mercury_snapshot_status *status);
 bool mercury_snapshot_is_kept(void);
@@ -195,11 +194,7 @@ void mercury_land(u64 root, u64 code, u64 landing, u64 index);
 extern const u8 mercury_landing[], mercury_landing_end[];
 
 /* plugged.c */
-struct mercury_plugged;
-struct mercury_plugged *mercury_plugged_find(void);
-u32 mercury_plugged_check(const struct mercury_plugged *plugged, u64 start, u64 pages,
-			  struct mercury_outcome *outcome);
-void mercury_plugged_free(struct mercury_plugged *plugged);
+u32 mercury_plugged_check(const void *ranges, size_t bytes, u32 count, struct mercury_outcome *outcome);
 
 /* restore.c, land.c */
 int mercury_restore_begin(const struct mercury_restart_request *request,
@@ -253,7 +248,6 @@ void mercury_disk_log_release(void);
 
 /* fence.c: the last two at the instant */
 int mercury_fence(struct mercury_fence_request *request);
-void mercury_fence_down(void);
 void mercury_fence_arrive(void);
 void mercury_fence_release(void);
 void mercury_fence_close(void);
