@@ -171,8 +171,7 @@ u32 mercury_image_place(void *image);
 /* events.c */
 int mercury_events_init(void);
 void mercury_events_exit(void);
-void mercury_emergency_hold(void);
-void mercury_emergency_release(void);
+void mercury_emergency_want(bool wanted);
 bool mercury_emergency_is_ours(void);
 
 /* monitor.c */

@@ -175,7 +175,7 @@ u32 mercury_load(struct mercury_outcome *outcome)
 	}
 	cpus_read_unlock();
 	if (code == MERCURY_CODE_OK) {
-		mercury_emergency_hold();
+		mercury_emergency_want(true);
 		pr_info("hypervisor loaded, %llu KiB and %llu KiB a CPU\n",
 			mercury.memory_fixed / SZ_1K, mercury.memory_per_cpu / SZ_1K);
 		mercury_memory_report();
@@ -196,7 +196,7 @@ u32 mercury_unload(struct mercury_outcome *outcome)
 	}
 	mercury.state = MERCURY_STATE_UNLOADED;
 	cpus_read_unlock();
-	mercury_emergency_release();
+	mercury_emergency_want(false);
 	mercury_memory_destroy();
 	mercury_fault_reset();
 	pr_info("hypervisor unloaded\n");
@@ -224,7 +224,7 @@ void mercury_forget(void)
 	mercury.want_all = false;
 	mercury.state = MERCURY_STATE_UNLOADED;
 	cpus_read_unlock();
-	mercury_emergency_release();
+	mercury_emergency_want(false);
 	mercury_memory_destroy();
 	mercury_fault_reset();
 	module_put(THIS_MODULE);
@@ -245,7 +245,7 @@ static void leave(struct mercury_outcome *outcome)
 		return;
 	}
 	/* The hypervisor's memory is not the module's: the CPUs run on above it. */
-	mercury_emergency_release();
+	mercury_emergency_want(false);
 	module_put(THIS_MODULE);
 	pr_emerg("CPU %u stays above the hypervisor, whose driver goes: reboot the machine\n",
 		 outcome->cpu);
@@ -378,8 +378,7 @@ static void roll_back(const struct cpumask *cpus)
 		if (mercury_cpu(cpu)->switched)
 			cpumask_set_cpu(cpu, &switched);
 	mercury_on_cpus(&switched, mercury_vendor->detach_cpu);
-	for_each_cpu(cpu, cpus)
-		mercury_cpu(cpu)->switched = false;
+	forget_switches();
 }
 
 static u32 attach(const struct cpumask *cpus, struct mercury_outcome *outcome)

@@ -264,22 +264,13 @@ static void decide(void)
 	slot_held = hold;
 }
 
-static void want_slot(bool wanted)
+/* Takes the kernel's emergency callback, if KVM does not want it, or gives it back. */
+void mercury_emergency_want(bool wanted)
 {
 	mutex_lock(&slot_lock);
 	slot_wanted = wanted;
 	decide();
 	mutex_unlock(&slot_lock);
-}
-
-void mercury_emergency_hold(void)
-{
-	want_slot(true);
-}
-
-void mercury_emergency_release(void)
-{
-	want_slot(false);
 }
 
 /* Returns true if the driver is told of an emergency, provided that the kernel tells any module. */

@@ -165,12 +165,9 @@ static void publish_owned(void)
 
 static u32 pool_add(void)
 {
-	void *page;
+	void *page = info->boot.pool_count < POOL_MAX ? mercury_carve(1, 1) : NULL;
 	u32 code;
 
-	if (info->boot.pool_count == POOL_MAX)
-		return MERCURY_CODE_NO_MEMORY;
-	page = mercury_carve(1, 1);
 	if (!page)
 		return MERCURY_CODE_NO_MEMORY;
 	code = mercury_map_owned(page, 1, MERCURY_MAP_DATA);

@@ -25,12 +25,6 @@ static void give_up(int cpu, u32 code)
 	       cpu, code);
 }
 
-/* Returns true if the hypervisor crashed on that CPU: it leaves a record in every such case. */
-static bool has_crashed(const struct mercury_shared_cpu *shared)
-{
-	return READ_ONCE(shared->crash.code) != MERCURY_CODE_OK;
-}
-
 /*
  * Notes a CPU that left the hypervisor without a request. It stays native. A CPU that is asked for its mode
  * gives up what it still holds for the hypervisor.
@@ -58,7 +52,8 @@ void mercury_monitor_check(void)
 	for_each_possible_cpu(cpu) {
 		const struct mercury_shared_cpu *shared = mercury_cpu(cpu)->shared;
 
-		if (has_crashed(shared)) {
+		/* The hypervisor leaves a record of each crash. */
+		if (READ_ONCE(shared->crash.code) != MERCURY_CODE_OK) {
 			give_up(cpu, READ_ONCE(shared->crash.code));
 			break;
 		}

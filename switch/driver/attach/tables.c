@@ -79,12 +79,6 @@ static u64 *entry_at(unsigned long virt, int last)
 	return table + ((virt >> last) & 511);
 }
 
-/* The last-level entry. */
-static u64 *entry_of(unsigned long virt)
-{
-	return entry_at(virt, PAGE_SHIFT);
-}
-
 /* Maps pages; kind is MERCURY_MAP_*. */
 u32 mercury_map(void *virt, phys_addr_t phys, unsigned long pages, int kind)
 {
@@ -96,7 +90,7 @@ u32 mercury_map(void *virt, phys_addr_t phys, unsigned long pages, int kind)
 	if (kind != MERCURY_MAP_TEXT && __rdmsr(MSR_EFER) & EFER_NX)
 		flags |= _PAGE_NX;
 	for (i = 0; i < pages; i++) {
-		u64 *entry = entry_of((unsigned long)virt + i * PAGE_SIZE);
+		u64 *entry = entry_at((unsigned long)virt + i * PAGE_SIZE, PAGE_SHIFT);
 
 		if (!entry)
 			return MERCURY_CODE_NO_MEMORY;
@@ -115,7 +109,7 @@ u32 mercury_map_owned(void *virt, unsigned long pages, int kind)
 u32 mercury_map_window(struct mercury_gate_block *gate)
 {
 	unsigned long virt = WINDOWS_VIRT + (unsigned long)gate->cpu * PAGE_SIZE;
-	u64 *directory = entry_at(virt, PMD_SHIFT), *entry = entry_of(virt);
+	u64 *directory = entry_at(virt, PMD_SHIFT), *entry = entry_at(virt, PAGE_SHIFT);
 
 	if (!directory || !entry)
 		return MERCURY_CODE_NO_MEMORY;
