@@ -126,10 +126,11 @@ static u32 load(struct mercury_outcome *outcome)
 	code = mercury_can_enter(outcome->detail);
 	local_irq_restore(flags);
 	mercury.iomem_end = mercury_iomem_end();
-	code = code ?: mercury_image_check() ?: mercury_memory_create();
-	if (code != MERCURY_CODE_OK)
-		return code;
-	code = build(outcome) ?: mercury_tables_copy();
+	code = code ?:
+	       mercury_image_check() ?:
+	       mercury_memory_create() ?:
+	       build(outcome) ?:
+	       mercury_tables_copy();
 	if (code != MERCURY_CODE_OK)
 		mercury_memory_destroy();
 	return code;

@@ -144,6 +144,17 @@
 	wrmsr
 .endm
 
+/* Writes the lower half of an MSR from memory, if it is not 0. */
+.macro WRITE_MSR_IF_SET number:req from:vararg
+	movl	\from, %eax
+	testl	%eax, %eax
+	jz	.Lwritten\@
+	xorl	%edx, %edx
+	movl	$\number, %ecx
+	wrmsr
+.Lwritten\@:
+.endm
+
 /* The outward registers but for RSP; RDI comes last. Flags stay. */
 .macro LOAD_REGISTERS
 	movq	REGISTER(0), %rax

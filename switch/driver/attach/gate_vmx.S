@@ -133,21 +133,9 @@ SYM_CODE_START(mercury_vmx_leave)
 	movq	%rbx, %cr4
 	movq	%rax, %cr3
 	/* The hypervisor's tables cannot do without NXE: a system that does gets its EFER only now. */
-	movl	MERCURY_GATE_OUTWARD_EFER(%rdi), %eax
-	testl	%eax, %eax
-	jz	.Lefer
-	xorl	%edx, %edx
-	movl	$MSR_EFER, %ecx
-	wrmsr
-.Lefer:
+	WRITE_MSR_IF_SET MSR_EFER, MERCURY_GATE_OUTWARD_EFER(%rdi)
 	/* Branches that are stored go through these tables. */
-	movl	MERCURY_GATE_OUTWARD_DEBUGCTL(%rdi), %eax
-	testl	%eax, %eax
-	jz	.Ldebugctl
-	xorl	%edx, %edx
-	movl	$MSR_IA32_DEBUGCTLMSR, %ecx
-	wrmsr
-.Ldebugctl:
+	WRITE_MSR_IF_SET MSR_IA32_DEBUGCTLMSR, MERCURY_GATE_OUTWARD_DEBUGCTL(%rdi)
 
 	/* With the area's IDT still: the kernel's handler of NMIs wants all segments and bases. */
 	lgdt	MERCURY_GATE_OUTWARD_GDTR_LIMIT(%rdi)

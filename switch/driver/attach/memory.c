@@ -314,7 +314,8 @@ static u32 map_gate(void)
 	return mercury_map(page, page_to_phys(vmalloc_to_page(page)), 1, MERCURY_MAP_TEXT);
 }
 
-static u32 create(void)
+/* All that the hypervisor needs at the start. After a failure the caller destroys what is there. */
+u32 mercury_memory_create(void)
 {
 	void *image;
 	u32 code;
@@ -347,16 +348,6 @@ void mercury_memory_report(void)
 	}
 }
 
-/* All that the hypervisor needs at the start; on failure nothing is held. */
-u32 mercury_memory_create(void)
-{
-	u32 code = create();
-
-	if (code != MERCURY_CODE_OK)
-		mercury_memory_destroy();
-	return code;
-}
-
 static void free_shared(void)
 {
 	unsigned int i;
@@ -375,7 +366,7 @@ static void free_shared(void)
 	mutex_unlock(&shared_lock);
 }
 
-/* Every CPU must be native. */
+/* Every CPU must be native. There may be nothing, or a part of it. */
 void mercury_memory_destroy(void)
 {
 	unsigned int i, page;
