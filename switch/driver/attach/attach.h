@@ -67,7 +67,7 @@ void mercury_hooks_register(const struct mercury_hooks *hooks);
  * @attach_cpu: attaches this CPU; one that is attached already stays so
  * @detach_cpu: detaches this CPU; one that is native already stays so. May run in an NMI
  * @hide: takes the traces of an attach out of a CPU's facts
- * @place: fills the vendor's part of a new area
+ * @place: fills the vendor's part of a new area; NULL: there is none
  *
  * Functions of a CPU run on that CPU, with interrupts off.
  */

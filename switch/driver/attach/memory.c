@@ -299,7 +299,8 @@ static u32 place_area(int cpu, void *image)
 	gate->area_phys = virt_to_phys(gate);
 	gate->shared_virt = (u64)m->shared;
 	gate->cpu = cpu;
-	mercury_vendor->place(gate);
+	if (mercury_vendor->place)
+		mercury_vendor->place(gate);
 	m->gate = gate;
 	return mercury_map_window(gate) ?:
 	       mercury_map_owned(gate, MERCURY_AREA_PAGE_PROCESSOR, MERCURY_MAP_DATA) ?:

@@ -122,10 +122,6 @@ static void hide(struct mercury_cpu_facts *facts)
 		facts->efer &= ~(u64)EFER_SVME;
 }
 
-static void place(struct mercury_gate_block *gate)
-{
-}
-
 const struct mercury_vendor mercury_svm = {
 	.number = MERCURY_VENDOR_AMD,
 	.shares = true,
@@ -139,5 +135,4 @@ const struct mercury_vendor mercury_svm = {
 	.attach_cpu = mercury_svm_attach_cpu,
 	.detach_cpu = mercury_svm_detach_cpu,
 	.hide = hide,
-	.place = place,
 };
