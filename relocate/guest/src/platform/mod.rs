@@ -1,6 +1,7 @@
 //! The devices that a running kernel touches: few of a PC's, and virtio's. Everything else reads as all
 //! ones, as an empty bus does.
 
+mod keyboard;
 mod pci;
 mod power;
 
@@ -9,6 +10,7 @@ use crate::{
     layout::{PAGE_BYTES, WINDOWS},
     wires::Wire,
 };
+use keyboard::Keyboard;
 use mercury_abi::guest::{
     GUEST_SLOTS_MAX, GuestDescription, GuestSlot, MERCURY_GUEST_MAGIC, MERCURY_GUEST_VERSION,
 };
@@ -31,8 +33,7 @@ use std::{ops::Range, sync::Arc};
 mod port {
     pub const SERIAL: [u16; 2] = [0x3F8, 0x2F8];
     pub const CLOCK: [u16; 2] = [0x70, 0x71];
-    /// Data and status of the keyboard controller.
-    pub const KEYBOARD: [u16; 2] = [0x60, 0x64];
+    pub const KEYBOARD: [u16; 2] = [crate::platform::keyboard::DATA, crate::platform::keyboard::COMMAND];
     /// Address of PCI's configuration, and data.
     pub const PCI_ADDRESS: u16 = 0xCF8;
     pub const PCI_DATA: std::ops::RangeInclusive<u16> = 0xCFC..=0xCFF;
@@ -43,8 +44,6 @@ const SERIAL_LINES: [u32; 2] = [4, 3];
 /// Interrupts for virtio devices, in the order in which they are chosen: of devices that a machine hardly
 /// has, and of those that are gone.
 const FREE_LINES: [u32; 10] = [5, 10, 11, 7, 6, 14, 15, 12, 20, 21];
-/// The keyboard controller's command that pulls the processor's reset line.
-const KEYBOARD_RESET: u8 = 0xFE;
 /// Bit of the reset register that resets the processor.
 const RESET_NOW: u8 = 1 << 2;
 
@@ -99,6 +98,7 @@ pub struct Platform {
     lines: Box<dyn Lines>,
     power: Power,
     clock: Clock,
+    keyboard: Keyboard,
     serials: Vec<Port>,
     pci: Pci,
     zeros: Vec<Range<u64>>,
@@ -146,6 +146,7 @@ impl Platform {
             lines,
             power: Power::new(tables.ports.clone()),
             clock: Clock::default(),
+            keyboard: Keyboard::default(),
             serials: serials.into(),
             pci: Pci::new(board.devices),
             zeros: board.zeros,
@@ -200,7 +201,7 @@ impl Platform {
         }
         match port {
             _ if port::CLOCK.contains(&port) => data.fill(self.clock.read(port)),
-            _ if port::KEYBOARD.contains(&port) => data.fill(0),
+            _ if port::KEYBOARD.contains(&port) => data.fill(self.keyboard.read(port)),
             port::PCI_ADDRESS if data.len() == 4 => data.copy_from_slice(&self.pci.address().to_le_bytes()),
             _ if port::PCI_DATA.contains(&port) => self.pci.read(port & 3, data),
             _ => data.fill(0xFF),
@@ -230,7 +231,7 @@ impl Platform {
             }
             _ if port::PCI_DATA.contains(&port) => self.pci.write(port & 3, data),
             port::RESET if first & RESET_NOW != 0 => self.end(End::Reset),
-            _ if (port, first) == (port::KEYBOARD[1], KEYBOARD_RESET) => self.end(End::Reset),
+            _ if port::KEYBOARD.contains(&port) && self.keyboard.write(port, first) => self.end(End::Reset),
             _ => {}
         }
     }
@@ -372,7 +373,7 @@ mod tests {
         assert_eq!(read(&mut platform, 0xCF8), 0x8000_F804);
         assert_eq!(read(&mut platform, 0xCFC), u32::MAX);
         assert_eq!(read(&mut platform, 0x1F7), u32::MAX);
-        assert_eq!(read(&mut platform, 0x64), 0);
+        assert_eq!(read(&mut platform, 0x64) & 0xFF, 4);
         assert_eq!(read(&mut platform, 0x600), 0);
     }
 
