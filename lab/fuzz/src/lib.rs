@@ -29,13 +29,14 @@ pub struct Target {
 }
 
 /// All targets, in the order of the list in docs/development.md.
-pub const TARGETS: [Target; 8] = [
+pub const TARGETS: [Target; 9] = [
     targets::image::TARGET,
     targets::wire::TARGET,
     targets::announcement::TARGET,
     targets::records::TARGET,
     targets::virtio::TARGET,
     targets::gdb::TARGET,
+    targets::guest::TARGET,
     targets::orders::TARGET,
     targets::command_line::TARGET,
 ];

@@ -3,6 +3,7 @@
 pub mod announcement;
 pub mod command_line;
 pub mod gdb;
+pub mod guest;
 pub mod image;
 pub mod orders;
 pub mod records;
