@@ -33,6 +33,7 @@ fn refused(what: &str, error: impl std::fmt::Display) -> Error {
 /// # Errors
 /// KVM does not say.
 pub fn offered(kvm: &Kvm, machine: &Machine) -> Result<CpuId> {
+    permit_tiles();
     let mut cpuid = kvm
         .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
         .map_err(|error| refused("list the features of processors", error))?;
@@ -43,6 +44,15 @@ pub fn offered(kvm: &Kvm, machine: &Machine) -> Result<CpuId> {
         }
     }
     Ok(cpuid)
+}
+
+/// Asks the host for the large state of AMX, which KVM offers only to those who have asked. A host without AMX
+/// refuses, and then KVM does not offer it.
+fn permit_tiles() {
+    const REQUEST_FOR_GUESTS: libc::c_long = 0x1025;
+    const TILES: libc::c_long = 18;
+    // SAFETY: It takes numbers.
+    unsafe { libc::syscall(libc::SYS_arch_prctl, REQUEST_FOR_GUESTS, TILES) };
 }
 
 /// Returns CPUID of one processor: its number, and the way to the monitor's devices.

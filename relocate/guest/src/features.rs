@@ -47,7 +47,7 @@ const ROWS: [Row; 10] = [
         0,
         Ecx,
         "- avx512vbmi umip pku - waitpkg avx512_vbmi2 - gfni vaes vpclmulqdq avx512_vnni avx512_bitalg - \
-         avx512_vpopcntdq - - - - - - - rdpid - bus_lock_detect cldemote - movdiri movdir64b enqcmd",
+         avx512_vpopcntdq - - - - - - - rdpid - bus_lock_detect cldemote - movdiri movdir64b",
     ),
     (
         7,
@@ -134,7 +134,7 @@ mod tests {
             ("avx512vl", (7, Ebx, 31)),
             ("smap", (7, Ebx, 20)),
             ("rdpid", (7, Ecx, 22)),
-            ("enqcmd", (7, Ecx, 29)),
+            ("movdir64b", (7, Ecx, 28)),
             ("amx_int8", (7, Edx, 25)),
             ("ibt", (7, Edx, 20)),
             ("3dnow", (0x8000_0001, Edx, 31)),
