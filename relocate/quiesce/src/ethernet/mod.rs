@@ -3,6 +3,7 @@
 
 pub mod made;
 pub mod packets;
+pub mod takeover;
 
 use mercury_control::sysroot::Sysroot;
 use serde::{Deserialize, Serialize};

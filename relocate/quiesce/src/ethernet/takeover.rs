@@ -1,0 +1,451 @@
+//! The configuration of cards that are gone, for the cards that came in their place: a machine that goes on
+//! as a guest has lost its own cards, with their addresses and routes, and has got others.
+//!
+//! The kernel forgets what belongs to a card when the card goes. So all of it is kept before the instant, as
+//! the kernel's own messages (rtnetlink(7)), and is sent back for the new card. Rules are kept by the kernel:
+//! it finds the card again by its name.
+
+use super::{Card, bring_up, cards, packets};
+use mercury_control::sysroot::Sysroot;
+use std::{
+    fs::File,
+    io::{self, Read, Write},
+    os::fd::FromRawFd,
+};
+
+const NLMSG_ERROR: u16 = 2;
+const NLMSG_DONE: u16 = 3;
+const RTM_NEWLINK: u16 = 16;
+const RTM_NEWADDR: u16 = 20;
+const RTM_GETADDR: u16 = 22;
+const RTM_NEWROUTE: u16 = 24;
+const RTM_GETROUTE: u16 = 26;
+const RTM_NEWNEIGH: u16 = 28;
+const RTM_GETNEIGH: u16 = 30;
+const NLM_F_REQUEST: u16 = 1;
+const NLM_F_ACK: u16 = 4;
+const NLM_F_DUMP: u16 = 0x300;
+const NLM_F_REPLACE: u16 = 0x100;
+const NLM_F_CREATE: u16 = 0x400;
+/// Length of a message's header.
+const HEADER: usize = 16;
+/// Length of `struct ifinfomsg`, and its attributes.
+const LINK: usize = 16;
+const IFLA_IFNAME: u16 = 3;
+const IFLA_MTU: u16 = 4;
+const IFLA_MASTER: u16 = 10;
+/// Length of `struct rtmsg`, and its fields and attributes.
+const ROUTE: usize = 12;
+const PROTOCOL_AT: usize = 5;
+const ROUTE_FLAGS_AT: usize = 8;
+const RTPROT_KERNEL: u8 = 2;
+const RTM_F_CLONED: u32 = 0x200;
+const RTA_OIF: u16 = 4;
+const RTA_GATEWAY: u16 = 5;
+const RTA_VIA: u16 = 18;
+/// `struct ndmsg`: a neighbour that an operator has named.
+const STATE_AT: usize = 8;
+const NUD_PERMANENT: u16 = 0x80;
+/// Part of the path of a card that came: the bus of virtio devices with registers in memory.
+const COMES_BY: &str = "virtio-mmio";
+
+/// A message of the kernel's: its type and its payload.
+type Message = (u16, Vec<u8>);
+
+/// A card with its configuration.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Kept {
+    card: Card,
+    mtu: u32,
+    /// Index of the bridge or of the bond that the card is a part of.
+    whole: Option<u32>,
+    /// Addresses, then routes, then neighbours.
+    messages: Vec<Message>,
+}
+
+/// The configuration of all cards.
+#[derive(Debug)]
+pub struct Configuration(Vec<Kept>);
+
+/// Keeps the configuration of all cards.
+///
+/// # Errors
+///
+/// Returns an error if the kernel does not tell it.
+pub fn keep(sysroot: &Sysroot) -> io::Result<Configuration> {
+    let mut netlink = Netlink::open()?;
+    let mut all = netlink.dump(RTM_GETADDR)?;
+    all.extend(by_way(netlink.dump(RTM_GETROUTE)?));
+    all.extend(netlink.dump(RTM_GETNEIGH)?);
+    let kept = |card: Card| {
+        let number = |file: &str| {
+            sysroot.text(&format!("sys/class/net/{}/{file}", card.name)).and_then(|text| text.parse().ok())
+        };
+        let messages = all.iter().filter(|message| belongs(message, card.index.cast_unsigned())).cloned();
+        Kept {
+            mtu: number("mtu").unwrap_or(0),
+            whole: number("master/ifindex"),
+            messages: messages.collect(),
+            card,
+        }
+    };
+    Ok(Configuration(cards(sysroot).into_iter().map(kept).collect()))
+}
+
+impl Configuration {
+    /// Gives new cards the names and the configuration of cards that are gone, in their order, those that were
+    /// up first. Returns what did not succeed.
+    #[must_use]
+    pub fn take_over(&self, sysroot: &Sysroot) -> Vec<String> {
+        let now = cards(sysroot);
+        let is_gone = |kept: &&Kept| !now.iter().any(|card| card.index == kept.card.index);
+        let mut gone: Vec<_> = self.0.iter().filter(is_gone).collect();
+        gone.sort_by_key(|kept| !kept.card.up);
+        let came = |card: &&Card| {
+            let device = std::fs::canonicalize(sysroot.path(&format!("sys/class/net/{}/device", card.name)));
+            let is_known = self.0.iter().any(|kept| kept.card.index == card.index);
+            !is_known && device.is_ok_and(|path| path.to_string_lossy().contains(COMES_BY))
+        };
+        let mut new = now.iter().filter(came);
+        let mut told = Vec::new();
+        for kept in gone {
+            match new.next() {
+                Some(card) => told.extend(kept.move_to(card)),
+                None if kept.card.up => {
+                    told.push(format!("no network card came in the place of {}", kept.card.name));
+                }
+                None => {}
+            }
+        }
+        told
+    }
+}
+
+impl Kept {
+    /// Configures another card like this one. Returns what did not succeed.
+    fn move_to(&self, card: &Card) -> Vec<String> {
+        let name = &self.card.name;
+        let mut told = Vec::new();
+        let mut tell = |what: &str, result: io::Result<()>| {
+            told.extend(result.err().map(|error| format!("{name}: {what} did not come back: {error}")));
+        };
+        let mut netlink = match Netlink::open() {
+            Ok(netlink) => netlink,
+            Err(error) => return vec![format!("{name}: the kernel cannot be told: {error}")],
+        };
+        tell("its name", netlink.change(link(card.index, &[(IFLA_IFNAME, &with_nul(name))])));
+        if self.mtu != 0 {
+            tell("its MTU", netlink.change(link(card.index, &[(IFLA_MTU, &self.mtu.to_ne_bytes())])));
+        }
+        if let Some(whole) = self.whole {
+            let whole = [(IFLA_MASTER, &whole.to_ne_bytes()[..])];
+            tell("its place in a bridge", netlink.change(link(card.index, &whole)));
+        }
+        if self.card.up {
+            tell("its link", bring_up(name));
+        }
+        for message in &self.messages {
+            let what = match message.0 {
+                RTM_NEWADDR => "an address",
+                RTM_NEWROUTE => "a route",
+                _ => "a neighbour",
+            };
+            let own = self.card.index.cast_unsigned();
+            tell(what, netlink.change(moved(message, own, card.index.cast_unsigned())));
+        }
+        if self.card.up {
+            // Peers that miss the announcement ask for the address.
+            let _ = packets::announce(&Card { index: card.index, mac: card.mac, ..self.card.clone() });
+        }
+        told
+    }
+}
+
+fn with_nul(name: &str) -> Vec<u8> {
+    [name.as_bytes(), &[0]].concat()
+}
+
+/// Returns a message that changes a link.
+fn link(index: i32, attributes: &[(u16, &[u8])]) -> Message {
+    let mut payload = vec![0; LINK];
+    payload[4..8].copy_from_slice(&index.to_ne_bytes());
+    for (kind, value) in attributes {
+        payload.extend((value.len() as u16 + 4).to_ne_bytes());
+        payload.extend(kind.to_ne_bytes());
+        payload.extend(*value);
+        payload.resize(payload.len().next_multiple_of(4), 0);
+    }
+    (RTM_NEWLINK, payload)
+}
+
+fn word(bytes: &[u8], at: usize) -> Option<u32> {
+    Some(u32::from_ne_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
+}
+
+/// Returns the offsets of the attributes of a route: kind, and where the value lies.
+fn attributes(payload: &[u8]) -> Vec<(u16, std::ops::Range<usize>)> {
+    let mut found = Vec::new();
+    let mut at = ROUTE;
+    while let Some(head) = word(payload, at) {
+        // Length and kind are halves of one word.
+        let head = head.to_ne_bytes();
+        let length = usize::from(u16::from_ne_bytes([head[0], head[1]]));
+        let kind = u16::from_ne_bytes([head[2], head[3]]);
+        if length < 4 || at + length > payload.len() {
+            break;
+        }
+        found.push((kind & 0x3FFF, at + 4..at + length));
+        at += length.next_multiple_of(4);
+    }
+    found
+}
+
+/// Returns the place of a card's index in a message; `None` if the kernel makes the rest itself.
+fn index_at(message: &Message) -> Option<usize> {
+    let (kind, payload) = message;
+    match *kind {
+        RTM_NEWADDR => Some(4),
+        RTM_NEWNEIGH => {
+            let state = u16::from_ne_bytes([*payload.get(STATE_AT)?, *payload.get(STATE_AT + 1)?]);
+            (state & NUD_PERMANENT != 0).then_some(4)
+        }
+        RTM_NEWROUTE => {
+            let is_kept = *payload.get(PROTOCOL_AT)? != RTPROT_KERNEL
+                && word(payload, ROUTE_FLAGS_AT)? & RTM_F_CLONED == 0;
+            let place = attributes(payload).into_iter().find(|(kind, _)| *kind == RTA_OIF);
+            place.map(|(_, value)| value.start).filter(|_| is_kept)
+        }
+        _ => None,
+    }
+}
+
+fn belongs(message: &Message, index: u32) -> bool {
+    index_at(message).and_then(|at| word(&message.1, at)) == Some(index)
+}
+
+/// Returns the message for another card.
+fn moved(message: &Message, from: u32, to: u32) -> Message {
+    let mut moved = message.clone();
+    if let Some(at) = index_at(message).filter(|_| belongs(message, from)) {
+        moved.1[at..at + 4].copy_from_slice(&to.to_ne_bytes());
+    }
+    moved
+}
+
+/// Puts routes to neighbours before routes by gateways, which the kernel refuses while it cannot reach them.
+fn by_way(mut routes: Vec<Message>) -> Vec<Message> {
+    let by_gateway = |(_, payload): &Message| {
+        attributes(payload).iter().any(|(kind, _)| matches!(*kind, RTA_GATEWAY | RTA_VIA))
+    };
+    routes.sort_by_key(by_gateway);
+    routes
+}
+
+/// A socket of rtnetlink(7).
+struct Netlink(File);
+
+impl Netlink {
+    fn open() -> io::Result<Self> {
+        let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC;
+        // SAFETY: makes a descriptor, which has no other owner.
+        let fd = unsafe { libc::socket(libc::AF_NETLINK, kind, libc::NETLINK_ROUTE) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the descriptor was just made, and has no other owner.
+        Ok(Self(unsafe { File::from_raw_fd(fd) }))
+    }
+
+    fn send(&mut self, kind: u16, flags: u16, payload: &[u8]) -> io::Result<()> {
+        let mut bytes = Vec::new();
+        bytes.extend(((HEADER + payload.len()) as u32).to_ne_bytes());
+        bytes.extend(kind.to_ne_bytes());
+        bytes.extend((NLM_F_REQUEST | flags).to_ne_bytes());
+        // A number, and the sender's.
+        bytes.extend([0; 8]);
+        bytes.extend(payload);
+        self.0.write_all(&bytes)
+    }
+
+    fn receive(&mut self) -> io::Result<Vec<Message>> {
+        let mut bytes = vec![0; 64 << 10];
+        let length = self.0.read(&mut bytes)?;
+        Ok(messages(&bytes[..length]))
+    }
+
+    /// Lists everything of a kind.
+    fn dump(&mut self, what: u16) -> io::Result<Vec<Message>> {
+        // The largest structure that such a request has.
+        self.send(what, NLM_F_DUMP, &[0; LINK])?;
+        let mut found = Vec::new();
+        loop {
+            for (kind, payload) in self.receive()? {
+                match kind {
+                    NLMSG_DONE => return Ok(found),
+                    NLMSG_ERROR => {
+                        return Err(error_of(&payload).unwrap_or(io::ErrorKind::InvalidData.into()));
+                    }
+                    _ => found.push((kind, payload)),
+                }
+            }
+        }
+    }
+
+    /// Tells the kernel what it has said before.
+    fn change(&mut self, (kind, payload): Message) -> io::Result<()> {
+        // A link is there, and is changed in its attributes only.
+        let flags = if kind == RTM_NEWLINK { 0 } else { NLM_F_CREATE | NLM_F_REPLACE };
+        self.send(kind, NLM_F_ACK | flags, &payload)?;
+        for (kind, payload) in self.receive()? {
+            if kind == NLMSG_ERROR {
+                return error_of(&payload).map_or(Ok(()), Err);
+            }
+        }
+        Err(io::ErrorKind::UnexpectedEof.into())
+    }
+}
+
+/// Splits what the kernel has sent.
+fn messages(mut bytes: &[u8]) -> Vec<Message> {
+    let mut found = Vec::new();
+    while let Some(length) = word(bytes, 0).map(|length| length as usize) {
+        let Some(payload) = bytes.get(HEADER..length) else { break };
+        found.push((u16::from_ne_bytes([bytes[4], bytes[5]]), payload.to_vec()));
+        bytes = bytes.get(length.next_multiple_of(4)..).unwrap_or_default();
+    }
+    found
+}
+
+/// Returns the error in an answer; `None`: it is an acknowledgement.
+fn error_of(payload: &[u8]) -> Option<io::Error> {
+    let number = word(payload, 0).map_or(-libc::EPROTO, u32::cast_signed);
+    (number != 0).then(|| io::Error::from_raw_os_error(-number))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::Command;
+
+    fn route(protocol: u8, flags: u32, attributes: &[(u16, u32)]) -> Message {
+        let mut payload = vec![0; ROUTE];
+        payload[PROTOCOL_AT] = protocol;
+        payload[ROUTE_FLAGS_AT..].copy_from_slice(&flags.to_ne_bytes());
+        for (kind, value) in attributes {
+            payload.extend(8_u16.to_ne_bytes());
+            payload.extend(kind.to_ne_bytes());
+            payload.extend(value.to_ne_bytes());
+        }
+        (RTM_NEWROUTE, payload)
+    }
+
+    #[test]
+    fn routes_are_found_by_their_card() {
+        let by_hand = route(4, 0, &[(RTA_GATEWAY, 9), (RTA_OIF, 7)]);
+        assert!(belongs(&by_hand, 7) && !belongs(&by_hand, 9));
+        assert!(belongs(&moved(&by_hand, 7, 3), 3));
+        assert_eq!(moved(&by_hand, 8, 3), by_hand, "another card's");
+        assert!(!belongs(&route(RTPROT_KERNEL, 0, &[(RTA_OIF, 7)]), 7), "it comes with the address");
+        assert!(!belongs(&route(4, RTM_F_CLONED, &[(RTA_OIF, 7)]), 7));
+        let mut torn = by_hand.clone();
+        torn.1.truncate(torn.1.len() - 1);
+        assert!(!belongs(&torn, 7));
+    }
+
+    #[test]
+    fn routes_by_gateways_come_last() {
+        let (near, far) = (route(4, 0, &[(RTA_OIF, 7)]), route(4, 0, &[(RTA_GATEWAY, 9), (RTA_OIF, 7)]));
+        assert_eq!(by_way(vec![far.clone(), near.clone()]), [near, far]);
+    }
+
+    #[test]
+    fn only_named_neighbours_are_kept() {
+        let neighbour = |state: u16| {
+            let mut payload = vec![0; 12];
+            payload[4..8].copy_from_slice(&7_u32.to_ne_bytes());
+            payload[STATE_AT..STATE_AT + 2].copy_from_slice(&state.to_ne_bytes());
+            (RTM_NEWNEIGH, payload)
+        };
+        assert!(belongs(&neighbour(NUD_PERMANENT), 7) && !belongs(&neighbour(2), 7));
+    }
+
+    #[test]
+    fn what_the_kernel_sends_is_split() {
+        let mut bytes = Vec::new();
+        for (length, kind) in [(17_u32, 3_u16), (16, 4), (u32::MAX, 5)] {
+            bytes.extend(length.to_ne_bytes());
+            bytes.extend(kind.to_ne_bytes());
+            bytes.extend([0; 10]);
+            bytes.resize(bytes.len() + (length as usize & 1) * 4, 9);
+        }
+        bytes.truncate(20 + 16 + 16);
+        assert_eq!(messages(&bytes), [(3, vec![9]), (4, vec![])]);
+        assert_eq!(error_of(&(-1_i32).to_ne_bytes()).expect("an error").raw_os_error(), Some(1));
+        assert!(error_of(&[0; 4]).is_none());
+    }
+
+    /// The way of a card that goes and of another that comes, with the kernel's own answers, in a network
+    /// namespace of the test's.
+    #[test]
+    fn another_card_gets_the_configuration() {
+        let run = std::thread::spawn(|| {
+            // SAFETY: this thread ends with the test.
+            if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 {
+                return eprintln!("not tried: no network namespace");
+            }
+            let ip = |line: &str| {
+                let output = Command::new("ip").args(line.split(' ')).output();
+                output.is_ok_and(|output| output.status.success())
+            };
+            let listed = |line: &str| {
+                let output = Command::new("ip").args(line.split(' ')).output().expect("ip");
+                String::from_utf8_lossy(&output.stdout).into_owned()
+            };
+            if !ip("link add old type veth peer name other") {
+                return eprintln!("not tried: no ip, or no veth");
+            }
+            for line in [
+                "link set old up mtu 1400",
+                "link set other up",
+                "address add 10.9.0.2/24 dev old",
+                "address add fd00::2/64 dev old nodad",
+                "route add 10.8.0.0/16 via 10.9.0.9",
+                "route add default via 10.9.0.1 metric 5",
+                "route add 10.7.0.0/16 dev old table 77",
+                "neighbour add 10.9.0.1 lladdr 52:54:00:09:00:01 dev old",
+            ] {
+                assert!(ip(line), "{line}");
+            }
+            let index = |name: &str| -> i32 {
+                listed(&format!("-o link show {name}"))
+                    .split(':')
+                    .next()
+                    .expect("it")
+                    .parse()
+                    .expect("a number")
+            };
+            let card =
+                |name: &str| Card { name: name.into(), index: index(name), up: true, ..Card::default() };
+            let mut netlink = Netlink::open().expect("a socket");
+            let mut all = netlink.dump(RTM_GETADDR).expect("addresses");
+            all.extend(by_way(netlink.dump(RTM_GETROUTE).expect("routes")));
+            all.extend(netlink.dump(RTM_GETNEIGH).expect("neighbours"));
+            let old = card("old");
+            all.retain(|message| belongs(message, old.index.cast_unsigned()));
+            let kept = Kept { card: old, mtu: 1400, whole: None, messages: all };
+            let shown = || {
+                let state = ["-4 address show old", "route show", "route show table 77", "neighbour show"];
+                state.map(|line| {
+                    listed(line).split_once(':').map_or_else(|| listed(line), |(_, rest)| rest.into())
+                })
+            };
+            let before = shown();
+            assert!(ip("link delete old") && ip("link add new type veth peer name other"));
+            assert!(ip("link set other up"));
+            assert_eq!(kept.move_to(&card("new")), Vec::<String>::new());
+            assert_eq!(shown(), before);
+            assert!(listed("-6 address show old").contains("fd00::2/64"));
+        });
+        run.join().expect("the test's thread");
+    }
+}
