@@ -1547,11 +1547,11 @@ fn an_images_disk_that_does_not_answer_is_named() -> Result<()> {
     // A disk that may transfer a byte in a second answers one request, and no other.
     let answers = |it_does: bool| -> Result<()> {
         let bytes = if it_does { 0 } else { 1 };
-        machine.qmp()?.human(&format!("block_set_io_throttle disk0 {bytes} 0 0 0 0 0"))?;
-        let direct = format!("dd if={DISK} of=/dev/null bs=4k count=1 iflag=direct");
-        machine.sh(&format!("{direct}; echo 3 > /proc/sys/vm/drop_caches")).map(drop)
+        machine.qmp()?.human(&format!("block_set_io_throttle disk0 {bytes} 0 0 0 0 0")).map(drop)
     };
+    let direct = format!("dd if={DISK} of=/dev/null bs=4k count=1 iflag=direct");
     answers(false)?;
+    machine.sh(&format!("{direct}; echo 3 > /proc/sys/vm/drop_caches"))?;
     for (line, reason) in [
         (format!("mercury receive --disk {DISK}"), format!("{DISK}: it has not answered for")),
         (
@@ -1569,7 +1569,7 @@ fn an_images_disk_that_does_not_answer_is_named() -> Result<()> {
     let writing = machine.spawn(&format!("mercury checkpoint {DISK}"))?;
     machine.sh("until mercury status --json | grep -q '\"attached\"'; do sleep 0.1; done; sleep 2")?;
     answers(false)?;
-    let said = writing.wait(Duration::from_secs(120))?;
+    let said = writing.wait(Duration::from_secs(300))?;
     println!("{}", said.stderr);
     assert!(
         !said.success() && said.stderr.contains(&format!("{DISK} has not answered for")),
