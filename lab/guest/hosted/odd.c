@@ -749,12 +749,12 @@ static unsigned long access_at(unsigned char *at, unsigned int how)
 	}
 }
 
+/* mremap() and madvise() are left out: what they refuse depends on the kernel's version, and on its configuration. */
 static unsigned long change(unsigned char *at, size_t length, struct number *n)
 {
 	static const int protections[] = { PROT_NONE, PROT_READ, PROT_READ | PROT_WRITE, PROT_READ | PROT_EXEC,
 					   PROT_READ | PROT_WRITE | PROT_EXEC };
 	const int protection = protections[next(n) % 5], flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
-	unsigned char *to = MAP + next(n) % MAP_PAGES * PAGE;
 	void *got;
 
 	switch (next(n) % 8) {
@@ -766,11 +766,6 @@ static unsigned long change(unsigned char *at, size_t length, struct number *n)
 		break;
 	case 3:
 		return munmap(at, length) ? errno : 0;
-	case 4:
-		got = mremap(at, length, PAGE + next(n) % 3 * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, to);
-		break;
-	case 5:
-		return madvise(at, length, MADV_DONTNEED) ? errno : 0;
 	default:
 		return mprotect(at, length, protection) ? errno : 0;
 	}
