@@ -188,7 +188,9 @@ fn swap_on_an_array_of_network_disks_goes_along() -> Result<()> {
     start(machine, "swapped", SWAPPED, "")?;
     let used = machine.sh("awk 'NR > 1 { print $4, $5 }' /proc/swaps")?;
     assert!(used.ends_with(" 7") && !used.starts_with("0 "), "{used}");
-    machine.sh("cd /sys/block/md0/md; echo 500 > sync_speed_max; echo check > sync_action")?;
+    machine.sh(
+        "cd /sys/block/md0/md; echo 10 > sync_speed_min; echo 20 > sync_speed_max; echo check > sync_action",
+    )?;
     moves(peer, machine, destination, "10.9.0.3", "--rounds 2")?;
     let swaps = "awk 'NR > 1 { print $1, $5 }' /proc/swaps";
     let array = "cd /sys/block/md0/md; cat degraded sync_action";
