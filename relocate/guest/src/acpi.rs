@@ -108,6 +108,8 @@ pub struct Ports {
     pub reset: Option<(u16, u8)>,
     /// Interrupt of all these events, a global system interrupt.
     pub interrupt: u32,
+    /// Types of sleep, in a control register, from which the machine wakes up with its memory.
+    pub naps: Vec<u8>,
 }
 
 /// The machine's platform.
@@ -133,7 +135,8 @@ impl Tables {
             unfit(&format!("the firmware's memory in the image has no table “{name}” of ACPI that is whole"))
         };
         let fixed = firmware.find(b"FACP").ok_or_else(|| missing("FACP"))?;
-        let ports = Ports::of(fixed)?;
+        let mut ports = Ports::of(fixed)?;
+        ports.naps = naps(firmware, fixed);
         let interrupts = firmware.find(b"APIC").ok_or_else(|| missing("APIC"))?;
         let mut tables = Self { ports, ..Self::default() };
         for entry in entries(interrupts) {
@@ -147,6 +150,31 @@ impl Tables {
         tables.configuration =
             spaces.get(44..).unwrap_or_default().chunks_exact(16).filter_map(space).collect();
         Ok(tables)
+    }
+}
+
+/// Returns the types of sleep from which the machine wakes up with its memory: S1 and S3. A type that powers
+/// the machine off as well is none of them.
+fn naps(firmware: &Firmware, fixed: &[u8]) -> Vec<u8> {
+    let main = number(fixed, 140, 8).filter(|phys| *phys != 0).or_else(|| number(fixed, 40, 4));
+    let Some(main) = main.and_then(|phys| firmware.table(phys)) else { return Vec::new() };
+    let off = [sleep_type(main, b"_S4_"), sleep_type(main, b"_S5_")];
+    let naps = [sleep_type(main, b"_S1_"), sleep_type(main, b"_S3_")];
+    naps.into_iter().flatten().filter(|nap| !off.contains(&Some(*nap))).collect()
+}
+
+/// Finds the type of a sleep state in AML: a name, and a package whose first number is the type (ACPI 6.5,
+/// 20.2).
+fn sleep_type(aml: &[u8], name: &[u8; 4]) -> Option<u8> {
+    const PACKAGE: u8 = 0x12;
+    const BYTE: u8 = 0x0A;
+    let at = aml.windows(4).position(|bytes| bytes == name)? + 4;
+    let package = aml.get(at..)?.strip_prefix(&[PACKAGE])?;
+    // The first byte of the length says how many follow. After the length comes the number of elements.
+    let length = 1 + usize::from(package.first()? >> 6);
+    match package.get(length + 1..)? {
+        [BYTE, number, ..] | [number @ (0 | 1), ..] => Some(*number),
+        _ => None,
     }
 }
 
@@ -197,6 +225,7 @@ impl Ports {
             firmware_call: u16::try_from(word(48)).ok().filter(|port| *port != 0),
             reset: reset.filter(|_| flags & HAS_RESET != 0).map(|port| (port, byte(128))),
             interrupt: number(table, 46, 2).unwrap_or(9) as u32,
+            naps: Vec::new(),
         })
     }
 }
@@ -233,6 +262,8 @@ pub(crate) mod tests {
         table
     }
 
+    const PACKAGE: u8 = 0x12;
+
     /// Returns the firmware's memory of a PC like QEMU's Q35.
     pub fn firmware() -> Firmware {
         let generic = |port: u16| [&[1, 16, 0, 2][..], &u64::from(port).to_le_bytes()].concat();
@@ -240,6 +271,7 @@ pub(crate) mod tests {
             b"FACP",
             244,
             &[
+                (40, &0x7FE_0C00_u32.to_le_bytes()),
                 (46, &9_u16.to_le_bytes()),
                 (48, &0xB2_u32.to_le_bytes()),
                 (56, &0x600_u32.to_le_bytes()),
@@ -265,9 +297,23 @@ pub(crate) mod tests {
         let at = |place: u64| (base + place).to_le_bytes();
         let spaces = [&0xB000_0000_u64.to_le_bytes()[..], &[0, 0, 0, 0xFF, 0, 0, 0, 0]].concat();
         let spaces = table(b"MCFG", 60, &[(44, &spaces)]);
+        let states = [
+            &[8][..],
+            b"_S3_",
+            &[PACKAGE, 6, 4, 1, 1, 0, 0],
+            &[8][..],
+            b"_S4_",
+            &[PACKAGE, 8, 4, 0x0A, 2, 0x0A, 2, 0, 0],
+            &[8][..],
+            b"_S5_",
+            &[PACKAGE, 0x46, 0, 4, 0, 0, 0, 0],
+        ];
+        let states = table(b"DSDT", 36 + 39, &[(36, &states.concat())]);
         let list = table(b"XSDT", 36 + 24, &[(36, &at(0x400)), (44, &at(0x800)), (52, &at(0xA00))]);
         let mut tables = vec![0; 0x1000];
-        for (place, bytes) in [(0x100, list), (0x400, fixed), (0x800, interrupts), (0xA00, spaces)] {
+        for (place, bytes) in
+            [(0x100, list), (0x400, fixed), (0x800, interrupts), (0xA00, spaces), (0xC00, states)]
+        {
             tables[place..place + bytes.len()].copy_from_slice(&bytes);
         }
         let mut bios = vec![0; 0x1000];
@@ -294,6 +340,7 @@ pub(crate) mod tests {
                 firmware_call: Some(0xB2),
                 reset: Some((0xCF9, 0x0F)),
                 interrupt: 9,
+                naps: vec![1],
             }
         );
         assert_eq!((tables.ioapic_phys, tables.overridden), (Some(0xFEC0_0000), vec![2, 5]));
@@ -312,6 +359,21 @@ pub(crate) mod tests {
         assert!(refused(&damaged).contains("“APIC”"));
     }
 
+    #[test]
+    fn a_type_of_sleep_that_is_no_number_is_none() {
+        assert_eq!(sleep_type(&[b'_', b'S', b'5', b'_', PACKAGE, 4, 1, 0x0A, 7], b"_S5_"), Some(7));
+        for aml in [
+            &b"_S5_"[..],
+            b"_S5_\x12",
+            b"_S5_\x12\x04\x01",
+            b"_S5_\x12\xC6\0\0\0",
+            b"_S5_\x12\x04\x01\x0C",
+            b"S5",
+        ] {
+            assert_eq!(sleep_type(aml, b"_S5_"), None, "{aml:?}");
+        }
+    }
+
     proptest! {
         #[test]
         fn no_table_makes_it_panic(
@@ -321,7 +383,7 @@ pub(crate) mod tests {
             for (at, byte) in changes {
                 firmware.0[1].1[at] = byte;
             }
-            for (place, length) in [(0x100, 60), (0x400, 244), (0x800, 90), (0xA00, 60)] {
+            for (place, length) in [(0x100, 60), (0x400, 244), (0x800, 90), (0xA00, 60), (0xC00, 75)] {
                 sum(&mut firmware.0[1].1[place..place + length], 9);
             }
             let _ = Tables::find(&firmware);

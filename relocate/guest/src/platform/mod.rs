@@ -398,7 +398,7 @@ mod tests {
             (0xCF9, &[0x0E], End::Reset),
             (0xCF9, &[0x0F], End::Reset),
             (0x64, &[0xFE], End::Reset),
-            (0x604, &[0, 0x34], End::PoweredOff),
+            (0x604, &[0, 0x38], End::PoweredOff),
             (0x604, &[0, 0x20], End::PoweredOff),
         ];
         for (port, data, end) in cases {

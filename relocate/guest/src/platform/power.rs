@@ -10,6 +10,8 @@ const TIMER_HZ: u128 = 3_579_545;
 /// Bits of a control register: ACPI's mode is on; sleep now.
 const ENABLED: u16 = 1;
 const SLEEP: u16 = 1 << 13;
+/// Bit of a status register, in its second byte: the machine has woken up.
+const WOKEN: u8 = 1 << 7;
 
 /// The ports, and what the kernel has written to them.
 #[derive(Debug)]
@@ -17,13 +19,15 @@ pub struct Power {
     ports: Ports,
     began: Instant,
     control: u16,
+    /// The kernel has put the machine to sleep, and does not know yet that it is awake.
+    has_woken: bool,
     /// Registers that enable events, by port.
     enabled: Vec<(u16, u8)>,
 }
 
 impl Power {
     pub fn new(ports: Ports) -> Self {
-        Self { ports, began: Instant::now(), control: ENABLED, enabled: Vec::new() }
+        Self { ports, began: Instant::now(), control: ENABLED, has_woken: false, enabled: Vec::new() }
     }
 
     /// Reads a port. Returns nothing if the port is another device's.
@@ -61,10 +65,14 @@ impl Power {
             }
             let sleeps = self.control & SLEEP != 0;
             self.control = self.control & !SLEEP | ENABLED;
-            return sleeps.then_some(End::PoweredOff);
+            let naps = ports.naps.contains(&((self.control >> 10 & 7) as u8));
+            self.has_woken |= sleeps && naps;
+            return (sleeps && !naps).then_some(End::PoweredOff);
         }
         for (byte, port) in data.iter().zip(port..) {
-            if self.enables(port) {
+            if self.tells_wake(port) {
+                self.has_woken &= byte & WOKEN == 0;
+            } else if self.enables(port) {
                 self.enabled.retain(|(other, _)| *other != port);
                 self.enabled.push((port, *byte));
             }
@@ -72,9 +80,18 @@ impl Power {
         None
     }
 
-    /// Returns a byte of a block of events. The status in the first half is always zero.
+    /// Returns a byte of a block of events. The status in the first half is zero, but after a sleep, of which
+    /// the machine wakes up at once.
     fn event(&self, port: u16) -> u8 {
+        if self.tells_wake(port) {
+            return if self.has_woken { WOKEN } else { 0 };
+        }
         self.enabled.iter().find(|(other, _)| *other == port).map_or(0, |(_, byte)| *byte)
+    }
+
+    /// Returns true if a port tells that the machine has woken up.
+    fn tells_wake(&self, port: u16) -> bool {
+        self.ports.events.iter().any(|block| block.start + 1 == port)
     }
 
     /// Returns true if a port enables events: it is in the second half of a block.
@@ -111,6 +128,7 @@ mod tests {
             timer: 0x608..0x60C,
             firmware_call: Some(0xB2),
             reset: Some((0xCF9, 6)),
+            naps: vec![5],
             ..Ports::default()
         })
     }
@@ -144,6 +162,16 @@ mod tests {
         assert_eq!(power.write(0xCF9, &[2]), None);
         assert_eq!(read(&power, 0xB2, 1), Some(0));
         assert_eq!(read(&power, 0x606, 1), None);
+    }
+
+    #[test]
+    fn a_machine_that_sleeps_wakes_up_at_once() {
+        let mut power = power();
+        assert_eq!(power.write(0x604, &[0x01, 5 << 2 | 0x20]), None);
+        assert_eq!(read(&power, 0x600, 2), Some(0x8000));
+        assert_eq!(power.write(0x600, &[0x00, 0x80]), None);
+        assert_eq!(read(&power, 0x600, 2), Some(0));
+        assert_eq!(power.write(0x604, &[0x01, 7 << 2 | 0x20]), Some(End::PoweredOff));
     }
 
     #[test]
