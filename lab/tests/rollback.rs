@@ -586,7 +586,7 @@ fn arrays_rest_while_disks_are_put_back() -> Result<()> {
         b"cat /sys/block/md0/md/sync_action /sys/block/md0/md/array_state > $1",
         0o755,
     )?;
-    let words = "--hook \"sh /run/see /run/then\" --put-back \"sh /run/see /run/later\"";
+    let words = "--force-disks --hook \"sh /run/see /run/then\" --put-back \"sh /run/see /run/later\"";
     let first =
         "cp /sys/block/md0/md/sync_action /run/between; cat /run/between > /dev/kmsg; mercury rollback";
     let report = live_twice_with(&machine, first, words)?;
