@@ -53,6 +53,7 @@ pub struct Block {
     file: File,
     sectors: u64,
     read_only: bool,
+    identifier: [u8; IDENTIFIER_LENGTH],
     requests: Option<Requests<Request>>,
 }
 
@@ -138,7 +139,20 @@ impl Block {
             return Err(Error::new(format!("the disk {} is an image of {format}", path.display()))
                 .hint("convert it to a raw image with `qemu-img convert -O raw`"));
         }
-        Ok(Self { file, sectors: bytes / SECTOR, read_only, requests: None })
+        Ok(Self {
+            file,
+            sectors: bytes / SECTOR,
+            read_only,
+            identifier: identifier("mercury-hosted"),
+            requests: None,
+        })
+    }
+
+    /// Gives the disk another name by which the guest identifies it: at most twenty bytes.
+    #[must_use]
+    pub fn identified_as(mut self, name: &str) -> Self {
+        self.identifier = identifier(name);
+        self
     }
 
     /// Lets requests be done while the guest runs, if the host has rings. The waker is called when
@@ -176,7 +190,10 @@ impl Block {
             request::WRITE if self.read_only => None,
             request::READ | request::WRITE => self.data(sector, data, memory, reads).map(Some),
             request::FLUSH => Some(None),
-            request::IDENTIFY => return Some(answer(memory, status, Status::Done, identify(data, memory))),
+            request::IDENTIFY => {
+                let written = self.identify(data, memory);
+                return Some(answer(memory, status, Status::Done, written));
+            }
             _ => return Some(answer(memory, status, Status::Unsupported, 0)),
         };
         let Some(data) = data else { return Some(answer(memory, status, Status::Failed, 0)) };
@@ -190,6 +207,15 @@ impl Block {
         // SAFETY: The parts are the guest's memory, which stays mapped.
         unsafe { requests.ask(operation, parts, request) };
         None
+    }
+
+    fn identify(&self, data: &[Descriptor], memory: &View) -> u32 {
+        let is_room = |part: &&Descriptor| part.is_write_only() && part.len() as usize >= IDENTIFIER_LENGTH;
+        let part = data.iter().find(is_room);
+        match part.and_then(|part| memory::write(memory, part.addr().0, &self.identifier)) {
+            Some(()) => IDENTIFIER_LENGTH as u32,
+            None => 0,
+        }
     }
 
     /// Returns the data of a request. Returns nothing if the disk or the memory has no such place.
@@ -347,14 +373,10 @@ impl Device for Block {
     }
 }
 
-fn identify(data: &[Descriptor], memory: &View) -> u32 {
-    let mut name = [0; IDENTIFIER_LENGTH];
-    name[..14].copy_from_slice(b"mercury-hosted");
-    let part = data.iter().find(|part| part.is_write_only() && part.len() as usize >= IDENTIFIER_LENGTH);
-    match part.and_then(|part| memory::write(memory, part.addr().0, &name)) {
-        Some(()) => IDENTIFIER_LENGTH as u32,
-        None => 0,
-    }
+fn identifier(name: &str) -> [u8; IDENTIFIER_LENGTH] {
+    let mut bytes = [0; IDENTIFIER_LENGTH];
+    bytes.iter_mut().zip(name.bytes()).for_each(|(to, from)| *to = from);
+    bytes
 }
 
 #[cfg(test)]
@@ -426,6 +448,18 @@ mod tests {
     #[test]
     fn sectors_are_written_and_read_and_others_refused() {
         sectors(disk());
+    }
+
+    #[test]
+    fn a_disk_has_its_name() {
+        with_driver(disk().identified_as("mercury-guest-disk-12"), |driver| {
+            assert_eq!(request(driver, request::IDENTIFY, 0, true), 0);
+            assert_eq!(driver.bytes(DATA, 20), b"mercury-guest-disk-1");
+        });
+        with_driver(disk(), |driver| {
+            assert_eq!(request(driver, request::IDENTIFY, 0, true), 0);
+            assert_eq!(driver.bytes(DATA, 15), b"mercury-hosted\0");
+        });
     }
 
     #[test]

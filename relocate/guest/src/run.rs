@@ -320,8 +320,9 @@ fn open_devices(options: &Options, waker: &Waker) -> Result<Vec<Box<dyn Device>>
     if let Some(net) = &options.net {
         devices.push(Box::new(net.open().and_then(|open| open.start(Arc::clone(waker))).map_err(failed)?));
     }
-    for disk in &options.disks {
-        let mut block = Block::open(&disk.path, disk.read_only).map_err(failed)?;
+    for (disk, number) in options.disks.iter().zip(0_usize..) {
+        let block = Block::open(&disk.path, disk.read_only).map_err(failed)?;
+        let mut block = block.identified_as(&format!("mercury-guest-{number}"));
         // Without rings of the host's, requests are done one after the other.
         let _ = block.overlap(Arc::clone(waker));
         devices.push(Box::new(block));
