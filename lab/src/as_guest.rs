@@ -145,12 +145,15 @@ impl<'a> Guest<'a> {
         self.link.sh(line)
     }
 
-    /// Waits for the end of the command that runs the guest.
+    /// Ends the guest as a power cut would, and waits for the end of the command that runs the guest. Returns
+    /// the commands' words.
     ///
     /// # Errors
-    /// If the command does not end, or fails.
-    pub fn ended(self) -> Result<()> {
-        self.monitor.wait(LIMIT)?.check().map(drop)
+    /// If a command fails, or does not end.
+    pub fn stop(self) -> Result<String> {
+        let stopped = self.host.sh(&format!("mercury guests stop {NAME}"))?;
+        let ended = self.monitor.wait(LIMIT)?.check()?;
+        Ok(format!("{}\n{}", stopped, ended.stdout.trim_end()))
     }
 }
 

@@ -67,6 +67,17 @@ impl Machine {
         Prepared::new(spec)?.start_first(None)
     }
 
+    /// Boots another machine on this one's slot, while this machine is off.
+    ///
+    /// # Errors
+    /// As for [`Machine::boot`], or if this machine runs.
+    pub fn boot_in_its_place(&self, spec: Spec) -> Result<Self> {
+        if !self.is_off()? {
+            return Err(Error::Spec("two machines on one slot, and the first one runs".into()));
+        }
+        Prepared::new(spec)?.start_first(None)
+    }
+
     /// Boots a machine with a shell on this terminal, and waits for its end.
     ///
     /// # Errors
