@@ -59,7 +59,8 @@ pub fn host(kernel: Kernel, source: &Machine) -> Spec {
     let disk = source.link().scene.dir().join(file::disk(0));
     let disk = disk.to_string_lossy().replace(',', ",,");
     let disk = format!("if=none,id=image,format=qcow2,cache=unsafe,file={disk}");
-    let spec = Spec::new(kernel).cpus(2).memory_mib(1280);
+    // The source's QEMU: another version has another processor.
+    let spec = Spec::new(kernel).cpus(2).memory_mib(1280).qemu_version(Qemu::Newer);
     let spec =
         ["-drive", &disk, "-device", "virtio-blk-pci,drive=image"].into_iter().fold(spec, Spec::qemu_arg);
     PORTS.iter().fold(spec, |spec, (_, port)| {
