@@ -34,6 +34,9 @@ const LINK: usize = 16;
 const IFLA_IFNAME: u16 = 3;
 const IFLA_MTU: u16 = 4;
 const IFLA_MASTER: u16 = 10;
+/// Lengths of `struct ifaddrmsg` and `struct ndmsg`.
+const ADDRESS: usize = 8;
+const NEIGHBOUR: usize = 12;
 /// Length of `struct rtmsg`, and its fields and attributes.
 const ROUTE: usize = 12;
 const PROTOCOL_AT: usize = 5;
@@ -74,9 +77,9 @@ pub struct Configuration(Vec<Kept>);
 /// Returns an error if the kernel does not tell it.
 pub fn keep(sysroot: &Sysroot) -> io::Result<Configuration> {
     let mut netlink = Netlink::open()?;
-    let mut all = netlink.dump(RTM_GETADDR)?;
-    all.extend(by_way(netlink.dump(RTM_GETROUTE)?));
-    all.extend(netlink.dump(RTM_GETNEIGH)?);
+    let mut all = netlink.dump(RTM_GETADDR, ADDRESS)?;
+    all.extend(by_way(netlink.dump(RTM_GETROUTE, ROUTE)?));
+    all.extend(netlink.dump(RTM_GETNEIGH, NEIGHBOUR)?);
     let kept = |card: Card| {
         let number = |file: &str| {
             sysroot.text(&format!("sys/class/net/{}/{file}", card.name)).and_then(|text| text.parse().ok())
@@ -273,10 +276,9 @@ impl Netlink {
         Ok(messages(&bytes[..length]))
     }
 
-    /// Lists everything of a kind.
-    fn dump(&mut self, what: u16) -> io::Result<Vec<Message>> {
-        // The largest structure that such a request has.
-        self.send(what, NLM_F_DUMP, &[0; LINK])?;
+    /// Lists everything of a kind, whose structure is so long. The kernel logs a request that is longer.
+    fn dump(&mut self, what: u16, length: usize) -> io::Result<Vec<Message>> {
+        self.send(what, NLM_F_DUMP, &vec![0; length])?;
         let mut found = Vec::new();
         loop {
             for (kind, payload) in self.receive()? {
@@ -427,9 +429,9 @@ mod tests {
             let card =
                 |name: &str| Card { name: name.into(), index: index(name), up: true, ..Card::default() };
             let mut netlink = Netlink::open().expect("a socket");
-            let mut all = netlink.dump(RTM_GETADDR).expect("addresses");
-            all.extend(by_way(netlink.dump(RTM_GETROUTE).expect("routes")));
-            all.extend(netlink.dump(RTM_GETNEIGH).expect("neighbours"));
+            let mut all = netlink.dump(RTM_GETADDR, ADDRESS).expect("addresses");
+            all.extend(by_way(netlink.dump(RTM_GETROUTE, ROUTE).expect("routes")));
+            all.extend(netlink.dump(RTM_GETNEIGH, NEIGHBOUR).expect("neighbours"));
             let old = card("old");
             all.retain(|message| belongs(message, old.index.cast_unsigned()));
             let kept = Kept { card: old, mtu: 1400, whole: None, messages: all };
