@@ -1,24 +1,37 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * A machine that goes on as a guest. Its image needs the memory of its firmware, which another machine does
- * not have.
+ * A machine that goes on as a guest: a monitor runs it on another machine (switch/abi/src/guest.rs). Its
+ * image needs the memory of its firmware. Its PCI devices are gone, as if they were pulled out while it
+ * slept, and virtio devices come.
  */
-#include <linux/io.h>
-#include <linux/mm.h>
+#define pr_fmt(fmt) "mercury: " fmt
+
+#include <linux/acpi.h>
+#include <linux/blkdev.h>
+#include <linux/efi.h>
+#include <linux/pci.h>
+#include <linux/platform_device.h>
 #include <linux/uaccess.h>
+#include <scsi/scsi_device.h>
 #include <asm/e820/api.h>
 
 #include "snapshot.h"
 
+static struct {
+	/* The devices that the monitor offers; none: there is no monitor. */
+	struct mercury_guest_description offered;
+	/* The devices that were made of its slots, in this guest or in an earlier one. */
+	struct platform_device *devices[MERCURY_GUEST_SLOTS_MAX];
+	/* The firmware of an earlier machine could be called. */
+	bool had_firmware;
+} guest;
+
 /* Returns true for memory that the firmware left for itself. */
 static bool is_firmware(u64 page)
 {
-	u64 end = page + PAGE_SIZE;
-
 	if (!PAGE_ALIGNED(page) || page_is_ram(PHYS_PFN(page)))
 		return false;
-	return page < SZ_1M || e820__mapped_any(page, end, E820_TYPE_ACPI) ||
-	       e820__mapped_any(page, end, E820_TYPE_NVS) || e820__mapped_any(page, end, E820_TYPE_RESERVED);
+	return page < SZ_1M || e820__mapped_any(page, page + PAGE_SIZE, 0);
 }
 
 /* Reads a page of it for user space, which cannot: the kernel has marked it busy. */
@@ -36,4 +49,172 @@ int mercury_firmware_read(const struct mercury_firmware_request *request)
 		result = -EFAULT;
 	iounmap(page);
 	return result;
+}
+
+static bool has_monitor(void)
+{
+	u32 eax, ebx, ecx, edx;
+
+	cpuid(MERCURY_GUEST_LEAF, &eax, &ebx, &ecx, &edx);
+	return ebx == MERCURY_GUEST_SIGNATURE_EBX && ecx == MERCURY_GUEST_SIGNATURE_ECX &&
+	       edx == MERCURY_GUEST_SIGNATURE_EDX;
+}
+
+/* Reads what the monitor offers. */
+static void read_offer(void)
+{
+	struct mercury_guest_description *offered = &guest.offered;
+	u64 phys = cpuid_eax(MERCURY_GUEST_LEAF_DESCRIPTION) |
+		   (u64)cpuid_ebx(MERCURY_GUEST_LEAF_DESCRIPTION) << 32;
+	void __iomem *page = ioremap_cache(phys, PAGE_SIZE);
+
+	if (page) {
+		memcpy_fromio(offered, page, sizeof(*offered));
+		iounmap(page);
+	}
+	if (offered->magic == MERCURY_GUEST_MAGIC && offered->version == MERCURY_GUEST_VERSION &&
+	    offered->count <= MERCURY_GUEST_SLOTS_MAX)
+		return;
+	pr_err("the monitor offers no devices that this driver understands\n");
+	memset(offered, 0, sizeof(*offered));
+}
+
+/* Bridges stay, and a bus of sensors: a rescan finds what is below them where it was. */
+static bool is_gone(struct pci_dev *device)
+{
+	u32 id = U32_MAX;
+
+	pci_bus_read_config_dword(device->bus, device->devfn, PCI_VENDOR_ID, &id);
+	return id == U32_MAX && device->class >> 16 != PCI_BASE_CLASS_BRIDGE &&
+	       device->class >> 8 != PCI_CLASS_SERIAL_SMBUS;
+}
+
+static bool is_offered(unsigned int slot)
+{
+	const struct platform_device *device = guest.devices[slot];
+
+	return slot < guest.offered.count &&
+	       device->resource[0].start == guest.offered.slots[slot].window_phys;
+}
+
+/*
+ * Leaves a device asleep, with all below it. Its driver would wait for it to wake up, some for many seconds,
+ * and the machine with it.
+ */
+static int let_sleep(struct device *device, void *unused)
+{
+	dev_pm_syscore_device(device, true);
+	return device_for_each_child(device, NULL, let_sleep);
+}
+
+static void let_gone_sleep(void)
+{
+	struct pci_dev *device = NULL;
+
+	for_each_pci_dev(device) {
+		if (!is_gone(device))
+			continue;
+		device->error_state = pci_channel_io_perm_failure;
+		let_sleep(&device->dev, NULL);
+	}
+}
+
+/* UEFI's functions lie in memory that the image does not have. */
+static void change_firmware(void)
+{
+	if (has_monitor())
+		guest.had_firmware |= test_and_clear_bit(EFI_RUNTIME_SERVICES, &efi.flags);
+	else if (guest.had_firmware)
+		set_bit(EFI_RUNTIME_SERVICES, &efi.flags);
+}
+
+/* In a machine that goes on from an image, before its devices wake up. */
+void mercury_guest_wake(void)
+{
+	unsigned int i;
+
+	memset(&guest.offered, 0, sizeof(guest.offered));
+	change_firmware();
+	if (has_monitor()) {
+		read_offer();
+		let_gone_sleep();
+	}
+	for (i = 0; i < MERCURY_GUEST_SLOTS_MAX; i++)
+		if (guest.devices[i] && !is_offered(i))
+			let_sleep(&guest.devices[i]->dev, NULL);
+}
+
+/*
+ * Has SCSI disks fail at once. They are as quiet as the instant left them, and their removal would wait for
+ * what it writes to them. A blocked disk is removed without that.
+ */
+static int let_fail(struct device *device, void *unused)
+{
+	if (device->type && device->type->name && !strcmp(device->type->name, "scsi_device")) {
+		struct scsi_device *disk = to_scsi_device(device);
+
+		if (disk->quiesced_by)
+			blk_clear_pm_only(disk->request_queue);
+		disk->quiesced_by = NULL;
+		disk->sdev_state = SDEV_BLOCK;
+	}
+	return device_for_each_child(device, NULL, let_fail);
+}
+
+/* After a device that is no more the loop begins anew. */
+static void remove_gone(void)
+{
+	struct pci_dev *device = NULL;
+
+	for_each_pci_dev(device) {
+		if (device->error_state != pci_channel_io_perm_failure)
+			continue;
+		pr_info("PCI device %s is gone\n", pci_name(device));
+		/* Its sleep may have disabled it, and its removal does so as well. */
+		atomic_cmpxchg(&device->enable_cnt, 0, 1);
+		let_fail(&device->dev, NULL);
+		pci_stop_and_remove_bus_device_locked(device);
+	}
+}
+
+/* Makes a device of a slot. */
+static void make_device(unsigned int number)
+{
+	const struct mercury_guest_slot *slot = &guest.offered.slots[number];
+	int irq = acpi_register_gsi(NULL, slot->gsi, ACPI_EDGE_SENSITIVE, ACPI_ACTIVE_HIGH);
+	struct resource resources[] = {
+		DEFINE_RES_MEM(slot->window_phys, slot->window_bytes),
+		DEFINE_RES_IRQ(irq),
+	};
+	struct platform_device *device = ERR_PTR(irq);
+
+	if (irq >= 0)
+		device = platform_device_register_simple("virtio-mmio", PLATFORM_DEVID_AUTO, resources,
+							 ARRAY_SIZE(resources));
+	if (IS_ERR(device)) {
+		pr_err("virtio device %u cannot come: %ld\n", slot->device, PTR_ERR(device));
+		return;
+	}
+	pr_info("virtio device %u comes at %#llx\n", slot->device, slot->window_phys);
+	guest.devices[number] = device;
+}
+
+/* In a machine that goes on from an image, when its devices are awake and before its applications go on. */
+void mercury_guest_arrive(void)
+{
+	unsigned int i;
+
+	for (i = 0; i < MERCURY_GUEST_SLOTS_MAX; i++) {
+		if (!guest.devices[i] || is_offered(i))
+			continue;
+		platform_device_unregister(guest.devices[i]);
+		guest.devices[i] = NULL;
+	}
+	if (!has_monitor())
+		return;
+	remove_gone();
+	for (i = 0; i < guest.offered.count; i++)
+		if (!guest.devices[i])
+			make_device(i);
+	pr_info("the machine goes on as a guest, with %u virtio devices\n", guest.offered.count);
 }

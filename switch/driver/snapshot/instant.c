@@ -330,6 +330,8 @@ static int gather(void *unused)
 	stop_machine(enter, NULL, cpu_online_mask);
 	mercury_dma_start(is_second_return());
 	is_done(RELEASED);
+	if (instant.restored)
+		mercury_guest_wake();
 	if (is_second_return()) {
 		dpm_resume_start(PMSG_RESTORE);
 		dpm_resume_end(PMSG_RESTORE);

@@ -257,6 +257,7 @@ static u32 arrive(struct mercury_snapshot_request *request)
 	mercury_fence_arrive();
 	end();
 	mercury_forget();
+	mercury_guest_arrive();
 	request->restored = 1;
 	return MERCURY_CODE_OK;
 }

@@ -12,7 +12,7 @@
  *	read.c		reading frames for user space
  *	dirty_log.c	the dirty log of memory
  *	machine.c	the description of the machine that an image holds
- *	guest.c		a machine that goes on as a guest: its firmware's memory
+ *	guest.c		a machine that goes on as a guest: its firmware's memory, its devices
  *	rollback.c	putting the machine back to a snapshot that is kept
  *	dma.c		DMA writes, which bypass the nested tables
  *	dma_log.c	DMA writes while a dirty log is kept
@@ -161,6 +161,8 @@ int mercury_machine_describe(struct mercury_restart_request *request, struct mer
 
 /* guest.c */
 int mercury_firmware_read(const struct mercury_firmware_request *request);
+void mercury_guest_wake(void);
+void mercury_guest_arrive(void);
 
 /* rollback.c: the last two in any context */
 u32 mercury_rollback_prepare(struct mercury_snapshot_setup *setup, void *page,
