@@ -9,7 +9,7 @@
 //!   names of their users;
 //! * [`undo`], [`guard`]: the process that undoes everything if the command is killed: its steps, and its
 //!   work;
-//! * [`describe`], [`hardware`]: the machine's description, with what a guest needs in place of its hardware;
+//! * [`describe`], [`hardware`], [`guest`]: the machine's description, and what it needs as a guest;
 //! * [`pool`], [`phases`], [`patient`]: memory for the instant, times, and reads that do not wait for ever;
 //! * [`attached`], [`hook`], [`culprit`], [`this_process`]: the hypervisor for one command, the operator's
 //!   hook, the device that did not stop, and the command's own process.
@@ -31,6 +31,7 @@ pub mod fence;
 pub mod file_systems;
 mod firmware;
 pub mod guard;
+pub mod guest;
 pub mod hardware;
 pub mod hook;
 mod layers;

@@ -58,7 +58,7 @@ use mercury_control::{
 use mercury_image::{Identity, Machine, Writer};
 use mercury_quiesce::{
     attached::Attached,
-    culprit, describe, disks, fence, hardware, hook, patient,
+    culprit, describe, disks, fence, guest, hardware, hook, patient,
     phases::Phases,
     pool,
     stillness::{Extent, Stillness},
@@ -254,6 +254,9 @@ struct Instant {
     /// Switched on again when file systems can be written to.
     swap: Option<swap::Off>,
     fenced: Fenced,
+    readiness: guest::Readiness,
+    /// What the machine did not get back as a guest.
+    missing: Vec<String>,
 }
 
 fn checkpoint(
@@ -289,6 +292,7 @@ fn checkpoint(
         warning: None,
     };
     if instant.restored {
+        report.warning = (!instant.missing.is_empty()).then(|| instant.missing.join("; "));
         target.forget();
         return Ok((report, Rest::default()));
     }
@@ -302,6 +306,8 @@ fn checkpoint(
         instant.swap = None;
         guard.is_released();
         instant.fenced.runs_on(device)?;
+    } else {
+        instant.readiness.stay();
     }
     instant.machine.parents = new.before.lineage();
     let streaming = time::Instant::now();
@@ -368,6 +374,7 @@ fn reach(
         return Err(Error::new(Exit::Failed, text)
             .hint("write it to a block device of its own, a network file system, or ssh://host/path"));
     }
+    let mut readiness = guest::Readiness::prepare(sysroot);
     let mut machine = describe::describe(sysroot);
     hardware::add_hardware(&mut machine, sysroot, device)?;
     // Everything that needs no standstill is done before it, with most of the writing.
@@ -410,6 +417,7 @@ fn reach(
         .map_err(|error| culprit::name_culprit(error, failures, sysroot))?;
     let pause = begun.elapsed();
     let restored = begin.restored != 0;
+    let missing = if restored { readiness.arrive(sysroot) } else { Vec::new() };
     if restored {
         // A server of files may take a minute to answer the restored machine.
         guard.hear_during(|| fenced.has_returned(device, sysroot))?;
@@ -417,7 +425,7 @@ fn reach(
         swap::end_if_swap_changed(device, &swap)?;
     }
     let phases = Phases::of(held, &begin, device)?;
-    Ok(Instant { machine, restored, pause, phases, still, swap: Some(swap), fenced })
+    Ok(Instant { machine, restored, pause, phases, still, swap: Some(swap), fenced, readiness, missing })
 }
 
 fn write(

@@ -43,7 +43,7 @@ pub struct Report {
     pub stream_seconds: f64,
     /// Seconds of the whole checkpoint.
     pub seconds: f64,
-    /// Warning about a restore, for the operator.
+    /// Warning about a restore, for the operator; in the restored machine, what it did not get back.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub warning: Option<String>,
 }
@@ -52,6 +52,9 @@ impl Render for Report {
     fn render(&self, to: &mut Text) {
         if self.restored {
             to.line(format!("this machine was restored from image {}", self.identity));
+            if let Some(warning) = &self.warning {
+                to.wrapped("note: ", warning);
+            }
             return;
         }
         let parent = self.parent.as_ref().map(|parent| format!(", made on image {parent}"));

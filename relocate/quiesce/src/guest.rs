@@ -1,0 +1,78 @@
+//! The readiness of a machine for another life as a guest, where its own devices are gone and virtio devices
+//! come. What they need cannot be read then: a root on the network comes back with the card.
+
+use crate::ethernet::takeover::{self, Configuration};
+use mercury_abi::guest::{
+    MERCURY_GUEST_LEAF, MERCURY_GUEST_SIGNATURE_EBX, MERCURY_GUEST_SIGNATURE_ECX, MERCURY_GUEST_SIGNATURE_EDX,
+};
+use mercury_control::sysroot::Sysroot;
+use rustix::fs::OFlags;
+use std::{
+    arch::x86_64::__cpuid,
+    ffi::CString,
+    io,
+    process::{Command, Stdio},
+};
+
+/// Drivers of the devices that come.
+const DRIVERS: [&str; 4] = ["virtio_mmio", "virtio_blk", "virtio_net", "virtio_rng"];
+
+/// Drivers and facts for a life as a guest. Its end takes the drivers out again that were not there before.
+#[derive(Debug)]
+pub struct Readiness {
+    network: io::Result<Configuration>,
+    /// Modules, the newest first, as the kernel lists them.
+    loaded: Vec<String>,
+}
+
+impl Readiness {
+    /// Loads the drivers, and keeps the configuration of the network. A machine without the drivers goes on
+    /// only on equal hardware, or without the devices.
+    #[must_use]
+    pub fn prepare(sysroot: &Sysroot) -> Self {
+        let before = names(sysroot);
+        let mut modprobe = Command::new("modprobe");
+        modprobe.args(["-q", "-a"]).args(DRIVERS).stdin(Stdio::null());
+        // A driver may be built in, or missing.
+        let _ = modprobe.stdout(Stdio::null()).stderr(Stdio::null()).status();
+        let loaded = names(sysroot).into_iter().filter(|name| !before.contains(name)).collect();
+        Self { network: takeover::keep(sysroot), loaded }
+    }
+
+    /// In the machine that goes on from the image, before its applications do: lets the cards that came take
+    /// over the network. Returns what did not succeed.
+    pub fn arrive(&mut self, sysroot: &Sysroot) -> Vec<String> {
+        self.stay();
+        match &self.network {
+            _ if !is_guest() => Vec::new(),
+            Ok(network) => network.take_over(sysroot),
+            Err(error) => vec![format!("the network has no configuration: {error}")],
+        }
+    }
+
+    /// Lets the drivers stay: the machine ends.
+    pub fn stay(&mut self) {
+        self.loaded.clear();
+    }
+}
+
+impl Drop for Readiness {
+    fn drop(&mut self) {
+        for name in self.loaded.iter().filter_map(|name| CString::new(name.as_str()).ok()) {
+            // A driver that somebody has begun to use stays.
+            let _ = rustix::system::delete_module(&name, OFlags::NONBLOCK.bits().cast_signed());
+        }
+    }
+}
+
+fn names(sysroot: &Sysroot) -> Vec<String> {
+    sysroot.modules().into_iter().map(|module| module.name).collect()
+}
+
+/// Returns true if Mercury's monitor runs this machine as a guest.
+#[must_use]
+pub fn is_guest() -> bool {
+    let leaf = __cpuid(MERCURY_GUEST_LEAF);
+    [leaf.ebx, leaf.ecx, leaf.edx]
+        == [MERCURY_GUEST_SIGNATURE_EBX, MERCURY_GUEST_SIGNATURE_ECX, MERCURY_GUEST_SIGNATURE_EDX]
+}
