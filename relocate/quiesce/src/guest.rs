@@ -42,15 +42,17 @@ impl Readiness {
     /// In the machine that goes on from the image, before its applications do: lets the cards that came take
     /// over the network. Returns what did not succeed.
     pub fn arrive(&mut self, sysroot: &Sysroot) -> Vec<String> {
+        if !is_guest() {
+            return Vec::new();
+        }
         self.stay();
         match &self.network {
-            _ if !is_guest() => Vec::new(),
             Ok(network) => network.take_over(sysroot),
             Err(error) => vec![format!("the network has no configuration: {error}")],
         }
     }
 
-    /// Lets the drivers stay: the machine ends.
+    /// Lets the drivers stay: devices need them, or the machine ends.
     pub fn stay(&mut self) {
         self.loaded.clear();
     }
