@@ -11,12 +11,13 @@ export MERCURY_LAB_FULL = $(FULL)
 export MERCURY_LAB_MINUTES = $(MINUTES)
 export PATH := $(HOME)/.cargo/bin:$(PATH)
 
-.PHONY: help demo demo-move demo-checkpoint hosted test shell pair bench soak deb check miri tsan clean \
+.PHONY: help demo demo-move demo-checkpoint demo-guest hosted test shell pair bench soak deb check miri tsan clean \
 	bootstrap
 
 help:
 	@echo 'make demo      attach and detach beneath a machine that is hard at work'
 	@echo 'make demo-checkpoint   a machine with PostgreSQL into an image, power off, and brought back elsewhere'
+	@echo 'make demo-guest   a bare machine into an image, power off, and on as a guest of another one with KVM'
 	@echo 'make demo-move a machine with PostgreSQL moves to another one and back, with clients outside'
 	@echo 'make shell     a machine to play with; make shell KERNEL=trixie-cloud CPUS=4 ROOT=disk DISK=4G'
 	@echo 'make pair      two machines on one network: move the shell that you type into from one to the other'
@@ -42,6 +43,9 @@ demo-move: bootstrap
 
 demo-checkpoint: bootstrap
 	@$(RUN) demo checkpoint
+
+demo-guest: bootstrap
+	@$(RUN) demo guest
 
 pair: bootstrap
 	@$(RUN) pair $(if $(KERNEL),--kernel $(KERNEL)) $(if $(CPUS),--cpus $(CPUS)) \

@@ -116,7 +116,8 @@ enum Command {
     Check,
     /// Show what Mercury does
     Demo {
-        /// The subject: attach and detach; a checkpoint and a restore; or two live moves
+        /// The subject: attach and detach; a checkpoint and a restore; a bare machine as a guest; or two
+        /// live moves
         #[arg(value_enum, default_value_t = demo::Subject::Switch)]
         subject: demo::Subject,
     },
