@@ -72,7 +72,12 @@ fn only_devices_in_use_are_refused() -> Result<()> {
     let user = "RDMA device rxe0, used by python3 (";
     is_refused(&machine, &format!("checkpoint {DISK}"), "devices-unseen", user)?;
     is_refused(&machine, "migrate --dry-run --without-tombstone", "devices-unseen", user)?;
-    is_refused(&machine, "migrate --dry-run --force-devices", "no-place-for-tombstone", "mark --prepare")?;
+    is_refused(
+        &machine,
+        "migrate --dry-run --force-devices",
+        "no-place-for-tombstone",
+        "tombstone --prepare",
+    )?;
     machine.sh("pkill -f '^python3 /run/rdma'")?;
 
     machine.sh("modprobe softdog soft_margin=12")?;
