@@ -11,8 +11,8 @@ export MERCURY_LAB_FULL = $(FULL)
 export MERCURY_LAB_MINUTES = $(MINUTES)
 export PATH := $(HOME)/.cargo/bin:$(PATH)
 
-.PHONY: help demo demo-move demo-checkpoint demo-guest hosted test shell pair bench soak deb check miri tsan clean \
-	bootstrap
+.PHONY: help demo demo-move demo-checkpoint demo-guest hosted test shell pair bench soak deb check miri tsan \
+	clean bootstrap
 
 help:
 	@echo 'make demo      attach and detach beneath a machine that is hard at work'

@@ -208,7 +208,7 @@ fn memory_in_a_slot_goes_along() -> Result<()> {
     need_qemu()?;
     let slot = |spec: Spec| spec.memory_slots().dimm("first");
     let Scene { switch: Switch { peer, .. }, machine, destination } =
-        &Scene::changed(Kernel::BookwormCloud, 2, [640; 2], slot)?;
+        &Scene::changed(Kernel::BookwormCloud, 2, [896; 2], slot)?;
     machine.sh("head -c 300M /dev/urandom > /dev/shm/file")?;
     let sum = machine.sh("sha256sum /dev/shm/file")?;
     moves(peer, machine, destination, "10.9.0.3", "--rounds 2")?;

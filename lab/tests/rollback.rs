@@ -587,8 +587,9 @@ fn arrays_rest_while_disks_are_put_back() -> Result<()> {
         0o755,
     )?;
     let words = "--force-disks --hook \"sh /run/see /run/then\" --put-back \"sh /run/see /run/later\"";
-    let first =
-        "cp /sys/block/md0/md/sync_action /run/between; cat /run/between > /dev/kmsg; mercury rollback";
+    // The console shows what is urgent.
+    let first = "cp /sys/block/md0/md/sync_action /run/between; \
+         echo \"<2>$(cat /run/between)\" > /dev/kmsg; mercury rollback";
     let report = live_twice_with(&machine, first, words)?;
     assert_eq!(report["state"], "rolled-back", "{report}");
     for file in ["then", "later"] {

@@ -46,8 +46,8 @@ pub fn offered(kvm: &Kvm, machine: &Machine) -> Result<CpuId> {
     Ok(cpuid)
 }
 
-/// Asks the host for the large state of AMX, which KVM offers only to those who have asked. A host without AMX
-/// refuses, and then KVM does not offer it.
+/// Asks the host for the large state of AMX, which KVM offers only to processes that have asked. A host
+/// without AMX refuses, and then KVM does not offer it.
 fn permit_tiles() {
     const REQUEST_FOR_GUESTS: libc::c_long = 0x1025;
     const TILES: libc::c_long = 18;

@@ -101,8 +101,8 @@ fn has(cpuid: &[kvm_cpuid_entry2], leaf: u32, index: u32, register: Register, bi
 /// Returns the features of a machine that a guest would lose here, by their names.
 #[must_use]
 pub fn missing<'a>(flags: &'a [String], cpuid: &[kvm_cpuid_entry2]) -> Vec<&'a str> {
-    // Without these two, an AMD kernel has its “ssbd” from a register of family 23 that CPUID does not show. A
-    // guest's kernel that writes there reports so in its log, and goes on.
+    // Without these two, an AMD kernel has its “ssbd” from a register of family 23 that CPUID does not show.
+    // A guest's kernel that writes there reports so in its log, and goes on.
     let has_control = flags.iter().any(|flag| ["ibrs", "stibp"].contains(&flag.as_str()));
     let is_missing = |flag: &&str| {
         if *flag == "ssbd" && !has_control {

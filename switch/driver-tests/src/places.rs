@@ -1,4 +1,5 @@
-//! Places of frames until the landing: whole restores against a model of memory, and the tables of the landing.
+//! Places of frames until the landing: whole restores against a model of memory, and the tables of the
+//! landing.
 //!
 //! `mercury_restore_virt` is the test's: it hands out pages of a model of memory, and none that this kernel
 //! occupies. The landing itself is the loop of `resume.S`, written in Rust.
@@ -77,7 +78,8 @@ struct Ram {
 }
 
 thread_local! {
-    static RAM: RefCell<Ram> = const { RefCell::new(Ram { first: 0, pages: Vec::new(), windows: Vec::new() }) };
+    static RAM: RefCell<Ram> =
+        const { RefCell::new(Ram { first: 0, pages: Vec::new(), windows: Vec::new() }) };
 }
 
 /// Returns the page at an address; null if there is no window to it.
@@ -400,13 +402,17 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn enough_is_set_aside_to_map_all_memory_and_no_more(memory in memory(3000, 400_000), five in any::<bool>()) {
+    fn enough_is_set_aside_to_map_all_memory_and_no_more(
+        memory in memory(3000, 400_000),
+        five in any::<bool>(),
+    ) {
         let mut planned = memory.planned();
         // SAFETY: plan() returns a plan whose arrays have `range_count` elements.
         let aside = unsafe { mercury_plan_aside(planned.plan()) };
         let lists = 2 * planned.plan.occupied_pages.div_ceil(LANDING_LIST_MAX as u64);
         // Without the lists, the landing, its code and the root.
-        let (code, mapped) = map(&memory, aside - lists - 3, if five { 48 } else { 39 }, TEXT + 5, [PAGE, 2 * PAGE]);
+        let top = if five { 48 } else { 39 };
+        let (code, mapped) = map(&memory, aside - lists - 3, top, TEXT + 5, [PAGE, 2 * PAGE]);
         prop_assert_eq!(code, Code::Ok as u32);
         let all = all_pages(&memory);
         prop_assert!(identity(&mapped) == all);
@@ -425,7 +431,8 @@ proptest! {
     fn a_machine_lands_with_the_content_that_was_loaded(
         memory in memory(20, 4),
         again in any::<bool>(),
-        loads in prop::collection::vec((any::<prop::sample::Index>(), 0..4, any::<prop::sample::Index>()), 0..60),
+        loads in
+            prop::collection::vec((any::<prop::sample::Index>(), 0..4, any::<prop::sample::Index>()), 0..60),
     ) {
         let (memory, end) = with_tail(memory, 60);
         let kept = memory.pages_of(MERCURY_RANGE_KEPT);
@@ -463,7 +470,8 @@ fn with_tail(mut memory: Memory, pages: u64) -> (Memory, u64) {
     (memory, first + pages)
 }
 
-/// All restores of a few frames: where each lies, what it is loaded with, in which order, and with how much room.
+/// All restores of a few frames: where each lies, what it is loaded with, in which order, and with how much
+/// room.
 mod exhaustive {
     use super::*;
 

@@ -33,7 +33,8 @@ fn leaves<F: Format>(phys: HostPhys, size: PageSize) -> Vec<u64> {
     .collect()
 }
 
-/// Splits the page at `slot` with this entry, and compares each entry of the new table with its part of the page.
+/// Splits the page at `slot` with this entry, and compares each entry of the new table with its part of the
+/// page.
 fn splits<F: Format<Address = GuestPhys>>(tables: PageTable<F>, pool: &mut Pool, slot: Slot, entry: u64) {
     PageTable::<F>::store(pool, slot, entry);
     let before = *table(pool, slot.table);
@@ -186,8 +187,8 @@ impl<F: Format<Address = GuestPhys>> Frozen<F> {
         path
     }
 
-    /// All that may change is a permission: no frame moves, the identity map stays, and nothing kept can be written
-    /// but `permitted`. Pages that can be reached are at all edges of the tables on the way to `gpa`.
+    /// All that may change is a permission: no frame moves, the identity map stays, and nothing kept can be
+    /// written but `permitted`. Pages that can be reached are at all edges of the tables on the way to `gpa`.
     fn check(&mut self, gpa: GuestPhys, permitted: Option<GuestPhys>) {
         let page = gpa.align_down(PageSize::Size4K);
         for size in [PageSize::Size4K, PageSize::Size2M, PageSize::Size1G] {

@@ -96,8 +96,8 @@ pub fn keep(sysroot: &Sysroot) -> io::Result<Configuration> {
 }
 
 impl Configuration {
-    /// Gives new cards the names and the configuration of cards that are gone, in their order, those that were
-    /// up first. Returns what did not succeed.
+    /// Gives new cards the names and the configuration of cards that are gone, in their order, those that
+    /// were up first. Returns what did not succeed.
     #[must_use]
     pub fn take_over(&self, sysroot: &Sysroot) -> Vec<String> {
         let now = cards(sysroot);
