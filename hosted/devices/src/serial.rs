@@ -89,6 +89,12 @@ impl Serial {
         if self.listens { self.uart.fifo_capacity() } else { 0 }
     }
 
+    /// Returns true if the driver wants interrupts for bytes, and has not read all of them.
+    #[must_use]
+    pub fn has_unread(&mut self) -> bool {
+        self.listens && self.uart.read(LINE_STATUS) & READY != 0
+    }
+
     /// Receives typed bytes.
     pub fn receive(&mut self, bytes: &[u8]) {
         if !bytes.is_empty() {

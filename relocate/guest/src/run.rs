@@ -37,6 +37,8 @@ use std::{
 
 /// Device of the host that makes guests.
 const KVM: &str = "/dev/kvm";
+/// Interval after which a serial port with unread bytes raises its interrupt again.
+const ASK_AGAIN: Duration = Duration::from_millis(20);
 /// Time after which a processor that has missed a signal is called again.
 const AGAIN: Duration = Duration::from_millis(10);
 /// Time for the readers of consoles at the end.
@@ -394,10 +396,12 @@ fn available_memory() -> Result<u64> {
 fn listen(shared: &Arc<Shared>) -> Result<()> {
     let shared = Arc::clone(shared);
     let spawned = start_thread("devices", move || {
+        let mut limit = None;
         loop {
-            shared.bell.wait();
+            shared.bell.wait_at_most(limit);
             let mut platform = shared.platform();
             platform.poll();
+            limit = platform.ask_again().then_some(ASK_AGAIN);
             if platform.ended().is_some() {
                 shared.has_ended.notify_all();
                 return;

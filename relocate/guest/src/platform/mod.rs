@@ -277,6 +277,19 @@ impl Platform {
         }
     }
 
+    /// Raises the interrupt of each serial port again whose bytes wait. A real port holds its line until they
+    /// are read, and an edge can be lost. Returns true if there is such a port.
+    pub fn ask_again(&mut self) -> bool {
+        let mut waits = false;
+        for (port, line) in self.serials.iter_mut().zip(SERIAL_LINES) {
+            if port.serial.has_unread() {
+                self.lines.pulse(line);
+                waits = true;
+            }
+        }
+        waits
+    }
+
     /// Gives a serial port the bytes that wait for it, and its interrupt to the processors.
     fn feed(&mut self, number: usize) {
         let port = &mut self.serials[number];
@@ -383,12 +396,16 @@ mod tests {
         let mut platform = platform.unwrap();
         platform.write_port(0x2F9, &[1]);
         platform.write_port(0x2F8, b"ok");
-        wires[1].receive(b"typed");
+        wires[1].receive(b"to");
         platform.poll();
         let mut byte = [0];
         platform.read_port(0x2F8, &mut byte);
         assert_eq!((wires[1].sent(), byte), (b"ok".to_vec(), [b't']));
         assert_eq!(*lines.0.lock().unwrap(), [3]);
+        assert!(platform.ask_again(), "a byte waits");
+        assert_eq!(*lines.0.lock().unwrap(), [3, 3]);
+        platform.read_port(0x2F8, &mut byte);
+        assert!(!platform.ask_again());
         assert!(wires[0].sent().is_empty());
     }
 
