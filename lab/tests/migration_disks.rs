@@ -134,6 +134,17 @@ const NVME_CONNECT: &str = "modprobe nvme-tcp; echo transport=tcp,traddr=10.9.0.
      cut -d/ -f4 | grep -v c) && test -e /dev/$name && break; sleep 0.1; done; \
      test -e /dev/$name && echo -n /dev/$name";
 
+/// Gives the machine two disks by connections of its kernel: /dev/nbd0, and one over NVMe. Returns the
+/// name of the second.
+fn connect_disks(peer: &Machine, machine: &Machine) -> Result<String> {
+    start(peer, "blocks", BLOCKS, "")?;
+    peer.sh(NVME_TARGET)?;
+    machine.sh("modprobe nbd nbds_max=2")?;
+    start(machine, "attach_blocks", ATTACH_BLOCKS, PEER)?;
+    machine.sh("while pgrep -f '[a]ttach_blocks'; do sleep 0.1; done")?;
+    machine.sh(NVME_CONNECT)
+}
+
 /// Takes along file systems on disks that the machine has by connections of its kernel, with the
 /// connections.
 #[test]
@@ -142,12 +153,7 @@ fn disks_on_a_network_go_along() -> Result<()> {
     need_qemu()?;
     let Scene { switch: Switch { peer, .. }, machine, destination } =
         &Scene::new(Kernel::BookwormCloud, 2, 768)?;
-    start(peer, "blocks", BLOCKS, "")?;
-    peer.sh(NVME_TARGET)?;
-    machine.sh("modprobe nbd nbds_max=2")?;
-    start(machine, "attach_blocks", ATTACH_BLOCKS, PEER)?;
-    machine.sh("while pgrep -f '[a]ttach_blocks'; do sleep 0.1; done")?;
-    let nvme = machine.sh(NVME_CONNECT)?;
+    let nvme = connect_disks(peer, machine)?;
     for (name, disk) in [("blocks_ledger", "/dev/nbd0"), ("nvme_ledger", &nvme)] {
         machine.sh(&format!(
             "mkfs.ext4 -q {disk} && mkdir -p /run/{name}.d && mount {disk} /run/{name}.d && dmesg | tail -3"
@@ -175,12 +181,7 @@ fn swap_on_an_array_of_network_disks_goes_along() -> Result<()> {
     need_qemu()?;
     let Scene { switch: Switch { peer, .. }, machine, destination } =
         &Scene::new(Kernel::BookwormCloud, 2, 768)?;
-    start(peer, "blocks", BLOCKS, "")?;
-    peer.sh(NVME_TARGET)?;
-    machine.sh("modprobe nbd nbds_max=2")?;
-    start(machine, "attach_blocks", ATTACH_BLOCKS, PEER)?;
-    machine.sh("while pgrep -f '[a]ttach_blocks'; do sleep 0.1; done")?;
-    let nvme = machine.sh(NVME_CONNECT)?;
+    let nvme = connect_disks(peer, machine)?;
     machine.sh(&format!(
         "modprobe raid1; mdadm --create /dev/md0 --run --level=1 --metadata=1.2 --assume-clean \
          --raid-devices=2 /dev/nbd0 {nvme}; mkswap -q /dev/md0; swapon -p 7 /dev/md0"
