@@ -21,6 +21,8 @@ mod interrupt {
     pub const USED_BUFFER: u32 = 1;
     pub const CONFIGURATION: u32 = 2;
 }
+/// A bit of the status: the driver is ready to use the device.
+const DRIVER_OK: u32 = 4;
 /// A bit of the status: the driver has chosen from the features.
 const FEATURES_OK: u32 = 8;
 
@@ -151,6 +153,12 @@ impl Transport {
 
     fn features(&self) -> u64 {
         self.device.features() | VERSION_1
+    }
+
+    /// Returns true if a driver uses the device.
+    #[must_use]
+    pub fn is_driven(&self) -> bool {
+        self.status & DRIVER_OK != 0
     }
 
     #[must_use]

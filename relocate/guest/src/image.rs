@@ -57,53 +57,61 @@ impl<R: Read> Image<R> {
         self.reader.machine()
     }
 
-    /// Returns the firmware's memory.
-    ///
-    /// # Errors
-    /// The image has none, or it is damaged.
-    pub fn firmware(&self) -> Result<Firmware> {
-        let machine = self.machine();
-        if machine.firmware_memory.is_empty() {
-            let why = match machine.firmware_unread.as_str() {
-                "" => "an earlier Mercury made it",
-                why => why,
-            };
-            let text = format!(
-                "the machine of the image cannot be a guest: the image lacks the memory of the firmware \
-                 ({why})"
-            );
-            return Err(
-                Error::new(Exit::Impossible, text).hint("make the checkpoint again with this release")
-            );
-        }
-        let all = machine.firmware_memory.iter().map(|one| one.length).fold(0, u64::saturating_add);
-        if all > FIRMWARE_MAX {
-            return Err(Error::new(Exit::Failed, "the image is damaged: its firmware has too much memory"));
-        }
-        let ranges = machine.firmware_memory.iter();
-        let ranges = ranges.map(|one| Ok((one.start_phys, one.content().map_err(wrong)?)));
-        Ok(Firmware::new(ranges.collect::<Result<_>>()?))
-    }
-
     /// Loads the machine's memory. On success the image was whole, and each frame had its place.
     ///
     /// # Errors
     /// The image is damaged or torn, or a frame lies outside of the machine's memory.
-    pub fn load(&mut self, firmware: &Firmware, view: &View) -> Result<()> {
-        for (start, bytes) in firmware.ranges() {
-            memory::write(view, *start, bytes).ok_or_else(|| outside(*start))?;
-        }
+    pub fn load(&mut self, view: &View) -> Result<()> {
         while let Some(chunk) = self.reader.next_chunk().map_err(wrong)? {
             put(&chunk, view)?;
         }
         if self.reader.commit().is_none() {
             return Err(Error::new(Exit::Failed, "the image is torn: its end is missing"));
         }
-        for cpu in &self.machine().cpus {
-            sow(view, cpu.saved_phys)?;
-        }
         Ok(())
     }
+}
+
+/// Returns the firmware's memory of a machine.
+///
+/// # Errors
+/// The description has none, or it is damaged.
+pub fn firmware(machine: &Machine) -> Result<Firmware> {
+    if machine.firmware_memory.is_empty() {
+        let why = match machine.firmware_unread.as_str() {
+            "" => "an earlier Mercury made it",
+            why => why,
+        };
+        let text = format!(
+            "the machine cannot be a guest: its description lacks the memory of the firmware ({why})"
+        );
+        return Err(Error::new(Exit::Impossible, text)
+            .hint("make the checkpoint again with this release, or install it on the machine that moves"));
+    }
+    let all = machine.firmware_memory.iter().map(|one| one.length).fold(0, u64::saturating_add);
+    if all > FIRMWARE_MAX {
+        return Err(Error::new(Exit::Failed, "the description is damaged: its firmware has too much memory"));
+    }
+    let ranges = machine.firmware_memory.iter();
+    let ranges = ranges.map(|one| Ok((one.start_phys, one.content().map_err(wrong)?)));
+    Ok(Firmware::new(ranges.collect::<Result<_>>()?))
+}
+
+/// Puts the firmware's memory into its places. The machine's own frames come after it.
+///
+/// # Errors
+/// A range is not in the guest's memory.
+pub fn load_firmware(firmware: &Firmware, view: &View) -> Result<()> {
+    let mut ranges = firmware.ranges().iter();
+    ranges.try_for_each(|(start, bytes)| memory::write(view, *start, bytes).ok_or_else(|| outside(*start)))
+}
+
+/// Gives each processor random numbers of its own: two guests from one image must not share theirs.
+///
+/// # Errors
+/// The host gives none, or a processor's registers are not in the guest's memory.
+pub fn sow_seeds(machine: &Machine, view: &View) -> Result<()> {
+    machine.cpus.iter().try_for_each(|cpu| sow(view, cpu.saved_phys))
 }
 
 /// Puts the frames of a record into their places.
@@ -132,7 +140,6 @@ fn is_fresh(view: &View, phys: u64) -> bool {
     phys >= LOW && memory::contains(view, phys, PAGE as u64)
 }
 
-/// Gives a processor random numbers of its own: two guests from one image must not share theirs.
 fn sow(view: &View, saved_phys: u64) -> Result<()> {
     let mut seed = [0_u8; SEED];
     // SAFETY: The buffer has this length.
@@ -181,8 +188,9 @@ mod tests {
     fn load(bytes: &[u8]) -> Result<View> {
         let mut image = Image::read(bytes)?;
         let view = crate::memory::map(&Layout::of(image.machine())?)?;
-        let firmware = image.firmware()?;
-        image.load(&firmware, &view).map(|()| view)
+        load_firmware(&firmware(image.machine())?, &view)?;
+        image.load(&view)?;
+        sow_seeds(image.machine(), &view).map(|()| view)
     }
 
     fn frame(phys: u64, source: Source) -> Frame {

@@ -4,7 +4,7 @@ use crate::{
     acpi::{Firmware, Tables},
     cpu, entry,
     fit::{self, Host},
-    image::Image,
+    image::{self, Image},
     layout::{KVM_PAGES, Layout, MONITOR},
     memory,
     platform::{Board, End, Lines, Platform},
@@ -30,7 +30,7 @@ use std::{
     ops::Range,
     os::unix::thread::JoinHandleExt,
     path::{Path, PathBuf},
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock},
     thread::{self, JoinHandle},
     time::Duration,
 };
@@ -81,15 +81,122 @@ pub struct Options {
     pub console: Console,
 }
 
-/// A guest that can be started: its image fits this host, and nothing was changed.
+/// A machine that can be a guest of this host. Nothing was changed.
 #[derive(Debug)]
-pub struct Guest {
+pub struct Plan {
     kvm: Kvm,
-    image: Image,
+    machine: Machine,
     firmware: Firmware,
     tables: Tables,
     layout: Layout,
     cpuid: CpuId,
+}
+
+impl Plan {
+    /// Checks that a machine can be a guest here.
+    ///
+    /// # Errors
+    /// Names every reason against it.
+    pub fn of(machine: Machine) -> Result<Self> {
+        let firmware = image::firmware(&machine)?;
+        let tables = Tables::find(&firmware)?;
+        let layout = Layout::of(&machine)?;
+        let kvm = open_kvm()?;
+        let cpuid = cpu::offered(&kvm, &machine)?;
+        let host =
+            Host { cpuid: cpuid.as_slice(), cpus_max: kvm.get_max_vcpus(), available: available_memory()? };
+        fit::refuse(&fit::reasons(&machine, &layout, &tables, &host))?;
+        Ok(Self { kvm, machine, firmware, tables, layout, cpuid })
+    }
+
+    /// Returns the description of the machine.
+    #[must_use]
+    pub fn machine(&self) -> &Machine {
+        &self.machine
+    }
+
+    /// Returns the size of the guest's memory in bytes.
+    #[must_use]
+    pub fn memory(&self) -> u64 {
+        self.layout.bytes()
+    }
+
+    /// Opens the guest's devices, and maps its memory with the firmware's content.
+    ///
+    /// # Errors
+    /// A disk, the network or the host's memory is in the way.
+    pub fn prepare(self, options: &Options) -> Result<Prepared> {
+        let bell = Arc::new(Bell::new().map_err(failed)?);
+        let ring = Arc::clone(&bell);
+        let waker: Waker = Arc::new(move || ring.ring());
+        let devices = open_devices(options, &waker)?;
+        let wires = open_wires(&options.console, &waker)?;
+        let view = memory::map(&self.layout)?;
+        image::load_firmware(&self.firmware, &view)?;
+        let is_at_terminal = matches!(options.console, Console::Terminal { .. });
+        Ok(Prepared { plan: self, bell, devices, wires, view, is_at_terminal })
+    }
+}
+
+/// A guest whose devices are open. Its memory is still to be filled.
+pub struct Prepared {
+    plan: Plan,
+    bell: Arc<Bell>,
+    devices: Vec<Box<dyn Device>>,
+    wires: [Arc<Wire>; 2],
+    view: View,
+    is_at_terminal: bool,
+}
+
+impl std::fmt::Debug for Prepared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Prepared").field("plan", &self.plan).finish_non_exhaustive()
+    }
+}
+
+impl Prepared {
+    /// Returns the guest's memory, at its physical addresses.
+    #[must_use]
+    pub fn memory(&self) -> &View {
+        &self.view
+    }
+
+    /// Lets the machine go on, whose memory is complete. It runs until [`Running::wait`] returns.
+    ///
+    /// # Errors
+    /// KVM is in the way. The machine has not gone on.
+    pub fn start(self) -> Result<Running> {
+        let Self { plan, bell, devices, wires, view, is_at_terminal } = self;
+        let machine = &plan.machine;
+        image::sow_seeds(machine, &view)?;
+        let vm = Arc::new(make_vm(&plan.kvm, &view)?);
+        let board = Board {
+            tables: &plan.tables,
+            devices: &machine.devices,
+            zeros: unbacked(machine, &plan.layout, &plan.tables),
+        };
+        let lines = Box::new(Chip(Arc::clone(&vm)));
+        let platform = Platform::new(lines, board, wires.clone(), devices, view.clone())?;
+        describe(&view, &platform.description())?;
+        let tables = entry::Tables::make(&view, machine)?;
+        let make = |one| cpu::make(&vm, &plan.cpuid, &tables, machine, one);
+        let processors = machine.cpus.iter().map(make).collect::<Result<Vec<VcpuFd>>>()?;
+        let shared = Arc::new(Shared { platform: Mutex::new(platform), has_ended: Condvar::new(), bell });
+        listen(&shared)?;
+        ignore_call();
+        let threads = begin(processors, &shared)?;
+        if is_at_terminal {
+            terminal::make_raw();
+        }
+        Ok(Running { shared, threads, wires, view, _vm: vm })
+    }
+}
+
+/// The machine of an image that can be a guest of this host. Nothing was changed.
+#[derive(Debug)]
+pub struct Guest {
+    image: Image,
+    plan: Plan,
 }
 
 impl Guest {
@@ -99,27 +206,20 @@ impl Guest {
     /// Names every reason against it.
     pub fn prepare(path: &Path) -> Result<Self> {
         let image = Image::open(path)?;
-        let firmware = image.firmware()?;
-        let tables = Tables::find(&firmware)?;
-        let layout = Layout::of(image.machine())?;
-        let kvm = open_kvm()?;
-        let cpuid = cpu::offered(&kvm, image.machine())?;
-        let host =
-            Host { cpuid: cpuid.as_slice(), cpus_max: kvm.get_max_vcpus(), available: available_memory()? };
-        fit::refuse(&fit::reasons(image.machine(), &layout, &tables, &host))?;
-        Ok(Self { kvm, image, firmware, tables, layout, cpuid })
+        let plan = Plan::of(image.machine().clone())?;
+        Ok(Self { image, plan })
     }
 
     /// Returns the description of the machine.
     #[must_use]
     pub fn machine(&self) -> &Machine {
-        self.image.machine()
+        self.plan.machine()
     }
 
     /// Returns the size of the guest's memory in bytes.
     #[must_use]
     pub fn memory(&self) -> u64 {
-        self.layout.bytes()
+        self.plan.memory()
     }
 
     /// Loads the machine and lets it go on. It runs until [`Running::wait`] returns.
@@ -127,41 +227,9 @@ impl Guest {
     /// # Errors
     /// A disk, the network, the image or KVM is in the way. The machine has not gone on.
     pub fn start(mut self, options: &Options) -> Result<Running> {
-        let bell = Arc::new(Bell::new().map_err(failed)?);
-        let ring = Arc::clone(&bell);
-        let waker: Waker = Arc::new(move || ring.ring());
-        let devices = open_devices(options, &waker)?;
-        let wires = open_wires(&options.console, &waker)?;
-        let view = memory::map(&self.layout)?;
-        self.image.load(&self.firmware, &view)?;
-        let machine = self.image.machine();
-        let vm = Arc::new(make_vm(&self.kvm, &view)?);
-        let board = Board {
-            tables: &self.tables,
-            devices: &machine.devices,
-            zeros: unbacked(machine, &self.layout, &self.tables),
-        };
-        let lines = Box::new(Chip(Arc::clone(&vm)));
-        let platform = Platform::new(lines, board, wires.clone(), devices, view.clone())?;
-        describe(&view, &platform.description())?;
-        let tables = entry::Tables::make(&view, machine)?;
-        let make = |one| cpu::make(&vm, &self.cpuid, &tables, machine, one);
-        let processors = machine.cpus.iter().map(make).collect::<Result<Vec<VcpuFd>>>()?;
-        let shared = Arc::new(Shared { platform: Mutex::new(platform), has_ended: Condvar::new(), bell });
-        listen(&shared)?;
-        ignore_call();
-        let threads = processors.into_iter().zip(0_u32..).map(|(vcpu, number)| {
-            let shared = Arc::clone(&shared);
-            let spawned =
-                thread::Builder::new().name(format!("cpu-{number}")).spawn(move || execute(vcpu, &shared));
-            spawned
-                .map_err(|error| Error::new(Exit::Impossible, format!("cannot start a processor: {error}")))
-        });
-        let threads = threads.collect::<Result<Vec<_>>>()?;
-        if matches!(options.console, Console::Terminal { .. }) {
-            terminal::make_raw();
-        }
-        Ok(Running { shared, threads, wires, view, _vm: vm })
+        let prepared = self.plan.prepare(options)?;
+        self.image.load(prepared.memory())?;
+        prepared.start()
     }
 }
 
@@ -216,6 +284,19 @@ pub struct Handle {
 }
 
 impl Handle {
+    /// Returns true if the guest's kernel has woken up: it has found a device of the monitor, which it does
+    /// when its own devices have gone on and before its applications do.
+    #[must_use]
+    pub fn is_awake(&self) -> bool {
+        self.shared.platform().is_driven()
+    }
+
+    /// Returns true if the guest has ended.
+    #[must_use]
+    pub fn has_ended(&self) -> bool {
+        self.shared.platform().ended().is_some()
+    }
+
     /// Ends the guest.
     pub fn stop(&self) {
         self.shared.end(End::Stopped);
@@ -421,6 +502,28 @@ fn ignore_call() {
         action.sa_sigaction = nothing as extern "C" fn(libc::c_int) as libc::sighandler_t;
         libc::sigaction(libc::SIGUSR1, &raw const action, std::ptr::null_mut());
     }
+}
+
+/// Starts the threads of all processors. None executes before all have started.
+fn begin(processors: Vec<VcpuFd>, shared: &Arc<Shared>) -> Result<Vec<JoinHandle<()>>> {
+    let gate = Arc::new(RwLock::new(false));
+    let mut is_open = gate.write().unwrap_or_else(PoisonError::into_inner);
+    let start = |(vcpu, number): (VcpuFd, u32)| {
+        let (own, gate) = (Arc::clone(shared), Arc::clone(&gate));
+        let run = move || {
+            if *gate.read().unwrap_or_else(PoisonError::into_inner) {
+                execute(vcpu, &own);
+            }
+        };
+        thread::Builder::new().name(format!("cpu-{number}")).spawn(run).map_err(|error| {
+            let text = format!("cannot start a processor: {error}");
+            shared.end(End::Failed(text.clone()));
+            Error::new(Exit::Impossible, text)
+        })
+    };
+    let threads = processors.into_iter().zip(0_u32..).map(start).collect::<Result<_>>()?;
+    *is_open = true;
+    Ok(threads)
 }
 
 /// Executes a processor until the guest ends.

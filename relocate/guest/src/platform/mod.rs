@@ -178,6 +178,12 @@ impl Platform {
         description
     }
 
+    /// Returns true if a driver of the guest's has taken one of the virtio devices.
+    #[must_use]
+    pub fn is_driven(&self) -> bool {
+        self.slots.iter().any(|slot| slot.transport.is_driven())
+    }
+
     /// Returns the end of the guest, if it has come.
     #[must_use]
     pub fn ended(&self) -> Option<&End> {
