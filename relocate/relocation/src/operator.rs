@@ -32,10 +32,16 @@ impl Operator {
         Self::at(devices, "console")
     }
 
-    fn at(folder: impl AsFd, name: &str) -> Self {
+    fn at(folder: impl AsFd, name: impl rustix::path::Arg) -> Self {
         let flags = OFlags::RDWR | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
         let console = rustix::fs::openat(folder, name, flags, Mode::empty()).ok();
         Self { console: console.map(File::from), line: Vec::new() }
+    }
+
+    /// Opens a named pipe by which another command passes the operator's words. They are only read there.
+    #[must_use]
+    pub fn at_pipe(path: &std::path::Path) -> Self {
+        Self::at(CWD, path)
     }
 
     /// Makes an operator at a test's console.

@@ -4,7 +4,10 @@
 //! free. [`environment`] makes a restore environment, with the network as it is now. Before it is
 //! started, the pairing token that `mercury migrate` needs is printed. In the restore environment
 //! [`host`] waits, receives the machine, and goes on in it.
+//!
+//! [`beside`] is the start of a destination that stays in use: the machine goes on as a guest of it.
 
+pub mod beside;
 mod disks;
 mod host;
 #[cfg(test)]
@@ -12,7 +15,7 @@ mod hostile;
 mod intake;
 mod room;
 mod serve;
-mod spare;
+pub mod spare;
 #[cfg(test)]
 mod streams;
 
@@ -72,7 +75,7 @@ struct Configuration {
 
 /// The prepared destination.
 #[derive(Debug, Serialize)]
-struct Report {
+pub struct Report {
     /// Pairing token for `mercury migrate`.
     key: String,
     address: SocketAddrV4,

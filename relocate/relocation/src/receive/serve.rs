@@ -3,7 +3,7 @@
 
 use super::{
     intake::{Broken, ExpectedStreams, Intake, State},
-    spare::Spare,
+    spare::{Progress, Spare},
 };
 use crate::{
     migrate::{
@@ -20,8 +20,8 @@ use mercury_control::{
 use mercury_migration::{
     announcement::{Announcer, Speaker},
     protocol::{
-        Destination, Digest, Message, Patience, Word,
-        destination::{Action, Decision, Event, Phase},
+        Attempt, Destination, Digest, Message, Patience, Word,
+        destination::{Action, Decision, Event, Phase, Verdict},
     },
     session::Receiver,
     streams::STREAMS_MAX,
@@ -40,6 +40,10 @@ use std::{
 pub const RUNNING: Duration = Duration::from_secs(90);
 /// Announcements that are read before everything else: a peer may send them without end.
 const FRAMES: usize = 64;
+/// Interval at which the progress of a machine that was started is asked for.
+const STARTING: Duration = Duration::from_millis(10);
+/// Time for which a source that asks is answered after the machine has gone on beside this system.
+const ANSWERED: Duration = Duration::from_secs(600);
 /// Reason for turning a peer away that has the pairing token.
 const TAKEN: &str = "another machine is on its way there";
 
@@ -61,6 +65,8 @@ pub struct Host {
     eat: Pause,
     /// The thread that turns another peer away.
     doorman: Option<JoinHandle<()>>,
+    /// The attempt whose machine was started beside this system.
+    begun: Option<Attempt>,
 }
 
 /// The parts of a machine that have arrived.
@@ -100,6 +106,7 @@ impl Host {
             pause: Pause::default(),
             eat: Pause::default(),
             doorman: None,
+            begun: None,
         }
     }
 
@@ -107,6 +114,38 @@ impl Host {
     #[must_use]
     pub fn failing(self, pause: Pause, eat: Pause) -> Self {
         Self { pause, eat, ..self }
+    }
+
+    /// Waits, receives, and starts the machine that has arrived beside this system. Then answers its source,
+    /// until that cannot ask any more. Returns early if the machine has ended.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if nothing can be received any more.
+    pub fn serve_beside(mut self) -> Result<()> {
+        let mut answered = None;
+        while answered.is_none_or(|end| Instant::now() < end) {
+            self.turn(if self.is_starting() { STARTING } else { Duration::from_secs(1) })?;
+            if self.destination.phase() == Some(Phase::Running) {
+                answered.get_or_insert_with(|| Instant::now() + ANSWERED);
+            }
+            if self.begun.is_some() && self.spare.progress() == Progress::Ended {
+                self.lose();
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    fn is_starting(&self) -> bool {
+        self.destination.phase() == Some(Phase::Starting)
+    }
+
+    /// Answers as a destination that was restarted: the machine was started, and does not run any more.
+    fn lose(&mut self) {
+        let Some(attempt) = self.begun.take() else { return };
+        (self.destination, _) = Destination::restart(&[(attempt, Verdict::Starting)]);
+        self.say(Message { attempt, word: Word::Lost });
     }
 
     /// Waits, receives, and goes on in the machine that has arrived. Returns only if that fails.
@@ -160,6 +199,9 @@ impl Host {
             return Some(Event::TimedOut);
         }
         self.wait(left.unwrap_or(limit).min(limit));
+        if self.is_starting() && self.spare.progress() == Progress::Running {
+            return Some(Event::Arrived);
+        }
         // The operator comes first: a machine that was discarded must not be started by a word that
         // was under way.
         let event = self.decision().or_else(|| self.announcement()).or_else(|| self.listen());
@@ -395,7 +437,10 @@ impl Host {
             Action::Check => Some(self.check()),
             // This environment has no disk: after a restart it knows nothing of the attempt, and
             // tells the source so.
-            Action::Record(attempt, verdict) => Some(Event::Recorded(attempt, verdict)),
+            Action::Record(attempt, verdict) => {
+                self.begun = (verdict == Verdict::Starting).then_some(attempt);
+                Some(Event::Recorded(attempt, verdict))
+            }
             Action::Verify(digest) => Some(self.verify(digest)),
             Action::Release => {
                 self.arrival = None;
@@ -404,8 +449,14 @@ impl Host {
             }
             Action::Start => {
                 eprintln!("mercury: going on in the machine that has arrived");
-                self.reason = self.spare.go().message;
-                Some(Event::StartFailed)
+                match self.spare.go() {
+                    Ok(()) => None,
+                    Err(error) => {
+                        self.reason = error.message;
+                        self.begun = None;
+                        Some(Event::StartFailed)
+                    }
+                }
             }
             Action::Tell(advice) => {
                 eprintln!("mercury: {advice}");

@@ -61,6 +61,17 @@ impl Memory for Device {
     }
 }
 
+/// The progress of a machine that was started beside this system.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Progress {
+    /// Its instructions may run, and its kernel has given no sign yet.
+    Starting,
+    /// Its kernel has gone on.
+    Running,
+    /// It was started, and does not run any more.
+    Ended,
+}
+
 /// A machine that can receive another one.
 pub trait Spare {
     /// Prepares memory and disks for the offered machine.
@@ -87,8 +98,18 @@ pub trait Spare {
     /// Returns the reason if they do not.
     fn complete_disks(&mut self, offered: &[OfferedDisk], attempt: Attempt) -> Result<(), String>;
 
-    /// Goes on in the machine that has arrived. Returns only if that fails, with the reason.
-    fn go(&mut self) -> Error;
+    /// Goes on in the machine that has arrived. Returns only if that fails, or if this system goes on beside
+    /// it.
+    ///
+    /// # Errors
+    ///
+    /// Returns the reason why none of its instructions has run.
+    fn go(&mut self) -> Result<()>;
+
+    /// Returns the progress of a machine that was started beside this system.
+    fn progress(&self) -> Progress {
+        Progress::Starting
+    }
 
     /// Discards the machine.
     ///
@@ -181,9 +202,9 @@ impl Spare for Here {
         self.disks.complete(offered, attempt)
     }
 
-    fn go(&mut self) -> Error {
-        let why = "the machine that has arrived could not be started";
-        self.device.restore_go().err().unwrap_or_else(|| Error::fault(why))
+    fn go(&mut self) -> Result<()> {
+        self.device.restore_go()?;
+        Err(Error::fault("the machine that has arrived could not be started"))
     }
 
     fn release(&mut self) -> Result<()> {

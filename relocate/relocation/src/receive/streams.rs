@@ -89,8 +89,8 @@ impl Spare for Table {
         if offered.is_empty() { Ok(()) } else { Err("a table has no disks".into()) }
     }
 
-    fn go(&mut self) -> Error {
-        Error::new(Exit::Failed, "a table goes nowhere")
+    fn go(&mut self) -> Result<()> {
+        Err(Error::new(Exit::Failed, "a table goes nowhere"))
     }
 
     fn release(&mut self) -> Result<()> {
