@@ -1,9 +1,6 @@
 //! The ports of a machine's platform, from the firmware's tables (ACPI 6.5, 5.2).
 
-use mercury_control::{
-    error::{Error, Result},
-    exit::Exit,
-};
+use crate::fit::{Unfit, unfit};
 use std::ops::Range;
 
 /// Signature of the root pointer, and the alignment at which it lies.
@@ -130,9 +127,9 @@ impl Tables {
     ///
     /// # Errors
     /// The firmware's memory has no such tables, or they are not a PC's.
-    pub fn find(firmware: &Firmware) -> Result<Self> {
+    pub fn find(firmware: &Firmware) -> Result<Self, Unfit> {
         let missing = |name: &str| {
-            unfit(&format!("the firmware's memory in the image has no table “{name}” of ACPI that is whole"))
+            unfit(format!("the firmware's memory in the image has no table “{name}” of ACPI that is whole"))
         };
         let fixed = firmware.find(b"FACP").ok_or_else(|| missing("FACP"))?;
         let mut ports = Ports::of(fixed)?;
@@ -200,7 +197,7 @@ fn entries(table: &[u8]) -> Vec<&[u8]> {
 }
 
 impl Ports {
-    fn of(table: &[u8]) -> Result<Self> {
+    fn of(table: &[u8]) -> Result<Self, Unfit> {
         let byte = |at: usize| table.get(at).copied().unwrap_or(0);
         let word = |at| number(table, at, 4).unwrap_or(0);
         let flags = word(112) as u32;
@@ -234,10 +231,6 @@ impl Ports {
 fn generic(table: &[u8], at: usize) -> Option<u64> {
     let port = number(table, at + 4, 8)?;
     (table.get(at) == Some(&PORTS) && port != 0).then_some(port)
-}
-
-fn unfit(why: &str) -> Error {
-    Error::new(Exit::Failed, format!("the machine of the image cannot be a guest: {why}"))
 }
 
 #[cfg(test)]
@@ -349,7 +342,7 @@ pub(crate) mod tests {
 
     #[test]
     fn firmware_without_whole_tables_is_refused() {
-        let refused = |firmware: &Firmware| Tables::find(firmware).unwrap_err().message;
+        let refused = |firmware: &Firmware| Tables::find(firmware).unwrap_err().0;
         assert!(refused(&Firmware::default()).contains("FACP"));
         let mut damaged = firmware();
         damaged.0[1].1[0x400 + 60] ^= 1;

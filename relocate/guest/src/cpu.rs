@@ -2,6 +2,7 @@
 
 use crate::{
     entry::{self, Tables},
+    fit::kvm_refused,
     layout::MONITOR,
 };
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, KVM_MP_STATE_RUNNABLE, kvm_cpuid_entry2, kvm_mp_state};
@@ -24,10 +25,6 @@ const TSC_DEADLINE_FLAG: &str = "tsc_deadline_timer";
 /// better.
 const CLOCK_TOLERANCE: u64 = 1000;
 
-fn refused(what: &str, error: impl std::fmt::Display) -> Error {
-    Error::new(Exit::Impossible, format!("KVM does not {what}: {error}"))
-}
-
 /// Returns CPUID as KVM offers it to the guest.
 ///
 /// # Errors
@@ -36,7 +33,7 @@ pub fn offered(kvm: &Kvm, machine: &Machine) -> Result<CpuId> {
     permit_tiles();
     let mut cpuid = kvm
         .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
-        .map_err(|error| refused("list the features of processors", error))?;
+        .map_err(|error| kvm_refused("list the features of processors", error))?;
     let has_deadline = machine.processor.flags.iter().any(|flag| flag == TSC_DEADLINE_FLAG);
     if has_deadline && kvm.check_extension(Cap::TscDeadlineTimer) {
         for entry in cpuid.as_mut_slice().iter_mut().filter(|entry| entry.function == 1) {
@@ -84,7 +81,7 @@ pub fn own(offered: &CpuId, apic_id: u32) -> Result<CpuId> {
         ..kvm_cpuid_entry2::default()
     });
     CpuId::from_entries(&entries)
-        .map_err(|error| refused("take so many leaves of CPUID", format!("{error:?}")))
+        .map_err(|error| kvm_refused("take so many leaves of CPUID", format!("{error:?}")))
 }
 
 /// Makes a processor that begins in the resume code of the image's kernel.
@@ -92,7 +89,7 @@ pub fn own(offered: &CpuId, apic_id: u32) -> Result<CpuId> {
 /// # Errors
 /// KVM refuses a part of its state.
 pub fn make(vm: &VmFd, offered: &CpuId, tables: &Tables<'_>, machine: &Machine, cpu: &Cpu) -> Result<VcpuFd> {
-    let wrong = |what: &'static str| move |error: kvm_ioctls::Error| refused(what, error);
+    let wrong = |what: &'static str| move |error: kvm_ioctls::Error| kvm_refused(what, error);
     let vcpu = vm.create_vcpu(cpu.apic_id.into()).map_err(wrong("make a processor"))?;
     vcpu.set_cpuid2(&own(offered, cpu.apic_id)?).map_err(wrong("take the features of a processor"))?;
     set_clock(&vcpu, machine)?;
@@ -111,7 +108,8 @@ fn set_clock(vcpu: &VcpuFd, machine: &Machine) -> Result<()> {
     let Some(wanted) = machine.timers.as_ref().map(|timers| timers.tsc_khz).filter(|khz| *khz != 0) else {
         return Ok(());
     };
-    let here = u64::from(vcpu.get_tsc_khz().map_err(|error| refused("say how fast its clock is", error))?);
+    let here =
+        u64::from(vcpu.get_tsc_khz().map_err(|error| kvm_refused("say how fast its clock is", error))?);
     if !differ(wanted, here) {
         return Ok(());
     }

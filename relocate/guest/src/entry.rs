@@ -4,12 +4,11 @@
 //! The resume code needs long mode, page tables that map itself and the saved registers, the physical
 //! address of the saved registers in RDI, and its own address in RIP (`switch/driver/snapshot/resume.S`).
 
-use crate::layout::{MONITOR, PAGE_BYTES};
-use kvm_bindings::{kvm_regs, kvm_segment, kvm_sregs};
-use mercury_control::{
-    error::{Error, Result},
-    exit::Exit,
+use crate::{
+    fit::{Unfit, unfit},
+    layout::{Layout, MONITOR, PAGE_BYTES},
 };
+use kvm_bindings::{kvm_regs, kvm_segment, kvm_sregs};
 use mercury_devices::memory::{self, View};
 use mercury_image::Machine;
 
@@ -46,10 +45,10 @@ impl<'a> Tables<'a> {
     ///
     /// # Errors
     /// The image has impossible addresses, or more processors than the tables have room for.
-    pub fn make(view: &'a View, machine: &Machine) -> Result<Self> {
+    pub fn make(view: &'a View, machine: &Machine) -> Result<Self, Unfit> {
         // The first page is the description of devices.
         let root = MONITOR.start + PAGE_BYTES;
-        let levels = if machine.resume.five_level { 5 } else { 4 };
+        let levels = levels(machine);
         let mut tables = Self { view, levels, root, free: root + PAGE_BYTES };
         for cpu in &machine.cpus {
             let last = cpu.saved_phys.saturating_add(PAGE_BYTES);
@@ -58,18 +57,8 @@ impl<'a> Tables<'a> {
                 tables.map(page, 21, page | LARGE)?;
             }
         }
-        let text = machine.resume.virt & !(PAGE_BYTES - 1);
-        if !is_kernel(text, levels) || !is_kernel(text.wrapping_add(2 * PAGE_BYTES - 1), levels) {
-            return Err(unfit("its resume code has no address of a kernel"));
-        }
-        for (virt, phys) in [(text, machine.resume.phys[0]), (text + PAGE_BYTES, machine.resume.phys[1])] {
-            // The second page, if the code ends on the first.
-            if phys == 0 && virt != text {
-                continue;
-            }
-            if phys & !ADDRESS != 0 || memory::pointer(view, phys, PAGE_BYTES).is_none() {
-                return Err(unfit("its resume code is not in its memory"));
-            }
+        let is_memory = |phys| memory::pointer(view, phys, PAGE_BYTES).is_some();
+        for (virt, phys) in resume_pages(machine, is_memory)? {
             tables.map(virt, 12, phys | TABLE)?;
         }
         Ok(tables)
@@ -81,7 +70,7 @@ impl<'a> Tables<'a> {
         self.root
     }
 
-    fn map(&mut self, virt: u64, shift: u32, entry: u64) -> Result<()> {
+    fn map(&mut self, virt: u64, shift: u32, entry: u64) -> Result<(), Unfit> {
         let mut table = self.root;
         for level in (shift..12 + 9 * self.levels).rev().filter(|level| (level - 12).is_multiple_of(9)) {
             let at = table + (virt >> level & 511) * 8;
@@ -98,7 +87,7 @@ impl<'a> Tables<'a> {
         Ok(())
     }
 
-    fn new_table(&mut self) -> Result<u64> {
+    fn new_table(&mut self) -> Result<u64, Unfit> {
         let table = self.free;
         if table >= MONITOR.end {
             return Err(unfit("it has too many processors"));
@@ -107,13 +96,13 @@ impl<'a> Tables<'a> {
         Ok(table)
     }
 
-    fn get(&self, at: u64) -> Result<u64> {
+    fn get(&self, at: u64) -> Result<u64, Unfit> {
         let mut bytes = [0; 8];
         memory::read(self.view, at, &mut bytes).ok_or_else(|| unfit("its page tables have no memory"))?;
         Ok(u64::from_le_bytes(bytes))
     }
 
-    fn put(&self, at: u64, entry: u64) -> Result<()> {
+    fn put(&self, at: u64, entry: u64) -> Result<(), Unfit> {
         memory::write(self.view, at, &entry.to_le_bytes())
             .ok_or_else(|| unfit("its page tables have no memory"))
     }
@@ -142,6 +131,37 @@ pub fn registers(machine: &Machine, saved_phys: u64) -> kvm_regs {
     kvm_regs { rip: machine.resume.virt, rdi: saved_phys, rflags: 2, ..kvm_regs::default() }
 }
 
+/// Checks the addresses of the resume code, before memory is touched.
+///
+/// # Errors
+/// The image has impossible addresses.
+pub fn check(machine: &Machine, layout: &Layout) -> Result<(), Unfit> {
+    resume_pages(machine, |phys| layout.contains(phys, PAGE_BYTES)).map(drop)
+}
+
+/// Returns the pages of the resume code, each with its virtual and its physical address.
+fn resume_pages(machine: &Machine, is_memory: impl Fn(u64) -> bool) -> Result<Vec<(u64, u64)>, Unfit> {
+    let levels = levels(machine);
+    let text = machine.resume.virt & !(PAGE_BYTES - 1);
+    if !is_kernel(text, levels) || !is_kernel(text.wrapping_add(2 * PAGE_BYTES - 1), levels) {
+        return Err(unfit("its resume code has no address of a kernel"));
+    }
+    let [first, second] = machine.resume.phys;
+    let mut pages = vec![(text, first)];
+    // The code may end on its first page.
+    if second != 0 {
+        pages.push((text + PAGE_BYTES, second));
+    }
+    if pages.iter().any(|&(_, phys)| phys & !ADDRESS != 0 || !is_memory(phys)) {
+        return Err(unfit("its resume code is not in its memory"));
+    }
+    Ok(pages)
+}
+
+fn levels(machine: &Machine) -> u32 {
+    if machine.resume.five_level { 5 } else { 4 }
+}
+
 /// Returns true for an address in the upper half.
 fn is_kernel(virt: u64, levels: u32) -> bool {
     let half = 11 + 9 * levels;
@@ -161,11 +181,6 @@ fn segment(selector: u16, kind: u8) -> kvm_segment {
         g: 1,
         ..kvm_segment::default()
     }
-}
-
-fn unfit(why: &str) -> Error {
-    Error::new(Exit::Failed, format!("the machine of the image cannot be a guest: {why}"))
-        .hint("check the image with `mercury inspect`")
 }
 
 #[cfg(test)]
@@ -228,7 +243,7 @@ mod tests {
             let mut machine = machine(false);
             let view = crate::memory::map(&Layout::of(&machine).unwrap()).unwrap();
             change(&mut machine);
-            Tables::make(&view, &machine).unwrap_err().message
+            Tables::make(&view, &machine).unwrap_err().0
         };
         assert!(refused(|machine| machine.resume.virt = 0x1000).contains("no address of a kernel"));
         assert!(refused(|machine| machine.resume.virt = u64::MAX).contains("no address of a kernel"));

@@ -1,6 +1,6 @@
-//! What stands against a machine as a guest of this host. Everything is found before memory is touched.
+//! Reasons for which this host cannot run the machine as a guest. All are found before memory is touched.
 
-use crate::{acpi::Tables, features, layout::Layout};
+use crate::{acpi::Tables, entry, features, layout::Layout};
 use kvm_bindings::kvm_cpuid_entry2;
 use mercury_abi::restart::SavedCpu;
 use mercury_control::{
@@ -8,7 +8,10 @@ use mercury_control::{
     exit::Exit,
 };
 use mercury_image::Machine;
-use std::collections::BTreeSet;
+use std::{
+    collections::BTreeSet,
+    fmt::{self, Display},
+};
 
 /// Address at which KVM has its IOAPIC.
 const IOAPIC: u64 = 0xFEC0_0000;
@@ -16,6 +19,37 @@ const IOAPIC: u64 = 0xFEC0_0000;
 const APIC_ID_MAX: u32 = 254;
 /// Vendor identifier of virtio's PCI devices.
 const VIRTIO: &str = "1af4:";
+
+/// A reason for which no host can run the machine of an image as a guest.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unfit(pub String);
+
+/// Returns the error of a machine that no host can run as a guest.
+pub(crate) fn unfit(why: impl Into<String>) -> Unfit {
+    Unfit(why.into())
+}
+
+impl Display for Unfit {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        to.write_str(&self.0)
+    }
+}
+
+impl From<Unfit> for Error {
+    fn from(unfit: Unfit) -> Self {
+        Self::new(Exit::Impossible, format!("the machine of the image cannot be a guest: {unfit}")).hint(
+            "check the image with `mercury inspect`, or restore it on its own hardware (`mercury restore`)",
+        )
+    }
+}
+
+/// Returns the error of a step that KVM refuses.
+pub(crate) fn kvm_refused(what: &str, error: impl Display) -> Error {
+    Error::new(Exit::Impossible, format!("KVM does not {what}: {error}")).hint(
+        "the host's kernel log (`dmesg`) may have the reason; choose a host with a newer kernel \
+         or another processor",
+    )
+}
 
 /// Facts about the host.
 #[derive(Debug)]
@@ -30,14 +64,27 @@ pub struct Host<'a> {
 
 /// Returns every reason for which the machine cannot go on here as a guest.
 #[must_use]
-pub fn reasons(machine: &Machine, layout: &Layout, tables: &Tables, host: &Host<'_>) -> Vec<String> {
+pub fn reasons(
+    machine: &Machine,
+    layout: &Result<Layout, Unfit>,
+    tables: &Result<Tables, Unfit>,
+    host: &Host<'_>,
+) -> Vec<String> {
     let mut found = Vec::new();
     processor(machine, host, &mut found);
-    processors(machine, layout, host, &mut found);
+    processors(machine, host, &mut found);
+    match layout {
+        Ok(layout) => addresses(machine, layout, &mut found),
+        Err(unfit) => found.push(unfit.to_string()),
+    }
     devices(machine, &mut found);
     storage(machine, &mut found);
-    if tables.ioapic_phys.is_some_and(|phys| phys != IOAPIC) {
-        found.push("its first IOAPIC is not at 0xfec00000, where KVM has it".to_owned());
+    match tables {
+        Ok(tables) if tables.ioapic_phys.is_some_and(|phys| phys != IOAPIC) => {
+            found.push("its first IOAPIC is not at 0xfec00000, where KVM has it".to_owned());
+        }
+        Ok(_) => {}
+        Err(unfit) => found.push(unfit.to_string()),
     }
     let kept = machine.kept_pages().saturating_mul(mercury_image::PAGE as u64);
     if kept > host.available {
@@ -100,7 +147,7 @@ fn identity(cpuid: &[kvm_cpuid_entry2]) -> Option<(String, u32)> {
     Some((String::from_utf8_lossy(&text).into_owned(), family))
 }
 
-fn processors(machine: &Machine, layout: &Layout, host: &Host<'_>, found: &mut Vec<String>) {
+fn processors(machine: &Machine, host: &Host<'_>, found: &mut Vec<String>) {
     let cpus = &machine.cpus;
     if cpus.is_empty() {
         found.push("its image names no processor".to_owned());
@@ -112,15 +159,22 @@ fn processors(machine: &Machine, layout: &Layout, host: &Host<'_>, found: &mut V
         if cpu.apic_id > APIC_ID_MAX {
             found.push(format!("CPU {} has APIC {}, and {APIC_ID_MAX} is the largest", cpu.cpu, cpu.apic_id));
         }
-        let is_aligned = cpu.saved_phys.is_multiple_of(8);
-        if !is_aligned || !layout.contains(cpu.saved_phys, size_of::<SavedCpu>() as u64) {
-            found.push(format!("the registers of CPU {} are not in its memory", cpu.cpu));
-        }
     }
     let different: BTreeSet<u32> = cpus.iter().map(|cpu| cpu.apic_id).collect();
     if different.len() != cpus.len() {
         found.push("its image names two processors with one APIC".to_owned());
     }
+}
+
+/// Finds addresses in the description that are not in the machine's memory.
+fn addresses(machine: &Machine, layout: &Layout, found: &mut Vec<String>) {
+    for cpu in &machine.cpus {
+        let is_aligned = cpu.saved_phys.is_multiple_of(8);
+        if !is_aligned || !layout.contains(cpu.saved_phys, size_of::<SavedCpu>() as u64) {
+            found.push(format!("the registers of CPU {} are not in its memory", cpu.cpu));
+        }
+    }
+    found.extend(entry::check(machine, layout).err().map(|unfit| unfit.to_string()));
 }
 
 fn devices(machine: &Machine, found: &mut Vec<String>) {
@@ -132,7 +186,7 @@ fn devices(machine: &Machine, found: &mut Vec<String>) {
         .collect();
     if !virtio.is_empty() {
         found.push(format!(
-            "it has virtio devices on PCI ({}), whose drivers wait for ever when they are gone",
+            "it has virtio devices on PCI ({}), whose drivers would wait for ever, because the devices do not come along",
             virtio.join(", ")
         ));
     }
@@ -188,18 +242,22 @@ mod tests {
             },
             cpus: vec![Cpu { cpu: 0, apic_id: 0, saved_phys: 0x10_0000 }],
             ranges: vec![Range { start_phys: 0x10_0000, pages: 256, kind: Kind::Kept }],
+            resume: Resume { virt: 0xFFFF_FFFF_C012_3F80, phys: [0x10_1000, 0x10_2000], ..Resume::default() },
             iommus: Some(Vec::new()),
             ..Machine::default()
         }
     }
 
     fn found(change: impl FnOnce(&mut Machine)) -> Vec<String> {
+        found_with(change, Ok(Tables { ioapic_phys: Some(IOAPIC), ..Tables::default() }))
+    }
+
+    fn found_with(change: impl FnOnce(&mut Machine), tables: Result<Tables, Unfit>) -> Vec<String> {
         let mut machine = machine();
         change(&mut machine);
-        let layout = Layout::of(&machine).expect("a layout");
+        let layout = Layout::of(&machine);
         let cpuid = cpuid();
         let host = Host { cpuid: &cpuid, cpus_max: 8, available: 1 << 20 };
-        let tables = Tables { ioapic_phys: Some(IOAPIC), ..Tables::default() };
         reasons(&machine, &layout, &tables, &host)
     }
 
@@ -207,6 +265,25 @@ mod tests {
     fn a_machine_that_fits_has_no_reason_against_it() {
         assert_eq!(found(|_| ()), [""; 0]);
         assert!(refuse(&[]).is_ok());
+    }
+
+    /// Names faults of the description beside all other reasons, not one at a time.
+    #[test]
+    fn faults_of_the_description_are_named_with_the_others() {
+        let all = found_with(
+            |one| {
+                one.ranges[0].start_phys = 0x800;
+                one.devices = vec![Device { id: "1af4:1041".into(), ..Device::default() }];
+            },
+            Err(unfit("its firmware has no fixed hardware")),
+        );
+        let text = refuse(&all).expect_err("refused").message;
+        for reason in ["it has memory from 0x800", "no fixed hardware", "virtio devices on PCI"] {
+            assert!(text.contains(reason), "{reason}: {text}");
+        }
+        let other = Tables { ioapic_phys: Some(0xFEC1_0000), ..Tables::default() };
+        assert_eq!(found_with(|_| (), Ok(other)).len(), 1);
+        assert_eq!(Error::from(unfit("one")).exit, Exit::Impossible);
     }
 
     #[test]
@@ -218,7 +295,7 @@ mod tests {
             ..Device::default()
         };
         type Change = Box<dyn FnOnce(&mut Machine)>;
-        let changes: [(Change, &str); 14] = [
+        let changes: [(Change, &str); 16] = [
             (Box::new(|one| one.processor.vendor = "GenuineIntel".into()), "GenuineIntel (family 23)"),
             (Box::new(|one| one.processor.signature[0] = 25), "this host's is AuthenticAMD (family 23)"),
             (Box::new(|one| one.processor.flags.push("avx2".into())), "does not offer here: avx2"),
@@ -228,6 +305,8 @@ mod tests {
             (Box::new(|one| one.cpus = vec![one.cpus[0]; 2]), "two processors with one APIC"),
             (Box::new(|one| one.cpus[0].apic_id = 255), "APIC 255"),
             (Box::new(|one| one.cpus[0].saved_phys = 0x1F_FFF8), "registers of CPU 0"),
+            (Box::new(|one| one.resume.virt = 0x1000), "no address of a kernel"),
+            (Box::new(|one| one.resume.phys[1] = 0x5000_0000), "resume code is not in its memory"),
             (Box::new(move |one| one.devices = vec![device("1af4:1041", "virtio-pci")]), "(0000:00:05.0)"),
             (Box::new(move |one| one.devices = vec![device("10de:1234", "vfio-pci")]), "vfio-pci"),
             (

@@ -1,9 +1,6 @@
 //! The guest's physical addresses: where it has memory, and where the monitor has its own.
 
-use mercury_control::{
-    error::{Error, Result},
-    exit::Exit,
-};
+use crate::fit::{Unfit, unfit};
 use mercury_image::{Machine, PAGE};
 use std::ops::Range;
 
@@ -16,7 +13,7 @@ pub const MONITOR: Range<u64> = 0xFEF0_0000..0xFEF8_0000;
 pub const WINDOWS: Range<u64> = 0xFEF8_0000..0xFEF9_0000;
 /// Pages that KVM needs on Intel's processors for a task and for identical addresses.
 pub const KVM_PAGES: Range<u64> = 0xFEFB_C000..0xFEFC_0000;
-/// Text and graphics memory of the display. Nobody shows it.
+/// Text and graphics memory of the display. The monitor shows neither.
 const DISPLAY: Range<u64> = 0xA_0000..0xC_0000;
 /// Registers that KVM serves, and addresses of the monitor: no memory of the machine may lie there.
 const TAKEN: [Range<u64>; 2] = [0xFEC0_0000..0xFEC0_1000, 0xFEE0_0000..0xFF00_0000];
@@ -34,7 +31,7 @@ impl Layout {
     ///
     /// # Errors
     /// The description has addresses that no machine has.
-    pub fn of(machine: &Machine) -> Result<Self> {
+    pub fn of(machine: &Machine) -> Result<Self, Unfit> {
         let named = machine.ranges.iter().map(|range| {
             let bytes = range.pages.saturating_mul(PAGE_BYTES);
             (range.start_phys, range.start_phys.saturating_add(bytes))
@@ -46,7 +43,8 @@ impl Layout {
             .iter()
             .map(|one| (one.start_phys, one.start_phys.saturating_add(one.length)));
         let all = named.chain(ram).chain(firmware).chain([(DISPLAY.start, DISPLAY.end)]);
-        let all: Vec<Range<u64>> = all.map(|(start, end)| checked(start, end)).collect::<Result<_>>()?;
+        let all: Vec<Range<u64>> =
+            all.map(|(start, end)| checked(start, end)).collect::<Result<_, Unfit>>()?;
         if all.len() > RANGES_MAX {
             return Err(unfit(format!("it has {} ranges of memory", all.len())));
         }
@@ -78,7 +76,7 @@ fn whole_pages(first: u64, last: u64) -> (u64, u64) {
     (first & !(PAGE_BYTES - 1), (last | (PAGE_BYTES - 1)).saturating_add(1))
 }
 
-fn checked(start: u64, end: u64) -> Result<Range<u64>> {
+fn checked(start: u64, end: u64) -> Result<Range<u64>, Unfit> {
     let is_aligned = start.is_multiple_of(PAGE_BYTES) && end.is_multiple_of(PAGE_BYTES);
     if start >= end || !is_aligned || end > END_MAX {
         return Err(unfit(format!("it has memory from {start:#x} to {end:#x}")));
@@ -101,11 +99,6 @@ fn joined(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
         }
     }
     joined
-}
-
-fn unfit(why: String) -> Error {
-    Error::new(Exit::Failed, format!("the machine of the image cannot be a guest: {why}"))
-        .hint("check the image with `mercury inspect`")
 }
 
 #[cfg(test)]
@@ -150,8 +143,8 @@ mod tests {
             (MONITOR.start, 1),
             (WINDOWS.start, 1),
         ] {
-            let error = Layout::of(&machine(&[(start, pages)])).expect_err("refused");
-            assert!(error.message.contains("cannot be a guest"), "{}", error.message);
+            let unfit = Layout::of(&machine(&[(start, pages)])).expect_err("refused");
+            assert!(unfit.0.contains("it has memory"), "{unfit}");
         }
     }
 

@@ -1,6 +1,9 @@
 //! The guest's memory on the host.
 
-use crate::layout::{Layout, MONITOR};
+use crate::{
+    fit::kvm_refused,
+    layout::{Layout, MONITOR},
+};
 use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::VmFd;
 use mercury_control::{
@@ -35,9 +38,7 @@ pub fn map(layout: &Layout) -> Result<View> {
 pub fn give(vm: &VmFd, view: &View) -> Result<()> {
     for (slot, region) in (0..).zip(view.iter()) {
         let start = region.start_addr().0;
-        let wrong = |why: String| {
-            Error::new(Exit::Impossible, format!("KVM does not take the guest's memory at {start:#x}: {why}"))
-        };
+        let wrong = |why: String| kvm_refused(&format!("take the guest's memory at {start:#x}"), why);
         let host =
             memory::pointer(view, start, region.len()).ok_or_else(|| wrong("it is not there".into()))?;
         let described = kvm_userspace_memory_region {

@@ -3,7 +3,7 @@
 use crate::{
     acpi::{Firmware, Tables},
     cpu, entry,
-    fit::{self, Host},
+    fit::{self, Host, kvm_refused},
     image::{self, Image},
     layout::{KVM_PAGES, Layout, MONITOR},
     memory,
@@ -99,13 +99,14 @@ impl Plan {
     /// Names every reason against it.
     pub fn of(machine: Machine) -> Result<Self> {
         let firmware = image::firmware(&machine)?;
-        let tables = Tables::find(&firmware)?;
-        let layout = Layout::of(&machine)?;
+        let tables = Tables::find(&firmware);
+        let layout = Layout::of(&machine);
         let kvm = open_kvm()?;
         let cpuid = cpu::offered(&kvm, &machine)?;
         let host =
             Host { cpuid: cpuid.as_slice(), cpus_max: kvm.get_max_vcpus(), available: available_memory()? };
         fit::refuse(&fit::reasons(&machine, &layout, &tables, &host))?;
+        let (tables, layout) = (tables?, layout?);
         Ok(Self { kvm, machine, firmware, tables, layout, cpuid })
     }
 
@@ -384,9 +385,7 @@ fn open_kvm() -> Result<Kvm> {
 }
 
 fn make_vm(kvm: &Kvm, view: &View) -> Result<VmFd> {
-    let wrong = |what: &'static str| {
-        move |error: kvm_ioctls::Error| Error::new(Exit::Impossible, format!("KVM does not {what}: {error}"))
-    };
+    let wrong = |what: &'static str| move |error: kvm_ioctls::Error| kvm_refused(what, error);
     let vm = kvm.create_vm().map_err(wrong("make a guest"))?;
     let pages = KVM_PAGES.start;
     vm.set_identity_map_address(pages).map_err(wrong("take a page for identical addresses"))?;
