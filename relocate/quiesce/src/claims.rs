@@ -7,7 +7,8 @@
 //! Each holder of a block device, such as a file system of any kind, has claimed it: opening the
 //! device with O_EXCL fails with EBUSY.
 
-use super::{block_devices, mounts::Mounted, patient, swap};
+use super::{block_devices, file_systems::LISTED_BY_DEVICE, mounts::Mounted, patient, swap};
+use mercury_abi::code::Code;
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
@@ -21,8 +22,6 @@ use std::{
     path::Path,
 };
 
-/// Types of file systems that have a folder in /sys/fs for each live one, by its device's name.
-const KINDS: [&str; 4] = ["ext4", "xfs", "f2fs", "erofs"];
 /// Links from processes to files, besides their descriptors.
 const PLACES: [&str; 3] = ["cwd", "root", "exe"];
 
@@ -38,13 +37,13 @@ pub fn refuse(mounts: &[Mounted], sysroot: &Sysroot) -> Result<()> {
     if held.is_empty() {
         return Ok(());
     }
+    Err(refusal(&held, sysroot))
+}
+
+fn refusal(held: &[String], sysroot: &Sysroot) -> Error {
     let all: Vec<_> = held.iter().map(|name| described(name, sysroot)).collect();
     let text = format!("disks are in use where this command cannot hold them still: {}", all.join(", "));
-    Err(Error::new(Exit::Impossible, text).hint(
-        "end the programs that use the disks. A file system that was unmounted with `umount -l` lives \
-         until its last file is closed; one of a container or of `fsmount()` must be mounted in the \
-         system's own namespace as well",
-    ))
+    Error::coded(Code::DisksUnheld, text)
 }
 
 /// Returns the names of block devices that are claimed for an unknown reason.
@@ -126,7 +125,7 @@ fn number(device: u64) -> String {
 
 /// Describes a device with its known uses, such as "/dev/sdb1 (ext4, used by tail (77))".
 fn described(name: &str, sysroot: &Sysroot) -> String {
-    let kind = KINDS.iter().find(|kind| sysroot.exists(&format!("sys/fs/{kind}/{name}")));
+    let kind = LISTED_BY_DEVICE.iter().find(|kind| sysroot.exists(&format!("sys/fs/{kind}/{name}")));
     let users = sysroot
         .text(&format!("sys/class/block/{name}/dev"))
         .map(|number| users(&number, sysroot))
@@ -275,6 +274,9 @@ mod tests {
         fs::write(root.path().join("proc/77/comm"), "tail\n").expect("a file");
         fs::write(root.path().join("proc/77/maps"), "0-1 r-xp 00000000 08:10 1234 /x\n").expect("a file");
         assert_eq!(described("sdb", &sysroot), "/dev/sdb (ext4, used by tail (77))");
+        let refusal = refusal(&["sdb".to_owned()], &sysroot);
+        assert!(refusal.message.ends_with("tail (77)) [disks-unheld]"), "{}", refusal.message);
+        assert_eq!(refusal.exit, Exit::Impossible);
         let file = tempfile::NamedTempFile::new().expect("a file");
         let on = fs::metadata(file.path()).expect("a file").dev();
         assert!(is_on(file.path(), &number(on)) && !is_on(file.path(), "8:16"));

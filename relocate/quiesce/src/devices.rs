@@ -12,7 +12,6 @@ use super::{
 use mercury_abi::code::Code;
 use mercury_control::{
     error::{Error, Result},
-    exit::Exit,
     module,
     sysroot::Sysroot,
 };
@@ -264,10 +263,7 @@ pub fn refuse_forgotten(sysroot: &Sysroot) -> Result<()> {
         return Ok(());
     }
     let text = format!("a restart forgets this memory until a driver has set it up: {}", found.join(", "));
-    Err(Error::new(Exit::Impossible, text).hint(
-        "take it out of use (cxl disable-region); --force-devices goes on anyway, which is right only if \
-         the memory is not in use",
-    ))
+    Err(Error::coded(Code::MemoryForgotten, text))
 }
 
 /// Refuses CPUs that are present and offline. They wait in kernel text that a restore writes over,
@@ -301,6 +297,8 @@ mod tests {
         device("region0", "0\n");
         assert_eq!(found(), [""; 0], "its decoders are not in use");
         device("region0", "1\n");
+        let refusal = refuse_forgotten(&Sysroot::at(root.path())).expect_err("refused");
+        assert_eq!(refusal.code, Some(Code::MemoryForgotten));
         assert_eq!(found(), ["CXL memory region0"]);
     }
 

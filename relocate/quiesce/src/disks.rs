@@ -58,7 +58,7 @@ pub fn all(sysroot: &Sysroot) -> Result<Vec<Mounted>> {
     }
     let text =
         format!("file systems are mounted where this command cannot hold them still: {}", found.join(", "));
-    Err(Error::new(Exit::Impossible, text)
+    Err(Error::coded(Code::DisksUnheld, text)
         .hint("stop those processes, or mount the file systems in the system's own namespace as well"))
 }
 
@@ -580,7 +580,7 @@ mod tests {
         process("79", "mnt:[3]", "");
         thread("7/task/8", "mnt:[4]", "4 1 8:33 / /more rw - xfs /dev/sdc1 rw\n");
         let error = all(&sysroot).expect_err("refused");
-        assert!(error.message.ends_with("of process 78"), "{}", error.message);
+        assert!(error.message.ends_with("of process 78 [disks-unheld]"), "{}", error.message);
         let thread_of_7 = ": /more (/dev/sdc1) of thread 8 of process 7, /data (/dev/sdb1) of";
         assert!(error.message.contains(thread_of_7), "{}", error.message);
         assert!(are_still(&mounts, &sysroot).is_err());

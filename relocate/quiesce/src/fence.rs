@@ -5,7 +5,10 @@
 //! system's server: a connection that was used after the instant hangs for minutes in the restored
 //! machine.
 
-use super::{mounts, reachable};
+use super::{
+    file_systems::{SERVER_NAMED, SERVER_UNNAMED},
+    mounts, reachable,
+};
 use mercury_abi::ioctl::{FencePeer, MERCURY_FENCE_PEERS_MAX};
 use mercury_control::sysroot::Sysroot;
 use std::{
@@ -18,10 +21,6 @@ use std::{
 
 /// Time for ssh to connect.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// File systems whose servers mountinfo names.
-const NAMED: [&str; 4] = ["nfs", "nfs4", "cifs", "smb3"];
-/// File systems whose servers are not named in one place.
-const UNNAMED: [&str; 8] = ["ceph", "lustre", "afs", "gpfs", "beegfs", "glusterfs", "ocfs2", "gfs2"];
 
 /// A peer whose packets pass; without a port, on any port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -111,12 +110,12 @@ fn of_file_system(line: &str) -> Result<Option<Peer>, String> {
         return Ok(None);
     };
     let mut options = options.split(',');
-    if NAMED.contains(&kind) {
+    if SERVER_NAMED.contains(&kind) {
         let address = options.find_map(|option| option.strip_prefix("addr="));
         let address = address.and_then(|text| text.parse().ok());
         return address.map(Peer::all_of).map(Some).ok_or_else(|| format!("{source} has no known address"));
     }
-    if UNNAMED.contains(&kind) || (kind == "9p" && options.any(|option| option == "trans=tcp")) {
+    if SERVER_UNNAMED.contains(&kind) || (kind == "9p" && options.any(|option| option == "trans=tcp")) {
         return Err(format!("the servers of {source} ({kind}) are unknown"));
     }
     Ok(None)

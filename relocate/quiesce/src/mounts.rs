@@ -1,6 +1,7 @@
 //! File systems that are mounted from block devices, as `/proc/self/mountinfo` lists them.
 
 use super::file_systems::Kind;
+use mercury_abi::code::Code;
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
@@ -38,15 +39,12 @@ pub fn mounted(sysroot: &Sysroot) -> Result<Vec<Mounted>> {
     let table = String::from_utf8_lossy(&table);
     if let Some(line) = table.lines().find(|line| line.contains(" - zfs ")) {
         let at = line.split(' ').nth(4).unwrap_or_default();
-        return Err(Error::new(
-            Exit::Impossible,
-            format!("{at} is a ZFS file system, which cannot be held still"),
-        )
-        .hint("export the pool"));
+        let text = format!("{at} is a ZFS file system, which cannot be held still");
+        return Err(Error::coded(Code::DisksUnheld, text).hint("export the pool"));
     }
     if let Some((kind, at)) = table.lines().find_map(|line| composed_of_several(line, sysroot)) {
         let text = format!("{at} is a {kind} file system, whose disks are unknown");
-        return Err(Error::new(Exit::Impossible, text).hint("unmount it"));
+        return Err(Error::coded(Code::DisksUnheld, text).hint("unmount it"));
     }
     let mut seen = BTreeSet::new();
     let mut mounts: Vec<_> =
@@ -193,6 +191,9 @@ mod tests {
         ]);
         let error = mounted(&sysroot).expect_err("refused");
         assert!(error.message.starts_with("/pool is a bcachefs file system"), "{}", error.message);
+        assert_eq!((error.code, error.exit), (Some(Code::DisksUnheld), Exit::Impossible));
+        let (_root, sysroot) = with_files(&[("proc/self/mountinfo", "1 0 0:44 / /pool rw - zfs tank rw\n")]);
+        assert_eq!(mounted(&sysroot).expect_err("refused").code, Some(Code::DisksUnheld));
     }
 
     #[test]

@@ -289,10 +289,14 @@ codes! {
     DisksUncomparable = 187, "disks-uncomparable";
     /// There is no place for the tombstone of a move.
     NoPlaceForTombstone = 188, "no-place-for-tombstone";
+    /// A disk or a file system is in use where it cannot be held still.
+    DisksUnheld = 189, "disks-unheld";
     /// The driver is not installed for the running kernel.
     DriverMissing = 190, "driver-missing";
     /// There is no modprobe command.
     NoModprobe = 191, "no-modprobe";
     /// The driver was built for another kernel.
     DriverForeign = 192, "driver-foreign";
+    /// A restart forgets memory until a driver has set it up.
+    MemoryForgotten = 193, "memory-forgotten";
 }

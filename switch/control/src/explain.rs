@@ -818,6 +818,16 @@ pub const TABLE: &[Entry] = &[
          a tombstone: then make sure that this machine does not start by itself when its power comes back",
     ),
     entry_of(
+        Code::DisksUnheld,
+        "a disk or a file system is in use where this command cannot hold it still",
+        "The kernel goes on writing to such a disk after the instant. A machine that is brought back would \
+         destroy it. The disk may belong to ZFS or to several disks, to another mount namespace, or to no \
+         mount table at all.",
+        "end the programs that use the disk, or unmount its file system. A file system that was unmounted \
+         with `umount -l` lives until its last file is closed; mount one of a container or of `fsmount()` in \
+         the system's own namespace as well; export a pool of ZFS",
+    ),
+    entry_of(
         Code::DriverMissing,
         "the driver is not installed for the running kernel",
         "The package builds the driver by DKMS for each kernel whose headers are installed.",
@@ -836,6 +846,14 @@ pub const TABLE: &[Entry] = &[
         "the driver was built for another kernel",
         "A module fits one build of the kernel.",
         "build it for the running kernel: `dkms autoinstall`",
+    ),
+    entry_of(
+        Code::MemoryForgotten,
+        "a restart forgets memory of this machine until a driver has set it up",
+        "Memory of CXL devices is there only after its driver has set it up. The restore environment would \
+         have to put frames there before that.",
+        "take the memory out of use (`cxl disable-region`); --force-devices goes on anyway, which is right \
+         only if the memory is not in use",
     ),
 ];
 

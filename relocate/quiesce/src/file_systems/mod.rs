@@ -8,12 +8,21 @@
 //! - late writes: a fingerprint that stays unchanged for a while after a write;
 //! - mount options and kernel modules for the restore environment.
 //!
-//! A new type is a new variant of [`Kind`]: the compiler names each function that lacks an answer.
+//! A new type is a new variant of [`Kind`]: the compiler names each function that lacks an answer. Types
+//! without a fingerprint stand in lists.
 
 pub mod fat;
 mod xfs;
 
 use std::{io, ops::Range};
+
+/// Types that have a folder in `/sys/fs` for each live file system, by the name of its device.
+pub(crate) const LISTED_BY_DEVICE: [&str; 4] = ["ext4", "xfs", "f2fs", "erofs"];
+/// Types with a server that mountinfo names.
+pub(crate) const SERVER_NAMED: [&str; 4] = ["nfs", "nfs4", "cifs", "smb3"];
+/// Types with servers that no single place names.
+pub(crate) const SERVER_UNNAMED: [&str; 8] =
+    ["ceph", "lustre", "afs", "gpfs", "beegfs", "glusterfs", "ocfs2", "gfs2"];
 
 /// A type of file system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
