@@ -29,12 +29,13 @@ pub struct Target {
 }
 
 /// All targets, in the order of the list in docs/development.md.
-pub const TARGETS: [Target; 9] = [
+pub const TARGETS: [Target; 10] = [
     targets::image::TARGET,
     targets::wire::TARGET,
     targets::announcement::TARGET,
     targets::records::TARGET,
     targets::virtio::TARGET,
+    targets::controllers::TARGET,
     targets::gdb::TARGET,
     targets::guest::TARGET,
     targets::orders::TARGET,

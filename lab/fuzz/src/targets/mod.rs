@@ -2,6 +2,7 @@
 
 pub mod announcement;
 pub mod command_line;
+pub mod controllers;
 pub mod gdb;
 pub mod guest;
 pub mod image;
