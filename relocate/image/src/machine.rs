@@ -48,6 +48,10 @@ pub struct Machine {
     /// Reason why [`Machine::firmware_memory`] is empty.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub firmware_unread: String,
+    /// Controllers of disks on NVMe, and their disks. Empty: there is none, or an earlier Mercury made
+    /// the image.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub nvme: Vec<NvmeController>,
     /// Clocks of the machine. `None`: an earlier Mercury did not record them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timers: Option<Timers>,
@@ -218,6 +222,21 @@ pub struct FileSystem {
     /// these places.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub pieces: Vec<Piece>,
+    /// Place of the device on a disk, unless the device is made of others. `None`: it is, or an earlier
+    /// Mercury made the image.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub place: Option<DiskPart>,
+}
+
+/// The place of a partition, or of a whole disk.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskPart {
+    /// The kernel's name of the disk.
+    pub disk: String,
+    /// Offset in bytes.
+    pub offset: u64,
+    /// Length in bytes.
+    pub length: u64,
 }
 
 /// A range of bytes on a disk.
@@ -229,4 +248,43 @@ pub struct Piece {
     pub offset: u64,
     /// Length of the range in bytes.
     pub length: u64,
+    /// Place of the disk, if it is a partition or a whole disk. `None`: an earlier Mercury made the
+    /// image.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub place: Option<DiskPart>,
+}
+
+/// A controller of disks on NVMe. A monitor shows it to the machine again.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NvmeController {
+    /// Address of its PCI device ([`Device::address`]).
+    pub address: String,
+    /// The kernel's name of the controller.
+    pub name: String,
+    /// Answer of the controller to Identify Controller, without the zeros at its end.
+    #[serde(with = "crate::hexadecimal")]
+    pub identify: Vec<u8>,
+    /// Largest number of entries of a queue. Zero: unknown.
+    pub queue_entries: u32,
+    /// True if it raises interrupts by messages (MSI, MSI-X).
+    pub has_messages: bool,
+    /// True if queues may lie in memory of its own (CMB).
+    pub has_memory: bool,
+    /// Its disks.
+    pub disks: Vec<NvmeDisk>,
+}
+
+/// A disk on NVMe: a namespace.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NvmeDisk {
+    /// The kernel's name of the disk, such as `nvme0n1`.
+    pub name: String,
+    /// Number of the namespace.
+    pub namespace: u32,
+    /// Answer of the controller to Identify Namespace, without the zeros at its end.
+    #[serde(with = "crate::hexadecimal")]
+    pub identify: Vec<u8>,
+    /// Identifiers of the namespace, as the controller lists them, without the zeros at their end.
+    #[serde(with = "crate::hexadecimal")]
+    pub identifiers: Vec<u8>,
 }

@@ -2,6 +2,7 @@
 
 use super::patient::Disk;
 use mercury_control::sysroot::Sysroot;
+use mercury_image::DiskPart;
 use std::{
     io,
     ops::Range,
@@ -11,6 +12,22 @@ use std::{
 
 /// Alignment of buffers, offsets and lengths for direct reads.
 const ALIGN: usize = 4096;
+
+/// The content of a device.
+pub trait ReadAt {
+    /// Reads at most `length` bytes, and fewer at the end. Offset and length are multiples of 4 KiB.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if the content cannot be read.
+    fn read_at(&self, offset: u64, length: usize) -> io::Result<Vec<u8>>;
+}
+
+impl ReadAt for Disk {
+    fn read_at(&self, offset: u64, length: usize) -> io::Result<Vec<u8>> {
+        Disk::read_at(self, offset, length)
+    }
+}
 
 /// Lists all disks that are real devices, whether mounted or not.
 #[must_use]
@@ -43,6 +60,32 @@ pub fn readable(sysroot: &Sysroot) -> Vec<String> {
     names
 }
 
+/// Returns the place of a device that is a disk or a partition.
+#[must_use]
+pub fn place(device: &Path, sysroot: &Sysroot) -> Option<DiskPart> {
+    let found = std::fs::metadata(device).ok()?.rdev();
+    let link = format!("sys/dev/block/{}:{}", rustix::fs::major(found), rustix::fs::minor(found));
+    let folder = std::fs::canonicalize(sysroot.path(&link)).ok()?;
+    if folder.to_string_lossy().contains("/devices/virtual/block/") {
+        return None;
+    }
+    place_of(folder.file_name()?.to_str()?, sysroot)
+}
+
+/// Returns the place of a disk or a partition with this kernel name.
+pub(super) fn place_of(name: &str, sysroot: &Sysroot) -> Option<DiskPart> {
+    const SECTOR: u64 = 512;
+    let folder = format!("sys/class/block/{name}");
+    let number = |what: &str| sysroot.text(&format!("{folder}/{what}"))?.trim().parse::<u64>().ok();
+    let length = number("size")?.checked_mul(SECTOR)?;
+    if !sysroot.exists(&format!("{folder}/partition")) {
+        return Some(DiskPart { disk: name.to_owned(), offset: 0, length });
+    }
+    let folder = std::fs::canonicalize(sysroot.path(&folder)).ok()?;
+    let disk = folder.parent()?.file_name()?.to_str()?.to_owned();
+    Some(DiskPart { disk, offset: number("start")?.checked_mul(SECTOR)?, length })
+}
+
 /// Returns the file of a device with this kernel name, in which an exclamation mark stands for a
 /// slash.
 pub fn device_file(name: &str) -> PathBuf {
@@ -71,7 +114,7 @@ pub fn head(device: &Path, length: usize) -> std::result::Result<Option<Vec<u8>>
 }
 
 /// Reads a range that may begin anywhere.
-pub(super) fn read_exactly(file: &Disk, range: Range<u64>) -> io::Result<Vec<u8>> {
+pub(super) fn read_exactly(file: &dyn ReadAt, range: Range<u64>) -> io::Result<Vec<u8>> {
     let start = range.start & !(ALIGN as u64 - 1);
     let mut bytes = read(file, start, (range.end - start) as usize)?;
     bytes.truncate((range.end - start) as usize);
@@ -83,7 +126,7 @@ pub(super) fn read_exactly(file: &Disk, range: Range<u64>) -> io::Result<Vec<u8>
 }
 
 /// Reads directly, because the kernel's cache of a device may differ from the device.
-pub(super) fn read(file: &Disk, offset: u64, length: usize) -> io::Result<Vec<u8>> {
+pub(super) fn read(file: &dyn ReadAt, offset: u64, length: usize) -> io::Result<Vec<u8>> {
     file.read_at(offset, length.next_multiple_of(ALIGN))
 }
 
@@ -106,6 +149,12 @@ mod tests {
             std::fs::write(folder.join(file), text).expect("a file");
         }
         let sysroot = Sysroot::at(root.path());
+        std::fs::write(root.path().join("sys/class/block/sda2/size"), "8\n").expect("a file");
+        std::fs::write(root.path().join("sys/class/block/sda/size"), "4096\n").expect("a file");
+        let places = ["sda", "sda1", "sda2"].map(|name| place_of(name, &Sysroot::at(root.path())));
+        let place = |disk: &str, offset, length| Some(DiskPart { disk: disk.into(), offset, length });
+        // In this tree the partitions are not below their disk.
+        assert_eq!(places, [place("sda", 0, 2 << 20), None, place("block", 1 << 20, 4096)]);
         let found = ["sda", "sda1", "sda2", "sdb"].map(|name| begins_with_its_disk(name, &sysroot));
         assert_eq!(found, [false, true, false, false]);
     }

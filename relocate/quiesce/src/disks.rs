@@ -6,7 +6,9 @@
 //! fingerprint.
 
 use super::{
-    block_devices::{begins_with_its_disk, device_file, head, is_composed, read, read_exactly, readable},
+    block_devices::{
+        self, ReadAt, begins_with_its_disk, device_file, head, is_composed, read, read_exactly, readable,
+    },
     claims,
     file_systems::Kind,
     layers,
@@ -21,7 +23,7 @@ use mercury_control::{
     exit::Exit,
     sysroot::Sysroot,
 };
-use mercury_image::{FileSystem, Piece};
+use mercury_image::{DiskPart, FileSystem, Piece};
 use std::{
     collections::BTreeSet,
     fs::File,
@@ -323,6 +325,7 @@ pub fn name(mount: &Mounted) -> FileSystem {
         frozen: false,
         fingerprint: None,
         pieces: pieces(mount, &Sysroot::default()).unwrap_or_default(),
+        place: block_devices::place(&mount.device, &Sysroot::default()),
     }
 }
 
@@ -408,15 +411,61 @@ fn only(found: Vec<PathBuf>) -> std::result::Result<PathBuf, String> {
 ///
 /// Returns an error if the device cannot be read.
 pub fn fingerprint(device: &Path, kind: &str) -> io::Result<String> {
-    let file = Disk::open(device)?;
+    fingerprint_from(&Disk::open(device)?, kind)
+}
+
+/// Returns the fingerprint of a file system with this content.
+fn fingerprint_from(content: &dyn ReadAt, kind: &str) -> io::Result<String> {
     let mut hasher = blake3::Hasher::new();
-    let ranges = ranges(&file, kind)?;
+    let ranges = ranges(content, kind)?;
     // If the ranges leave something out, their limits count to the byte.
     let exactly = ranges.iter().any(|range| range.start % SECTOR != 0);
     for range in ranges {
-        hash(&mut hasher, &file, range, exactly)?;
+        hash(&mut hasher, content, range, exactly)?;
     }
     Ok(hasher.finalize().to_string())
+}
+
+/// Returns the fingerprint of an image's file system on the contents of its machine's disks, which another
+/// machine has. `content` returns that of a disk, by the name that the image's machine gave it.
+///
+/// # Errors
+///
+/// Returns the reason if a disk is unknown or missing, or cannot be read.
+pub fn fingerprint_elsewhere<'a>(
+    file_system: &FileSystem,
+    content: &dyn Fn(&str) -> Option<&'a dyn ReadAt>,
+) -> std::result::Result<String, String> {
+    let part = |place: &Option<DiskPart>| {
+        let place =
+            place.as_ref().ok_or("an earlier Mercury made the image, which does not name its disk")?;
+        let content = content(&place.disk).ok_or_else(|| format!("the disk {} is not here", place.disk))?;
+        Ok::<_, String>(Part { content, offset: place.offset, length: place.length })
+    };
+    let unread = |error: io::Error| format!("it cannot be read: {error}");
+    if file_system.pieces.is_empty() {
+        return fingerprint_from(&part(&file_system.place)?, &file_system.kind).map_err(unread);
+    }
+    let mut hasher = blake3::Hasher::new();
+    for piece in &file_system.pieces {
+        let range = piece.offset..piece.offset.saturating_add(piece.length);
+        hash(&mut hasher, &part(&piece.place)?, range, true).map_err(unread)?;
+    }
+    Ok(hasher.finalize().to_string())
+}
+
+/// A part of a disk.
+struct Part<'a> {
+    content: &'a dyn ReadAt,
+    offset: u64,
+    length: u64,
+}
+
+impl ReadAt for Part<'_> {
+    fn read_at(&self, offset: u64, length: usize) -> io::Result<Vec<u8>> {
+        let length = self.length.saturating_sub(offset).min(length as u64) as usize;
+        self.content.read_at(self.offset.saturating_add(offset), length)
+    }
 }
 
 /// Returns the fingerprint of a file system whose device is made of others.
@@ -521,7 +570,7 @@ fn pieces(mount: &Mounted, sysroot: &Sysroot) -> std::result::Result<Vec<Piece>,
 }
 
 /// Returns the byte ranges that change with every write to the file system.
-fn ranges(file: &Disk, kind: &str) -> io::Result<Vec<Range<u64>>> {
+fn ranges(file: &dyn ReadAt, kind: &str) -> io::Result<Vec<Range<u64>>> {
     let first = read(file, 0, BEGINNING)?;
     let unknown = || io::Error::other(format!("the ranges that change in {kind} are unknown"));
     let kind = Kind::of(kind).ok_or_else(unknown)?;
@@ -529,7 +578,7 @@ fn ranges(file: &Disk, kind: &str) -> io::Result<Vec<Range<u64>>> {
 }
 
 /// Hashes a range; if `exactly`, without the rest of its last block.
-fn hash(hasher: &mut blake3::Hasher, file: &Disk, range: Range<u64>, exactly: bool) -> io::Result<()> {
+fn hash(hasher: &mut blake3::Hasher, file: &dyn ReadAt, range: Range<u64>, exactly: bool) -> io::Result<()> {
     let mut at = range.start;
     while at < range.end {
         let wanted = (range.end - at).min(1 << 20) as usize;
@@ -607,6 +656,42 @@ mod tests {
         let error = refuse_without_fingerprint(&[with, without]).expect_err("refused");
         assert!(error.message.contains("of /media (/dev/no-such-disk) has no fingerprint"), "{error}");
         assert!(error.message.contains("No such file"), "{error}");
+    }
+
+    /// The content of a disk in memory.
+    struct Content(Vec<u8>);
+
+    impl ReadAt for Content {
+        fn read_at(&self, offset: u64, length: usize) -> io::Result<Vec<u8>> {
+            let from = self.0.get(offset as usize..).ok_or(io::ErrorKind::UnexpectedEof)?;
+            Ok(from[..length.min(from.len())].to_vec())
+        }
+    }
+
+    #[test]
+    fn a_fingerprint_is_the_same_on_a_part_of_a_disk_elsewhere() {
+        let partition: Vec<u8> = (0..300 << 10).map(|at| (at / 7 % 251) as u8).collect();
+        let whole = [vec![9; 1 << 20], partition.clone(), vec![9; 4096]].concat();
+        let (alone, whole) = (Content(partition.clone()), Content(whole));
+        let place = |length| Some(DiskPart { disk: "nvme0n1".into(), offset: 1 << 20, length });
+        let content = |disk: &str| (disk == "nvme0n1").then_some(&whole as &dyn ReadAt);
+        let ext4 = FileSystem { kind: "ext4".into(), place: place(300 << 10), ..FileSystem::default() };
+        let expected = fingerprint_from(&alone, "ext4").expect("a fingerprint");
+        assert_eq!(fingerprint_elsewhere(&ext4, &content), Ok(expected.clone()));
+        // Fewer bytes than the beginning: nothing after the partition counts.
+        let small = FileSystem { place: place(8 << 10), ..ext4.clone() };
+        let beginning = fingerprint_from(&Content(partition[..8 << 10].to_vec()), "ext4");
+        assert_eq!(fingerprint_elsewhere(&small, &content).ok(), beginning.ok());
+        let missing = FileSystem { place: None, ..ext4.clone() };
+        assert!(fingerprint_elsewhere(&missing, &content).expect_err("unknown").contains("earlier Mercury"));
+        let nowhere = |_: &str| None;
+        assert!(fingerprint_elsewhere(&ext4, &nowhere).expect_err("missing").contains("nvme0n1 is not here"));
+
+        let piece = |offset, length| Piece { place: place(300 << 10), offset, length, ..Piece::default() };
+        let volume = FileSystem { pieces: vec![piece(100, 5000), piece(20_000, 1)], ..ext4 };
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(&partition[100..5100]).update(&partition[20_000..20_001]);
+        assert_eq!(fingerprint_elsewhere(&volume, &content), Ok(hasher.finalize().to_string()));
     }
 
     #[test]

@@ -1,17 +1,20 @@
 //! The part of a machine's description that a monitor needs where the machine goes on as a guest, without
 //! its own hardware.
 
-use super::firmware;
+use super::{firmware, nvme};
 use mercury_control::{device::Device, driver::Driver, error::Result, sysroot::Sysroot};
 use mercury_image::{Bar, Machine, Timers};
 use std::{fs::File, io::Read, path::Path};
 
 /// Class of bridges between PCI buses and to others.
 const BRIDGE: &str = "06";
-/// Bytes of configuration space that are kept: the standard's header, and of bridges their capabilities too.
+/// Class of controllers on NVMe.
+const NVME: &str = "0108";
+/// Bytes of configuration space that are kept: the standard's header, and the capabilities too of what a
+/// monitor shows to a guest.
 const CONFIG: (u64, u64) = (64, 256);
 
-/// Adds the firmware's memory, what the PCI devices decode, and clocks. A machine whose firmware's memory
+/// Adds the firmware's memory, what the PCI devices decode, disks on NVMe, and clocks. A machine whose firmware's memory
 /// cannot be read goes on only on equal hardware.
 ///
 /// # Errors
@@ -24,6 +27,7 @@ pub fn add_hardware(machine: &mut Machine, sysroot: &Sysroot, device: &Device) -
         Err(why) => machine.firmware_unread = why,
     }
     add_resources(machine, sysroot);
+    machine.nvme = nvme::controllers(&machine.devices, sysroot);
     let clocksource = "sys/devices/system/clocksource/clocksource0/current_clocksource";
     machine.timers = Some(Timers {
         tsc_khz: device.system()?.tsc_khz,
@@ -36,7 +40,8 @@ fn add_resources(machine: &mut Machine, sysroot: &Sysroot) {
     for device in &mut machine.devices {
         let folder = format!("sys/bus/pci/devices/{}", device.address);
         device.bars = bars(&sysroot.text(&format!("{folder}/resource")).unwrap_or_default());
-        let length = if device.class.starts_with(BRIDGE) { CONFIG.1 } else { CONFIG.0 };
+        let is_shown = [BRIDGE, NVME].iter().any(|class| device.class.starts_with(class));
+        let length = if is_shown { CONFIG.1 } else { CONFIG.0 };
         device.config = first_bytes(&sysroot.path(&format!("{folder}/config")), length).unwrap_or_default();
     }
 }
@@ -76,16 +81,17 @@ mod tests {
     }
 
     #[test]
-    fn bridges_have_more_of_their_configuration() {
+    fn bridges_and_disks_have_more_of_their_configuration() {
         let root = tempfile::tempdir().expect("a folder");
         let device = |address: &str, class: &str| PciDevice {
             address: address.into(),
             class: class.into(),
             ..PciDevice::default()
         };
-        let devices =
-            vec![device("0000:00:01.0", "060400"), device("0000:00:02.0", "020000"), device("gone", "")];
-        for device in &devices[..2] {
+        let devices = ["060400", "020000", "010802"]
+            .map(|class| device(&format!("0000:00:0{}.0", &class[1..2]), class));
+        let devices = [devices.as_slice(), &[device("gone", "")]].concat();
+        for device in &devices[..3] {
             let folder = root.path().join("sys/bus/pci/devices").join(&device.address);
             std::fs::create_dir_all(&folder).expect("a folder");
             std::fs::write(folder.join("config"), [9; 4096]).expect("a file");
@@ -93,6 +99,6 @@ mod tests {
         let mut machine = Machine { devices, ..Machine::default() };
         add_resources(&mut machine, &Sysroot::at(root.path()));
         let lengths: Vec<_> = machine.devices.iter().map(|device| device.config.len()).collect();
-        assert_eq!(lengths, [256, 64, 0]);
+        assert_eq!(lengths, [256, 64, 256, 0]);
     }
 }

@@ -40,7 +40,8 @@ pub fn pieces(device: &Path, ranges: &[Range<u64>], sysroot: &Sysroot) -> Result
         for (name, range) in resolve(&number, range, DEPTH_MAX, &|number| layer(number, sysroot))? {
             let disk = identity(&block_devices::device_file(&name))?
                 .ok_or_else(|| format!("{name}, which it is on, has no identity of LVM, LUKS or md"))?;
-            pieces.push(Piece { disk, offset: range.start, length: range.end - range.start });
+            let place = block_devices::place_of(&name, sysroot);
+            pieces.push(Piece { disk, offset: range.start, length: range.end - range.start, place });
         }
     }
     Ok(pieces)

@@ -36,6 +36,7 @@ pub mod hardware;
 pub mod hook;
 mod layers;
 pub mod mounts;
+mod nvme;
 pub mod openers;
 pub mod patient;
 pub mod phases;

@@ -64,6 +64,14 @@ impl Render for Report {
             let driver = device.driver.as_deref().unwrap_or("–");
             to.line(format!("device {}: {} {driver}", device.address, device.id));
         }
+        for controller in &machine.nvme {
+            for disk in &controller.disks {
+                to.line(format!(
+                    "disk {}: namespace {} of {}",
+                    disk.name, disk.namespace, controller.address
+                ));
+            }
+        }
         for file_system in &machine.file_systems {
             let fingerprint =
                 if file_system.fingerprint.is_some() { "with fingerprint" } else { "no fingerprint" };
