@@ -35,7 +35,7 @@ pub struct MaintenanceArgs {
 }
 
 /// The interval at which the wait checks for a signal.
-const LOOK: Duration = Duration::from_millis(200);
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// The step of the two moves that is under way.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -153,7 +153,7 @@ fn wait_for_words(deferred: &Deferred) -> Result<Words> {
         Ok(())
     });
     loop {
-        match words.recv_timeout(LOOK) {
+        match words.recv_timeout(POLL_INTERVAL) {
             Ok(words) => return Ok(words),
             Err(RecvTimeoutError::Disconnected) => return Err(stays("end of input")),
             Err(RecvTimeoutError::Timeout) if deferred.requested() => return Err(stays("interrupted")),

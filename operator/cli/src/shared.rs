@@ -11,6 +11,18 @@ pub struct ModuleArgs {
     pub module: Option<PathBuf>,
 }
 
+#[derive(Clone, Copy, Debug, Args)]
+pub struct LevelArgs {
+    /// Level of compression, one of zstd's
+    #[arg(
+        long,
+        default_value_t = 1,
+        value_parser = clap::value_parser!(i32).range(-7..=19),
+        allow_hyphen_values = true
+    )]
+    pub level: i32,
+}
+
 #[derive(Debug, Args)]
 pub struct CpusArgs {
     /// Only these CPUs, such as 0-3,8 [default: all online CPUs]

@@ -123,3 +123,32 @@ fn completions_offer_what_is_shown_and_nothing_that_is_hidden() {
         assert_eq!(is_offered, !subcommand.is_hide_set(), "{}", subcommand.get_name());
     }
 }
+
+#[test]
+fn options_of_a_guest_need_one() {
+    let read = |line: &str| Cli::try_parse_from(format!("mercury restore {line}").split(' '));
+    for right in [
+        "x",
+        "--as-guest x",
+        "x --as-guest --name db --net passt --forward 2222:22 --disk a,ro --disk b --console socket",
+        "x --as-guest --net tap=tap0 --mac 52:54:00:12:34:56",
+    ] {
+        assert!(read(right).is_ok(), "{right}: {:?}", read(right).err());
+    }
+    for wrong in [
+        "--name db x",
+        "--net passt x",
+        "--disk a x",
+        "--console socket x",
+        "--as-guest --name a/b x",
+        "--as-guest --net bridge x",
+        "--as-guest --forward 1:1 x",
+        "--as-guest --here x",
+        "--as-guest --prepare /boot/x x",
+        "--as-guest --force-disks x",
+        "--as-guest --memory 256M x",
+        "--as-guest",
+    ] {
+        assert!(read(wrong).is_err(), "{wrong}");
+    }
+}

@@ -68,7 +68,7 @@ pub struct DaemonArgs {
 }
 
 /// Interval at which signals and the end of a move are checked.
-const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
+const POLL_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
 /// Time for a client to send its line, and to read the answer.
 const CLIENT: Duration = Duration::from_secs(2);
 
@@ -157,7 +157,7 @@ impl Daemon<'_> {
                 self.answer(Order::Evacuate { reason: "SIGUSR1".into() });
             }
             let mut ready = [PollFd::new(listener, PollFlags::IN)];
-            match poll(&mut ready, Some(&LOOK)) {
+            match poll(&mut ready, Some(&POLL_INTERVAL)) {
                 Ok(0) | Err(rustix::io::Errno::INTR) => continue,
                 Ok(_) => {}
                 Err(errno) => return Err(Error::system("waiting for orders", errno)),

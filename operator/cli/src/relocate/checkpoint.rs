@@ -1,6 +1,6 @@
 //! The options of `mercury checkpoint`.
 
-use crate::shared::ModuleArgs;
+use crate::shared::{LevelArgs, ModuleArgs};
 use clap::Args;
 use mercury_control::size::mebibytes;
 use mercury_relocation::{
@@ -69,14 +69,8 @@ pub struct CheckpointArgs {
     /// (test builds only)
     #[arg(long, value_name = "FILE", hide = true, conflicts_with = "every")]
     pub hashes: Option<PathBuf>,
-    /// Level of compression, one of zstd's
-    #[arg(
-        long,
-        default_value_t = 1,
-        value_parser = clap::value_parser!(i32).range(-7..=19),
-        allow_hyphen_values = true
-    )]
-    pub level: i32,
+    #[command(flatten)]
+    pub level: LevelArgs,
     #[command(flatten)]
     pub module: ModuleArgs,
 }
@@ -97,7 +91,7 @@ impl From<&CheckpointArgs> for CheckpointOptions {
             force_devices: args.force_devices,
             force_offline: args.force_offline,
             hashes: args.hashes.clone(),
-            level: args.level,
+            level: args.level.level,
             module: args.module.module.clone(),
         }
     }

@@ -1,5 +1,6 @@
 //! The options of `mercury merge`.
 
+use crate::shared::LevelArgs;
 use clap::Args;
 use mercury_relocation::{options::MergeOptions, values::Name};
 use std::path::PathBuf;
@@ -15,14 +16,8 @@ pub struct MergeArgs {
     /// Write over a block device that holds something else than an image
     #[arg(long)]
     pub overwrite: bool,
-    /// Level of compression, one of zstd's
-    #[arg(
-        long,
-        default_value_t = 1,
-        value_parser = clap::value_parser!(i32).range(-7..=19),
-        allow_hyphen_values = true
-    )]
-    pub level: i32,
+    #[command(flatten)]
+    pub level: LevelArgs,
 }
 
 impl From<&MergeArgs> for MergeOptions {
@@ -31,7 +26,7 @@ impl From<&MergeArgs> for MergeOptions {
             out: args.out.clone(),
             images: args.images.clone(),
             overwrite: args.overwrite,
-            level: args.level,
+            level: args.level.level,
         }
     }
 }

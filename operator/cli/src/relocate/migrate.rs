@@ -1,6 +1,6 @@
 //! The options of `mercury migrate`.
 
-use crate::shared::ModuleArgs;
+use crate::shared::{LevelArgs, ModuleArgs};
 use clap::Args;
 use mercury_control::{size::mebibytes, span::Span};
 use mercury_migration::streams::STREAMS_MAX;
@@ -84,14 +84,8 @@ pub struct MigrateArgs {
     /// comes back
     #[arg(long)]
     pub without_tombstone: bool,
-    /// Level of compression, one of zstd's
-    #[arg(
-        long,
-        default_value_t = 1,
-        value_parser = clap::value_parser!(i32).range(-7..=19),
-        allow_hyphen_values = true
-    )]
-    pub level: i32,
+    #[command(flatten)]
+    pub level: LevelArgs,
     /// Find changed pages by hashes of all memory, as on machines without a dirty log
     #[arg(long, hide = true, conflicts_with = "verify_log")]
     pub hash: bool,
@@ -127,7 +121,7 @@ impl From<&MigrateArgs> for MigrateOptions {
             with_disk: args.with_disk.clone(),
             force_devices: args.force_devices,
             without_tombstone: args.without_tombstone,
-            level: args.level,
+            level: args.level.level,
             hash: args.hash,
             verify_log: args.verify_log,
             pause_at: args.pause_at.clone(),
