@@ -184,7 +184,7 @@ mod tests {
 
     /// With [`fs::copy`] this test fails within some hundred rounds.
     #[test]
-    fn a_copied_program_starts_whoever_else_starts_programs() {
+    fn a_copied_program_starts_while_other_threads_start_programs() {
         const ROUNDS: usize = 400;
         let directory = std::env::temp_dir().join(format!("mercury-lab-copy-{}", std::process::id()));
         fs::create_dir_all(&directory).unwrap();

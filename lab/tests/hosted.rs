@@ -1287,7 +1287,7 @@ fn an_unusable_kernel_is_refused_with_the_reason() -> Result<()> {
     let disk = place.file("disk", &[0; 4096]);
     let read_only = place.file("read-only", &[0; 4096]);
     fs::set_permissions(&read_only, fs::Permissions::from_mode(0o444)).expect("its rights");
-    refused(&[path("--disk"), &read_only], "`,ro` behind its name opens it for reading only");
+    refused(&[path("--disk"), &read_only], "append `,ro` to its name to open it read-only");
     let held = File::open(&disk).expect("the disk");
     rustix::fs::flock(&held, rustix::fs::FlockOperation::LockExclusive).expect("a lock");
     refused(&[path("--disk"), &disk], "is in use");

@@ -113,7 +113,7 @@ impl Block {
         let opened = OpenOptions::new().read(true).write(!read_only).open(path);
         let mut file = opened.map_err(|error| {
             let named = Error::file("open the disk", path, &error);
-            let hint = "`,ro` behind its name opens it for reading only";
+            let hint = "append `,ro` to its name to open it read-only";
             if error.kind() == io::ErrorKind::PermissionDenied { named.hint(hint) } else { named }
         })?;
         let how = if read_only { libc::LOCK_SH } else { libc::LOCK_EX };

@@ -340,7 +340,7 @@ mod tests {
             drop(cable);
             let start = Instant::now();
             while !driver.poll() {
-                assert!(start.elapsed() < PATIENCE, "nobody says so");
+                assert!(start.elapsed() < PATIENCE, "the driver is not told");
                 std::thread::sleep(Duration::from_millis(1));
             }
             assert_eq!((driver.transport.read(0x60, 4), status(driver)), (2, 0));

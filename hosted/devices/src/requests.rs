@@ -59,7 +59,7 @@ impl<T> std::fmt::Debug for Requests<T> {
 
 impl<T> Requests<T> {
     /// Makes a ring for a file. From now on the waker is called when an answer has come for which
-    /// nobody waits.
+    /// no thread waits.
     ///
     /// # Errors
     /// If the host has no such rings, or does not let this process have one, or not a restricted one.

@@ -53,7 +53,7 @@ const SPEEDS: u32 = 3;
 /// Time limit for one reading of all memory.
 const LOG_LIMIT: Duration = Duration::from_secs(300);
 
-const LOG: &str = "Mercury, by a log of writes";
+const LOG: &str = "Mercury, by the dirty log";
 const HASHES: &str = "Mercury, by hashes of all memory";
 const QEMU: &str = "QEMU's own";
 
@@ -250,7 +250,7 @@ impl Rate {
 /// If a machine does not move, or not as it should.
 pub fn measure(depth: Depth) -> Result<Migration> {
     let sizes = if depth == Depth::Full { &SIZES_MIB[..] } else { &SIZES_MIB[..1] };
-    live::say("What a log of writes costs, on one CPU");
+    live::say("What a dirty log costs, on one CPU");
     let dirty_fault = dirty_fault()?;
     println!("    {dirty_fault:?}");
     let mut all = Migration {

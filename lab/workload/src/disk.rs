@@ -80,7 +80,7 @@ pub fn run(args: &Args, report: &mut Report) -> Result<()> {
         if found == 0 {
             break;
         }
-        report.check(Instant::now() < end, || format!("{found} chunks are written, though nobody may"));
+        report.check(Instant::now() < end, || format!("{found} chunks are written, though no process may"));
         if Instant::now() >= end {
             break;
         }

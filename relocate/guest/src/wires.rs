@@ -276,7 +276,7 @@ impl End {
                 buffers.sent.drain(..count);
             }
             Err(_) if is_temporary(&count) => {}
-            // Nobody reads any more, and the guest runs on.
+            // No client reads any more, and the guest runs on.
             Err(_) => match self {
                 Self::Terminal { .. } => wire.buffers().sent.clear(),
                 Self::Socket { .. } => self.lose(wire),

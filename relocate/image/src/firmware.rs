@@ -1,5 +1,5 @@
-//! Memory of the firmware. It stays compressed until somebody wants it: the reader of an image decides how
-//! much it allocates.
+//! Memory of the firmware. It stays compressed until the reader of an image asks for it: the reader decides
+//! how much it allocates.
 
 use serde::{Deserialize, Serialize};
 

@@ -55,7 +55,7 @@ struct Gathered {
     /// The groups, or groups below, that are frozen first: they have no servers.
     first: Vec<PathBuf>,
     /// The group that this process was in.
-    home: PathBuf,
+    own_group: PathBuf,
     mounted: bool,
 }
 
@@ -96,8 +96,8 @@ pub fn give_back(from: &Path, to: &Path) {
 impl Gathered {
     fn new(guard: &mut UndoProcess, needed: &[u32]) -> Result<Self> {
         let (root, mounted) = hierarchy()?;
-        let home = own_group(&root)?;
-        let mut gathered = Self { root, groups: Vec::new(), first: Vec::new(), home, mounted };
+        let own_group = own_group(&root)?;
+        let mut gathered = Self { root, groups: Vec::new(), first: Vec::new(), own_group, mounted };
         gathered.gather(guard, needed).map_err(still_failed)?;
         Ok(gathered)
     }
@@ -105,7 +105,7 @@ impl Gathered {
     /// Gathers all processes. A repeated call also gathers those that were born since.
     fn gather(&mut self, guard: &mut UndoProcess, needed: &[u32]) -> io::Result<()> {
         let [own, rest, last] = [SELF, REST, SERVERS].map(|name| self.root.join(name));
-        guard.will(&Undo::Return { from: own.clone(), to: self.home.clone() })?;
+        guard.will(&Undo::Return { from: own.clone(), to: self.own_group.clone() })?;
         make(&own)?;
         move_process(std::process::id(), &own)?;
         move_process(guard.pid(), &own)?;
@@ -200,7 +200,7 @@ impl Drop for Gathered {
         self.thaw();
         give_back(&self.root.join(SERVERS), &self.root);
         give_back(&self.root.join(REST), &self.root);
-        give_back(&self.root.join(SELF), &self.home);
+        give_back(&self.root.join(SELF), &self.own_group);
         if self.mounted {
             let _ = rustix::mount::unmount(OWN_MOUNT, rustix::mount::UnmountFlags::DETACH);
         }

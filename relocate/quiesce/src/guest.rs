@@ -61,7 +61,7 @@ impl Readiness {
 impl Drop for Readiness {
     fn drop(&mut self) {
         for name in self.loaded.iter().filter_map(|name| CString::new(name.as_str()).ok()) {
-            // A driver that somebody has begun to use stays.
+            // A driver that a process has begun to use stays.
             let _ = rustix::system::delete_module(&name, OFlags::NONBLOCK.bits().cast_signed());
         }
     }

@@ -539,7 +539,7 @@ impl Device {
         }
     }
 
-    /// Reads a page of the firmware's memory; `None` if it is the kernel's own, or nobody's.
+    /// Reads a page of the firmware's memory; `None` if it is the kernel's own, or no memory.
     pub fn firmware_page(&self, page_phys: u64) -> Result<Option<Vec<u8>>> {
         let mut page = vec![0; PAGE];
         let mut request = FirmwareRequest {

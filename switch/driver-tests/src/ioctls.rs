@@ -1,5 +1,5 @@
 //! The class of each ioctl for lockdown, compared with the driver's table. A new ioctl fails here until
-//! somebody has decided on its class.
+//! a developer has decided on its class.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -20,7 +20,7 @@ static struct {
 } dirty_log;
 
 /*
- * Frames that were free are read as zeros. If free pages must be kept, a log of writes would not suffice:
+ * Frames that were free are read as zeros. If free pages must be kept, a dirty log would not suffice:
  * the frames hold something that was not written.
  */
 u32 mercury_dirty_log_allocate(u64 flags)

@@ -15,7 +15,8 @@ const COMMAND_BUS_MASTER: u32 = 1 << 2;
 const COMMAND_BITS: u32 = 0xFFFF;
 const CLASS: u32 = 0x08;
 const CLASS_SHIFT: u32 = 16;
-const NOBODY: u32 = 0xFFFF_FFFF;
+/// Value of every register of a function that is not there.
+const ABSENT: u32 = 0xFFFF_FFFF;
 /// Bridges pass on the writes of the devices below them. Other ones (0680h) write by themselves.
 const CLASS_BRIDGES: core::ops::RangeInclusive<u32> = 0x0600..=0x060A;
 /// An IOMMU needs its own accesses to let others through, and writes to no memory but its own.
@@ -59,7 +60,7 @@ fn silence_device(hardware: &mut impl Hardware, bus: u32, device: u32) -> u64 {
 
 fn silence_function(hardware: &mut impl Hardware, function: Register) -> u64 {
     let command = hardware.read_pci(function.with(COMMAND));
-    if command == NOBODY || command & COMMAND_BUS_MASTER == 0 {
+    if command == ABSENT || command & COMMAND_BUS_MASTER == 0 {
         return 0;
     }
     let class = hardware.read_pci(function.with(CLASS)) >> CLASS_SHIFT;

@@ -57,7 +57,7 @@ pub fn open(option: &GdbOption) -> Result<Opened> {
 /// The owner of the connection.
 #[derive(Debug)]
 enum State {
-    Nobody,
+    Disconnected,
     /// It has come, and the processor has not taken it yet.
     New(Connection),
     /// The guest runs; the thread listens.
@@ -99,7 +99,7 @@ impl Listener {
     pub fn new(opened: Opened) -> Result<Self> {
         let socket = opened.socket;
         let shared = Arc::new(Shared {
-            state: Mutex::new(State::Nobody),
+            state: Mutex::new(State::Disconnected),
             has_changed: Condvar::new(),
             is_wanted: AtomicBool::new(false),
         });
@@ -143,7 +143,7 @@ impl Listener {
 
     /// Records that the guest runs again, with gdb or without.
     pub fn go_on(&self, is_connected: bool) {
-        self.shared.set(if is_connected { State::Running } else { State::Nobody });
+        self.shared.set(if is_connected { State::Running } else { State::Disconnected });
     }
 }
 
@@ -260,7 +260,7 @@ impl Waiting {
                 continue;
             }
             // SAFETY: The descriptor was made above and has no other owner. Until the state is
-            // `Nobody` again it is not closed, so the number stays its own.
+            // `Disconnected` again it is not closed, so the number stays its own.
             let file = File::from(unsafe { OwnedFd::from_raw_fd(descriptor) });
             *self.shared.state() = State::New(Connection::new(file));
             self.want();
@@ -290,7 +290,7 @@ impl Waiting {
     /// Makes the processor stop if it has not.
     fn want(&self) {
         let mut held = self.shared.state();
-        if matches!(*held, State::Stopped | State::Nobody) {
+        if matches!(*held, State::Stopped | State::Disconnected) {
             return;
         }
         self.shared.is_wanted.store(true, Ordering::Release);

@@ -152,7 +152,7 @@ impl Mappings {
         writable.map(|run| run.physical..run.physical + run.length)
     }
 
-    /// Compares all pages with other page tables, and changes the record. `look` returns the frame
+    /// Compares all pages with other page tables, and changes the record. `translate` returns the frame
     /// and rights of a page there. Equal pages stay. The first `most` pieces that lead elsewhere
     /// are to be mapped as there. All other pages are to be unmapped, in ranges without a kept page
     /// that do not cross `border`.
@@ -160,13 +160,13 @@ impl Mappings {
         &mut self,
         most: usize,
         border: u64,
-        mut look: impl FnMut(u64) -> Option<(u64, Rights)>,
+        mut translate: impl FnMut(u64) -> Option<(u64, Rights)>,
     ) -> Vec<Exchange> {
         let mut all = Exchanges { most, border, changes: Vec::new(), after: BTreeMap::new(), is_open: false };
         for (&start, run) in &self.runs {
             for offset in (0..run.length).step_by(PAGE as usize) {
                 let (at, physical) = (start + offset, run.physical + offset);
-                match look(at) {
+                match translate(at) {
                     Some((to, now)) if to == physical && run.rights.are_within(now) => {
                         all.keep(at, physical, run.rights);
                     }
@@ -178,13 +178,14 @@ impl Mappings {
         all.changes
     }
 
-    /// Compares all pages with the page tables, and changes the record. `look` returns the frame
+    /// Compares all pages with the page tables, and changes the record. `translate` returns the frame
     /// and rights of a page there. Returns the changes that the process needs.
-    pub fn revalidate(&mut self, mut look: impl FnMut(u64) -> Option<(u64, Rights)>) -> Vec<Change> {
+    pub fn revalidate(&mut self, mut translate: impl FnMut(u64) -> Option<(u64, Rights)>) -> Vec<Change> {
         let mut changes: Vec<Change> = Vec::new();
         for (&start, run) in &self.runs {
             for offset in (0..run.length).step_by(PAGE as usize) {
-                let found = look(start + offset).filter(|(physical, _)| *physical == run.physical + offset);
+                let found =
+                    translate(start + offset).filter(|(physical, _)| *physical == run.physical + offset);
                 let rights = found.map(|(_, now)| Rights {
                     write: run.rights.write && now.write,
                     execute: run.rights.execute && now.execute,
@@ -337,27 +338,27 @@ mod tests {
         mappings.insert(0x1000, 0x4000, 0x8000, WRITE);
         mappings.insert(0x6000, 0x1000, 0x4000, READ);
         mappings.insert(0x9000, 0x1000, 0x4000, READ);
-        let look = |page| match page {
+        let translate = |page| match page {
             0x1000 => Some((0x8000, WRITE)),
             0x2000 | 0x3000 => Some((page + 0x10_0000, READ)),
             _ => None,
         };
         let exchange = |address, length, to| Exchange { address, length, to };
         let pieces = [exchange(0x2000, 0x2000, Some((0x10_2000, READ))), exchange(0x4000, 0x3000, None)];
-        let changes = mappings.exchange(1, 0x8000, look);
+        let changes = mappings.exchange(1, 0x8000, translate);
         assert_eq!(changes, [&pieces[..], &[exchange(0x9000, 0x1000, None)]].concat());
         assert_eq!(pages(&mappings).into_keys().collect::<Vec<_>>(), [1, 2, 3]);
         assert_eq!(mappings.page(0x3000), Some((0x10_3000, READ)));
-        assert!(mappings.exchange(1, 0x8000, look).is_empty());
+        assert!(mappings.exchange(1, 0x8000, translate).is_empty());
     }
 
     #[test]
     fn no_change_goes_across_the_border() {
-        let look = |page: u64| Some((page + 0x10_0000, READ));
+        let translate = |page: u64| Some((page + 0x10_0000, READ));
         for most in [0, 2] {
             let mut mappings = Mappings::default();
             mappings.insert(0x1000, 0x4000, 0x8000, READ);
-            let changes = mappings.exchange(most, 0x3000, look);
+            let changes = mappings.exchange(most, 0x3000, translate);
             let ends: Vec<(u64, u64)> =
                 changes.iter().map(|change| (change.address, change.length)).collect();
             assert_eq!(ends, [(0x1000, 0x2000), (0x3000, 0x2000)]);
@@ -378,14 +379,14 @@ mod tests {
             }
             let before = pages(&mappings);
             // Many pages keep their frame.
-            let look = |page: u64| {
+            let translate = |page: u64| {
                 let &(move_by, write) = there.get(&(page / PAGE))?;
                 let physical = before.get(&(page / PAGE)).map_or(0, |(to, _)| to + move_by / 2 * 64 * PAGE);
                 Some((physical, Rights { write, execute: false }))
             };
             // Applies the changes to a model of the process.
             let mut process = before.clone();
-            let changes = mappings.exchange(most, BORDER, look);
+            let changes = mappings.exchange(most, BORDER, translate);
             for change in &changes {
                 let range = change.address / PAGE..(change.address + change.length) / PAGE;
                 prop_assert!(range.start >= 24 || range.end <= 24);
@@ -399,12 +400,12 @@ mod tests {
             prop_assert!(changes.iter().filter(|change| change.to.is_some()).count() <= most);
             prop_assert_eq!(&pages(&mappings), &process);
             for (page, (to, rights)) in process {
-                let allowed = look(page * PAGE);
+                let allowed = translate(page * PAGE);
                 prop_assert!(allowed.is_some_and(|(at, allowed)| at == to && rights.are_within(allowed)));
             }
             // Pages that are equal there have stayed.
             for (&page, &(to, rights)) in &before {
-                let stays = look(page * PAGE).is_some_and(|(at, now)| at == to && rights.are_within(now));
+                let stays = translate(page * PAGE).is_some_and(|(at, now)| at == to && rights.are_within(now));
                 prop_assert!(!stays || mappings.page(page * PAGE) == Some((to, rights)));
             }
         }
@@ -428,12 +429,12 @@ mod tests {
                     }
                     _ => {
                         // Some pages have gone, others have become read-only.
-                        let look = |page: u64| match page / PAGE % 5 {
+                        let translate = |page: u64| match page / PAGE % 5 {
                             0 => None,
                             1 => model.get(&(page / PAGE)).map(|(to, _)| (*to, READ)),
                             _ => model.get(&(page / PAGE)).copied(),
                         };
-                        let changes = mappings.revalidate(look);
+                        let changes = mappings.revalidate(translate);
                         let changed: u64 = changes.iter().map(|change| change.length / PAGE).sum();
                         let before = model.clone();
                         model.retain(|page, _| page % 5 != 0);

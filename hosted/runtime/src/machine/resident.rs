@@ -77,8 +77,9 @@ impl Machine {
     /// of them, too.
     fn exchange_programs(&mut self) {
         let mut tables = TableReader::new(&self.memory, self.vcpu.cr3);
-        let look = |page| tables.page(page).filter(|(physical, _)| self.memory.contains(*physical, PAGE));
-        let changes = self.resident.programs.exchange(MOST_EXCHANGED, layout::THUNKS, look);
+        let translate =
+            |page| tables.page(page).filter(|(physical, _)| self.memory.contains(*physical, PAGE));
+        let changes = self.resident.programs.exchange(MOST_EXCHANGED, layout::THUNKS, translate);
         if let Some(copies) = &mut self.resident.copies {
             copies.kept(&self.memory, &self.resident.programs);
         }

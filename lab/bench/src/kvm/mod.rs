@@ -51,7 +51,7 @@ pub struct Kvm {
     /// The same difference after a detach.
     #[serde(serialize_with = "rounded")]
     pub added_after_detach: f64,
-    /// VMRUN instructions for each exit of the guest, whoever executes them; natively one.
+    /// VMRUN instructions for each exit of the guest, executed by any level; natively one.
     #[serde(serialize_with = "rounded")]
     pub world_switches_per_exit: f64,
     /// Cycles of attach and detach under two virtual machines.

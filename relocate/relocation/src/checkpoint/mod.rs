@@ -236,7 +236,7 @@ fn one(
 }
 
 /// Everything that stays held until the machine is off.
-type Rest = (Option<Stillness>, Option<swap::Off>);
+type HeldUntilOff = (Option<Stillness>, Option<swap::Off>);
 
 /// The image that is to be made.
 struct New {
@@ -267,7 +267,7 @@ fn checkpoint(
     sysroot: &Sysroot,
     deferred: &Deferred,
     guard: &mut UndoProcess,
-) -> Result<(Report, Rest)> {
+) -> Result<(Report, HeldUntilOff)> {
     let new = New { identity: Identity(random()?), before };
     let pool = pool::pages(args.pool, pool::GROWING_MOST_MIB, sysroot)?;
     let mut instant = reach(args, device, &target, sysroot, pool, guard)?;
@@ -294,7 +294,7 @@ fn checkpoint(
     if instant.restored {
         report.warning = (!instant.missing.is_empty()).then(|| instant.missing.join("; "));
         target.forget();
-        return Ok((report, Rest::default()));
+        return Ok((report, HeldUntilOff::default()));
     }
     report.warning = instant.fenced.unfenced.take();
     if !args.poweroff {

@@ -1184,8 +1184,8 @@ fn a_refused_later_entry_lets_the_machine_run_on() {
 
 #[test]
 fn each_check_of_the_guests_state_has_a_name() {
-    type Spoil = fn(&mut Cpu);
-    let spoilers: [(Refusal, Spoil); 21] = [
+    type Corrupt = fn(&mut Cpu);
+    let corruptions: [(Refusal, Corrupt); 21] = [
         (Refusal::Cr0Fixed, |cpu| cpu.set(vmcs::GUEST_CR0, 1 << 32 | 0x8005_0033)),
         (Refusal::Cr0Fixed, |cpu| cpu.set(vmcs::GUEST_CR0, 0x8005_0013)),
         (Refusal::PagingWithoutProtection, |cpu| cpu.set(vmcs::GUEST_CR0, 0x8005_0032)),
@@ -1208,9 +1208,9 @@ fn each_check_of_the_guests_state_has_a_name() {
         (Refusal::Rflags, |cpu| cpu.set(vmcs::GUEST_RFLAGS, 0)),
         (Refusal::LinkPointer, |cpu| cpu.set(vmcs::VMCS_LINK_POINTER, 0)),
     ];
-    for (expected, spoil) in spoilers {
+    for (expected, corrupt) in corruptions {
         let mut cpu = Cpu::attached();
-        spoil(&mut cpu);
+        corrupt(&mut cpu);
         assert_eq!(refusal::first(good_xeon(0).vmx_cr4_fixed1, &mut cpu.hardware).0, expected);
     }
 }

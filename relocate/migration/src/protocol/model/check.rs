@@ -79,15 +79,15 @@ fn never_thrown_away_without_a_word(world: &World) -> Checked {
     after.destination.told = false;
     after.take(Step::Destination(destination::Event::TimedOut));
     let is_kept = after.destination.machine.may_adopt();
-    ensure(after.destination.told && is_kept, "an arrival that is whole goes, and nobody is told")
+    ensure(after.destination.told && is_kept, "an arrival that is whole goes, and no operator is told")
 }
 
 /// Where nothing runs, an operator is told what to do, at the latest when time is up, even in
 /// lasting silence.
 fn never_none_without_a_word(world: &World) -> Checked {
-    let nobody = |world: &World| !world.source_runs() && !world.destination.runs;
+    let none_runs = |world: &World| !world.source_runs() && !world.destination.runs;
     let is_off = matches!(world.source.power, Power::Off | Power::KeptOff);
-    if !nobody(world) || is_off || world.source.machine.applications() == Applications::GivenUp {
+    if !none_runs(world) || is_off || world.source.machine.applications() == Applications::GivenUp {
         return Ok(());
     }
     let mut alone = world.clone();
@@ -98,7 +98,7 @@ fn never_none_without_a_word(world: &World) -> Checked {
         alone.take(Step::Source(source::Event::TimedOut));
     }
     let told = alone.source.told && alone.source.machine.may_decide();
-    ensure(!nobody(&alone) || told, "nothing runs, and nobody is told")
+    ensure(!none_runs(&alone) || told, "nothing runs, and no operator is told")
 }
 
 /// From here on nothing fails any more, but everything under way is lost. In the end one machine

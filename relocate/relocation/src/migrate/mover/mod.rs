@@ -45,7 +45,7 @@ const LAST_WORD: Duration = Duration::from_secs(2);
 /// Time for which a connection is kept after the commit.
 const LINK_PATIENCE: Duration = Duration::from_secs(5);
 /// Longest delay until an event is noticed.
-const LOOK: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The parts with which a move begins.
 pub struct Departure<'a> {
@@ -276,7 +276,7 @@ impl<'a> Mover<'a> {
                 return event;
             }
             if let Some(mut link) = self.link.take() {
-                match link.hear_message(LOOK) {
+                match link.hear_message(POLL_INTERVAL) {
                     Ok(None) => self.link = Some(link),
                     Ok(Some((message, text))) => {
                         self.link = Some(link);
@@ -285,7 +285,7 @@ impl<'a> Mover<'a> {
                     Err(why) => return self.is_gone(&why),
                 }
             } else {
-                thread::sleep(LOOK);
+                thread::sleep(POLL_INTERVAL);
             }
             if self.source.patience(&self.patience).is_some_and(|limit| self.heard.elapsed() > limit) {
                 let silent = Error::new(Exit::Failed, "the destination does not answer");
@@ -356,7 +356,7 @@ impl<'a> Mover<'a> {
         if !link.wait(&[], LAST_WORD) {
             return None;
         }
-        match link.hear_message(LOOK) {
+        match link.hear_message(POLL_INTERVAL) {
             Ok(said) => said.map(|(message, text)| self.understand(message, &text)),
             Err(why) => Some(self.is_gone(&why)),
         }
