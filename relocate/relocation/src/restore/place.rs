@@ -56,7 +56,7 @@ pub struct Mount {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum Medium {
     /// A disk, which may have another name in the restore environment.
-    Disk(FileSystem),
+    Disk(Box<FileSystem>),
     /// A server, by NFS's name for it, and the card that reaches it.
     Server { source: String, card: Card },
 }
@@ -201,7 +201,7 @@ impl Line {
             path: self.below_root(path),
             kind: self.kind,
             options: options.into(),
-            medium: Medium::Disk(file_system),
+            medium: Medium::Disk(Box::new(file_system)),
         })
     }
 
