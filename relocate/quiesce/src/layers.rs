@@ -382,7 +382,7 @@ mod tests {
             std::fs::write(path, text).expect("a file");
         };
         let sysroot = Sysroot::at(root.path());
-        let look = || mirrored("sys/dev/block/9:0", &sysroot);
+        let layer = || mirrored("sys/dev/block/9:0", &sysroot);
         put("level", "raid1\n");
         for (name, number, state) in
             [("dev-sda1", "8:1", "in_sync"), ("dev-sdb1", "8:17", "in_sync,write_mostly")]
@@ -392,11 +392,11 @@ mod tests {
             put(&format!("{name}/block/dev"), number);
         }
         put("dev-sdc1/state", "spare\n");
-        assert_eq!(look(), Ok(Layer::Mirrored(vec![below("8:1", 1 << 20), below("8:17", 1 << 20)])));
+        assert_eq!(layer(), Ok(Layer::Mirrored(vec![below("8:1", 1 << 20), below("8:17", 1 << 20)])));
         put("dev-sdb1/offset", "");
-        assert!(look().expect_err("unknown").contains("dev-sdb1"));
+        assert!(layer().expect_err("unknown").contains("dev-sdb1"));
         put("level", "raid5\n");
-        assert_eq!(look(), Err("of the type raid5".into()));
+        assert_eq!(layer(), Err("of the type raid5".into()));
     }
 
     #[test]

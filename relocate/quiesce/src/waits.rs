@@ -252,21 +252,21 @@ mod tests {
         let root = tempfile::tempdir().expect("a folder");
         let folder = root.path().join("77");
         fs::create_dir(&folder).expect("a folder");
-        let look = |wchan: &str, stat: &str| {
+        let task_with = |wchan: &str, stat: &str| {
             for (file, text) in [("wchan", wchan), ("stat", stat), ("comm", "a) b\n")] {
                 fs::write(folder.join(file), text).expect("a file");
             }
             task(&folder)
         };
-        let found = look("pipe_read", "77 (a) b) S 1 77").expect("a task");
+        let found = task_with("pipe_read", "77 (a) b) S 1 77").expect("a task");
         assert_eq!((found.name.as_str(), found.number, found.state), ("a) b", 77, 'S'));
-        assert_eq!(look("do_freezer_trap", "77 (a) b) S 1 77"), None);
-        assert_eq!(look("get_signal", "77 (a) b) S 1 77"), None);
-        assert_eq!(look("0", "77 (a) b) Z 1 77"), None);
-        assert_eq!(look("0", "77 (a) b) R 1 77").expect("a task").waits_for(), For::Nothing);
+        assert_eq!(task_with("do_freezer_trap", "77 (a) b) S 1 77"), None);
+        assert_eq!(task_with("get_signal", "77 (a) b) S 1 77"), None);
+        assert_eq!(task_with("0", "77 (a) b) Z 1 77"), None);
+        assert_eq!(task_with("0", "77 (a) b) R 1 77").expect("a task").waits_for(), For::Nothing);
         fs::create_dir(folder.join("fd")).expect("a folder");
         std::os::unix::fs::symlink(USERFAULTFD, folder.join("fd/3")).expect("a link");
-        assert_eq!(look("0", "77 (a) b) R 1 77").expect("a task").waits_for(), For::Userfaultfd);
+        assert_eq!(task_with("0", "77 (a) b) R 1 77").expect("a task").waits_for(), For::Userfaultfd);
     }
 
     #[test]
@@ -275,7 +275,7 @@ mod tests {
         let folder = root.path().join("77");
         fs::create_dir(&folder).expect("a folder");
         let put = |file: &str, text: &str| fs::write(folder.join(file), text).expect("a file");
-        let look = |wchan: &str, state: char, flags: u64, call: &str| {
+        let task_with = |wchan: &str, state: char, flags: u64, call: &str| {
             put("wchan", wchan);
             put("stat", &format!("77 (a) b) {state} 1 77 77 0 -1 {flags} 0"));
             put("comm", "a) b\n");
@@ -285,13 +285,14 @@ mod tests {
         };
         let reads = "19 0x3 0x7f 0x1\n";
         assert!(
-            look("pipe_read", 'S', 0, reads).is_none() && look("wait_for_vfork", 'D', 0, reads).is_none()
+            task_with("pipe_read", 'S', 0, reads).is_none()
+                && task_with("wait_for_vfork", 'D', 0, reads).is_none()
         );
-        assert!(look("handle_userfault", 'S', 0, "-1 0x7f 0x55\n").is_none(), "it waits in user mode");
-        assert!(look("folio_wait_bit_common", 'D', PF_KTHREAD, reads).is_none());
+        assert!(task_with("handle_userfault", 'S', 0, "-1 0x7f 0x55\n").is_none(), "it waits in user mode");
+        assert!(task_with("folio_wait_bit_common", 'D', PF_KTHREAD, reads).is_none());
         for (wchan, state) in [("handle_userfault", 'S'), ("request_wait_answer", 'D'), ("rpc_wait_bit", 'D')]
         {
-            let waiting = look(wchan, state, 0, reads).expect("it waits");
+            let waiting = task_with(wchan, state, 0, reads).expect("it waits");
             assert!(waiting.goes_on(), "{wchan}");
             put("status", "voluntary_ctxt_switches:\t6\n");
             assert!(!waiting.goes_on(), "it has run");

@@ -129,10 +129,10 @@ impl Measured {
     }
 
     /// Makes a round that sends so many bytes, after a scan of memory.
-    fn round(&self, look: &Scan, sent: u64, packed: u64) -> Pass {
+    fn round(&self, scan: &Scan, sent: u64, packed: u64) -> Pass {
         let on_the_wire = Duration::from_secs_f64(packed as f64 / self.wire as f64);
-        let took = look.took.max(on_the_wire);
-        Pass { scanned: look.scanned, sent, changed: sent, bytes: packed, took, ..Pass::default() }
+        let took = scan.took.max(on_the_wire);
+        Pass { scanned: scan.scanned, sent, changed: sent, bytes: packed, took, ..Pass::default() }
     }
 
     /// Computes the rounds as the policy of a move decides: each sends the pages that were written
@@ -153,8 +153,8 @@ impl Measured {
             // The duration of a scan is proportional to the pages that it reads.
             let part = sent as f64 / self.second.changed.max(1) as f64;
             let took = if self.has_log { self.second.took.mul_f64(part.min(1e3)) } else { self.second.took };
-            let look = Scan { took, ..self.second };
-            pass = self.round(&look, sent, (sent as f64 * self.per_page()) as u64);
+            let scan = Scan { took, ..self.second };
+            pass = self.round(&scan, sent, (sent as f64 * self.per_page()) as u64);
             total += pass.took;
             outlook = course.after(&pass, self.has_log, Duration::ZERO);
             rounds += 1;
@@ -301,12 +301,12 @@ fn scan(
     what: &str,
 ) -> Result<Scan> {
     let (begun, mut shown) = (Instant::now(), Instant::now());
-    let mut look = Scan::default();
+    let mut scan = Scan::default();
     let mut cursor = Cursor { next_phys: 0, end_phys: u64::MAX };
     while !cursor.is_done() {
         refuse_interrupted(deferred)?;
         let frames = device.snapshot_read_present_some(&mut cursor, BATCH, only)?;
-        look.scanned += frames.phys.len() as u64;
+        scan.scanned += frames.phys.len() as u64;
         let mut pages = Pages::default();
         let (all, _) = frames.data.as_chunks::<PAGE>();
         for (phys, page) in frames.phys.iter().zip(all) {
@@ -318,18 +318,18 @@ fn scan(
             }
         }
         if !pages.is_empty() {
-            look.changed += pages.len() as u64;
+            scan.changed += pages.len() as u64;
             let packed = pages.pack(args.level).map_err(|error| Error::fault(error.to_string()))?;
-            look.packed += packed.len() as u64;
+            scan.packed += packed.len() as u64;
         }
         if shown.elapsed() > Duration::from_millis(500) {
             shown = Instant::now();
-            progress::line(&format!("{what}: {} so far", bytes(look.packed)));
+            progress::line(&format!("{what}: {} so far", bytes(scan.packed)));
         }
     }
     progress::line("");
-    look.took = begun.elapsed();
-    Ok(look)
+    scan.took = begun.elapsed();
+    Ok(scan)
 }
 
 #[cfg(test)]

@@ -398,8 +398,8 @@ pub enum Act {
     /// bit.
     Damage(prop::sample::Index, u8),
     Close,
-    /// Is silent for so many milliseconds.
-    Rest(u64),
+    /// Waits in silence for so many milliseconds.
+    Wait(u64),
     /// Ctrl-C at the source.
     Interrupt,
     /// The operator at the source types this.
@@ -482,7 +482,7 @@ impl Peer {
             Act::Raw(bytes) => self.put(bytes),
             Act::Damage(at, bit) => self.damage = Some((*at, *bit)),
             Act::Close => (self.session, self.reader) = (None, None),
-            Act::Rest(ms) => thread::sleep(Duration::from_millis(*ms)),
+            Act::Wait(ms) => thread::sleep(Duration::from_millis(*ms)),
             Act::Interrupt => self.stage.seen().is_interrupted = true,
             Act::Type(word) => self.types(word),
         }

@@ -104,14 +104,14 @@ fn a_tombstone_that_cannot_be_cleared_holds_the_machine() {
             vec![
                 Act::Announce(Word::Unknown),
                 Act::Announce(Word::Started),
-                Act::Rest(300),
+                Act::Wait(300),
                 Act::Type("resume"),
             ],
             "the operator",
         ),
-        (vec![Act::Type("abandon"), Act::Rest(300), Act::Type("resume")], "no other word of the operator's"),
+        (vec![Act::Type("abandon"), Act::Wait(300), Act::Type("resume")], "no other word of the operator's"),
         (
-            vec![Act::Close, Act::Rest(300), Act::Announce(Word::Discarded)],
+            vec![Act::Close, Act::Wait(300), Act::Announce(Word::Discarded)],
             "a promise, when the connection is gone",
         ),
     ] {
@@ -134,9 +134,9 @@ fn an_answer_decides_however_it_comes() {
         |word| vec![Act::Say(word, 0)],
         |word| vec![Act::Announce(word)],
         |word| vec![Act::Close, Act::Announce(word)],
-        |word| vec![Act::Close, Act::Rest(400), Act::Announce(word)],
+        |word| vec![Act::Close, Act::Wait(400), Act::Announce(word)],
         |word| vec![Act::Announce(Word::Unknown), Act::Announce(Word::Lost), Act::Announce(word)],
-        |word| vec![Act::Interrupt, Act::Rest(50), Act::Announce(word)],
+        |word| vec![Act::Interrupt, Act::Wait(50), Act::Announce(word)],
     ];
     for (word, is_elsewhere) in answers {
         for (number, way) in ways.iter().enumerate() {
@@ -158,7 +158,7 @@ fn a_verdict_is_the_last_that_is_heard() {
             Act::SayVerified,
             Act::Close,
             Act::AwaitDone("tombstone Committed"),
-            Act::Rest(100),
+            Act::Wait(100),
             Act::Announce(word),
         ];
         let ended = plays(&stage, &after(LAST, &acts), LIMIT, "adopt");
@@ -176,7 +176,7 @@ fn an_operator_decides_when_no_answer_comes() {
             let stage = Stage::new();
             let close = closes.then_some(Act::Close);
             let acts: Vec<_> =
-                after(Word::Commit, &[]).into_iter().chain(close).chain([Act::Rest(400)]).collect();
+                after(Word::Commit, &[]).into_iter().chain(close).chain([Act::Wait(400)]).collect();
             let ended = plays(&stage, &acts, SILENCE, word);
             assert_eq!(ended == Ended::GivenUp, is_elsewhere, "{word}: {ended:?}");
             let told = stage.seen().told.join(" ");

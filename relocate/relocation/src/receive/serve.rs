@@ -205,7 +205,7 @@ impl Host {
         // The operator comes first: a machine that was discarded must not be started by a word that
         // was under way.
         let event = self.decision().or_else(|| self.announcement()).or_else(|| self.listen());
-        event.or_else(|| self.look_at_streams()).or_else(|| self.open())
+        event.or_else(|| self.poll_streams()).or_else(|| self.open())
     }
 
     /// Returns true if a new connection is accepted. While there is an arrival, its source is heard
@@ -537,7 +537,7 @@ impl Host {
 
     /// Checks the streams other than the first while pages arrive. If one breaks, this is an event.
     /// When all have ended, the last word of the first stream is handled.
-    fn look_at_streams(&mut self) -> Option<Event> {
+    fn poll_streams(&mut self) -> Option<Event> {
         let arrival = self.arrival.as_mut().filter(|_| self.destination.accepts_pages())?;
         let intake = arrival.intake.as_ref()?;
         if intake.was_alive() {

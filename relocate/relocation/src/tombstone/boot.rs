@@ -107,7 +107,7 @@ const WHAT_TO_DO: &str = "Two machines with the same disks destroy them, so noth
 
 /// Checks for tombstones, and returns only if the system may start.
 #[must_use]
-pub fn look(sysroot: &Sysroot) -> Exit {
+pub fn check(sysroot: &Sysroot) -> Exit {
     let wish = Wish::of(&sysroot.text("proc/cmdline").unwrap_or_default());
     let spots = spots(sysroot).unwrap_or_default();
     let places = wait_for_places(&spots, sysroot);

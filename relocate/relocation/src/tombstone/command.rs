@@ -82,7 +82,7 @@ pub fn run(args: &TombstoneOptions, say: Say<'_>) -> Result<Exit> {
     let sysroot = Sysroot::default();
     access::need_root("tombstone")?;
     if args.at_boot {
-        return Ok(boot::look(&sysroot));
+        return Ok(boot::check(&sysroot));
     }
     let known = spots(&sysroot)
         .map_err(|why| failed(&why).hint("`mercury tombstone --prepare FILE` writes it again"));
