@@ -4,7 +4,6 @@ use std::{
     fs::File,
     io::{Read, Write},
     os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd},
-    time::Duration,
 };
 
 use crate::error::{Error, Result};
@@ -35,16 +34,9 @@ impl Bell {
 
     /// Waits until it rings, and silences it.
     pub fn wait(&self) {
-        self.wait_at_most(None);
-    }
-
-    /// Waits until it rings, or the time is over that is less than a second, and silences it.
-    pub fn wait_at_most(&self, limit: Option<Duration>) {
         let mut polled = libc::pollfd { fd: self.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-        let limit = limit.map(|limit| libc::timespec { tv_sec: 0, tv_nsec: limit.subsec_nanos().into() });
-        let limit = limit.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-        // SAFETY: The list has one entry; the limit lives until the call has returned.
-        unsafe { libc::ppoll(&raw mut polled, 1, limit, std::ptr::null()) };
+        // SAFETY: There is one, and no time limit.
+        unsafe { libc::ppoll(&raw mut polled, 1, std::ptr::null(), std::ptr::null()) };
         self.silence();
     }
 

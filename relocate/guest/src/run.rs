@@ -37,8 +37,6 @@ use std::{
 
 /// Device of the host that makes guests.
 const KVM: &str = "/dev/kvm";
-/// Interval after which a serial port with unread bytes raises its interrupt again.
-const ASK_AGAIN: Duration = Duration::from_millis(20);
 /// Time after which a processor that has missed a signal is called again.
 const AGAIN: Duration = Duration::from_millis(10);
 /// Time for the readers of consoles at the end.
@@ -364,10 +362,9 @@ impl Shared {
 struct Chip(Arc<VmFd>);
 
 impl Lines for Chip {
-    fn pulse(&self, line: u32) {
+    fn set(&self, line: u32, is_high: bool) {
         // It fails only for a line that no controller has.
-        let _ = self.0.set_irq_line(line, true);
-        let _ = self.0.set_irq_line(line, false);
+        let _ = self.0.set_irq_line(line, is_high);
     }
 }
 
@@ -476,12 +473,10 @@ fn available_memory() -> Result<u64> {
 fn listen(shared: &Arc<Shared>) -> Result<()> {
     let shared = Arc::clone(shared);
     let spawned = start_thread("devices", move || {
-        let mut limit = None;
         loop {
-            shared.bell.wait_at_most(limit);
+            shared.bell.wait();
             let mut platform = shared.platform();
             platform.poll();
-            limit = platform.ask_again().then_some(ASK_AGAIN);
             if platform.ended().is_some() {
                 shared.has_ended.notify_all();
                 return;

@@ -62,8 +62,14 @@ pub enum End {
 
 /// The interrupt controllers.
 pub trait Lines: Send {
-    /// Raises an edge at a global system interrupt.
-    fn pulse(&self, line: u32);
+    /// Sets the level of a global system interrupt.
+    fn set(&self, line: u32, is_high: bool);
+
+    /// Raises an edge.
+    fn pulse(&self, line: u32) {
+        self.set(line, true);
+        self.set(line, false);
+    }
 }
 
 /// The machine's own hardware, as far as it decides what its kernel sees.
@@ -91,6 +97,26 @@ struct Slot {
 struct Port {
     serial: Serial,
     wire: Arc<Wire>,
+    line: u32,
+    /// Level of the line, as the interrupt controllers have it.
+    is_high: bool,
+}
+
+impl Port {
+    /// Gives the interrupt controllers the level of the port's line, and an edge for each rise.
+    fn drive(&mut self, lines: &dyn Lines) {
+        if self.serial.wants_attention() {
+            if self.is_high {
+                lines.set(self.line, false);
+            }
+            lines.set(self.line, true);
+            self.is_high = true;
+        }
+        if self.is_high && !self.serial.is_raised() {
+            lines.set(self.line, false);
+            self.is_high = false;
+        }
+    }
 }
 
 /// The devices of a guest.
@@ -141,13 +167,14 @@ impl Platform {
             let wrong = |error: mercury_devices::error::Error| Error::new(Exit::Failed, error.message());
             slots.push(Slot { transport: Transport::new(device).map_err(wrong)?, line, number });
         }
-        let serials = wires.map(|wire| Port { serial: Serial::default(), wire });
+        let port = |(wire, line)| Port { serial: Serial::default(), wire, line, is_high: false };
+        let serials = wires.into_iter().zip(SERIAL_LINES).map(port);
         Ok(Self {
             lines,
             power: Power::new(tables.ports.clone()),
             clock: Clock::default(),
             keyboard: Keyboard::default(),
-            serials: serials.into(),
+            serials: serials.collect(),
             pci: Pci::new(board.devices),
             zeros: board.zeros,
             slots,
@@ -283,19 +310,6 @@ impl Platform {
         }
     }
 
-    /// Raises the interrupt of each serial port again whose bytes wait. A real port holds its line until they
-    /// are read, and an edge can be lost. Returns true if there is such a port.
-    pub fn ask_again(&mut self) -> bool {
-        let mut waits = false;
-        for (port, line) in self.serials.iter_mut().zip(SERIAL_LINES) {
-            if port.serial.has_unread() {
-                self.lines.pulse(line);
-                waits = true;
-            }
-        }
-        waits
-    }
-
     /// Gives a serial port the bytes that wait for it, and its interrupt to the processors.
     fn feed(&mut self, number: usize) {
         let port = &mut self.serials[number];
@@ -303,9 +317,7 @@ impl Platform {
         if room > 0 {
             port.serial.receive(&port.wire.take(room));
         }
-        if port.serial.wants_attention() {
-            self.lines.pulse(SERIAL_LINES[number]);
-        }
+        port.drive(&*self.lines);
     }
 }
 
@@ -327,11 +339,17 @@ mod tests {
     use vm_memory::GuestAddress;
 
     #[derive(Clone, Default)]
-    struct Recorded(Arc<Mutex<Vec<u32>>>);
+    struct Recorded(Arc<Mutex<Vec<(u32, bool)>>>);
+
+    impl Recorded {
+        fn take(&self) -> Vec<(u32, bool)> {
+            std::mem::take(&mut self.0.lock().unwrap())
+        }
+    }
 
     impl Lines for Recorded {
-        fn pulse(&self, line: u32) {
-            self.0.lock().unwrap().push(line);
+        fn set(&self, line: u32, is_high: bool) {
+            self.0.lock().unwrap().push((line, is_high));
         }
     }
 
@@ -407,12 +425,32 @@ mod tests {
         let mut byte = [0];
         platform.read_port(0x2F8, &mut byte);
         assert_eq!((wires[1].sent(), byte), (b"ok".to_vec(), [b't']));
-        assert_eq!(*lines.0.lock().unwrap(), [3]);
-        assert!(platform.ask_again(), "a byte waits");
-        assert_eq!(*lines.0.lock().unwrap(), [3, 3]);
+        assert_eq!(lines.take(), [(3, true)]);
         platform.read_port(0x2F8, &mut byte);
-        assert!(!platform.ask_again());
+        assert_eq!((lines.take(), byte), (vec![(3, false)], [b'o']));
         assert!(wires[0].sent().is_empty());
+    }
+
+    #[test]
+    fn a_serial_port_holds_its_line_and_raises_it_when_its_driver_listens_again() {
+        let (platform, lines, wires) = platform(0);
+        let mut platform = platform.unwrap();
+        platform.write_port(0x3F9, &[1]);
+        wires[0].receive(b"x");
+        platform.poll();
+        platform.poll();
+        assert_eq!(lines.take(), [(4, true)]);
+        platform.write_port(0x3F9, &[0]);
+        assert_eq!(lines.take(), [(4, false)]);
+        platform.write_port(0x3F9, &[1]);
+        assert_eq!(lines.take(), [(4, true)]);
+        // The transmitter: an edge for each byte, and low after the driver has asked.
+        platform.read_port(0x3F8, &mut [0]);
+        platform.write_port(0x3F9, &[2]);
+        platform.write_port(0x3F8, b"y");
+        assert_eq!(lines.take(), [(4, false), (4, true), (4, false), (4, true)]);
+        platform.read_port(0x3FA, &mut [0]);
+        assert_eq!(lines.take(), [(4, false)]);
     }
 
     #[test]
