@@ -13,6 +13,8 @@ const HEADER: usize = 36;
 const TABLE_MAX: usize = 16 << 20;
 /// Address space of ports in a generic address.
 const PORTS: u8 = 1;
+/// Alignment of the HPET's registers.
+const HPET_ALIGNED: u64 = 1 << 10;
 /// Flags of the fixed description: the timer has 32 bits; there is a reset register; the hardware has no
 /// fixed ports.
 const TIMER_32: u32 = 1 << 8;
@@ -120,6 +122,8 @@ pub struct Tables {
     pub overridden: Vec<u32>,
     /// Addresses of PCI's configuration space.
     pub configuration: Vec<Range<u64>>,
+    /// Address of the HPET's registers.
+    pub hpet_phys: Option<u64>,
 }
 
 impl Tables {
@@ -146,6 +150,8 @@ impl Tables {
         let spaces = firmware.find(b"MCFG").unwrap_or_default();
         tables.configuration =
             spaces.get(44..).unwrap_or_default().chunks_exact(16).filter_map(space).collect();
+        let timer = firmware.find(b"HPET").and_then(|table| number(table, 44, 8));
+        tables.hpet_phys = timer.filter(|phys| *phys != 0 && phys.is_multiple_of(HPET_ALIGNED));
         Ok(tables)
     }
 }
@@ -302,11 +308,21 @@ pub(crate) mod tests {
             &[PACKAGE, 0x46, 0, 4, 0, 0, 0, 0],
         ];
         let states = table(b"DSDT", 36 + 39, &[(36, &states.concat())]);
-        let list = table(b"XSDT", 36 + 24, &[(36, &at(0x400)), (44, &at(0x800)), (52, &at(0xA00))]);
+        let timer = table(b"HPET", 56, &[(44, &0xFED0_0000_u64.to_le_bytes())]);
+        let list = table(
+            b"XSDT",
+            36 + 32,
+            &[(36, &at(0x400)), (44, &at(0x800)), (52, &at(0xA00)), (60, &at(0xB00))],
+        );
         let mut tables = vec![0; 0x1000];
-        for (place, bytes) in
-            [(0x100, list), (0x400, fixed), (0x800, interrupts), (0xA00, spaces), (0xC00, states)]
-        {
+        for (place, bytes) in [
+            (0x100, list),
+            (0x400, fixed),
+            (0x800, interrupts),
+            (0xA00, spaces),
+            (0xB00, timer),
+            (0xC00, states),
+        ] {
             tables[place..place + bytes.len()].copy_from_slice(&bytes);
         }
         let mut bios = vec![0; 0x1000];
@@ -338,6 +354,7 @@ pub(crate) mod tests {
         );
         assert_eq!((tables.ioapic_phys, tables.overridden), (Some(0xFEC0_0000), vec![2, 5]));
         assert_eq!(tables.configuration, [0xB000_0000..0xC000_0000]);
+        assert_eq!(tables.hpet_phys, Some(0xFED0_0000));
     }
 
     #[test]
@@ -376,7 +393,7 @@ pub(crate) mod tests {
             for (at, byte) in changes {
                 firmware.0[1].1[at] = byte;
             }
-            for (place, length) in [(0x100, 60), (0x400, 244), (0x800, 90), (0xA00, 60), (0xC00, 75)] {
+            for (place, length) in [(0x100, 68), (0x400, 244), (0x800, 90), (0xA00, 60), (0xB00, 56), (0xC00, 75)] {
                 sum(&mut firmware.0[1].1[place..place + length], 9);
             }
             let _ = Tables::find(&firmware);

@@ -1,6 +1,6 @@
 //! Reasons for which this host cannot run the machine as a guest. All are found before memory is touched.
 
-use crate::{acpi::Tables, entry, features, layout::Layout};
+use crate::{acpi::Tables, entry, features, layout::Layout, time};
 use kvm_bindings::kvm_cpuid_entry2;
 use mercury_abi::restart::SavedCpu;
 use mercury_control::{
@@ -79,6 +79,7 @@ pub fn reasons(
     }
     devices(machine, &mut found);
     storage(machine, &mut found);
+    found.extend(machine.timers.as_ref().and_then(time::obstacle));
     match tables {
         Ok(tables) if tables.ioapic_phys.is_some_and(|phys| phys != IOAPIC) => {
             found.push("its first IOAPIC is not at 0xfec00000, where KVM has it".to_owned());
@@ -216,7 +217,7 @@ fn storage(machine: &Machine, found: &mut Vec<String>) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mercury_image::{Cpu, Device, FileSystem, Iommu, Kind, Processor, Range, Resume};
+    use mercury_image::{Cpu, Device, FileSystem, Iommu, Kind, Processor, Range, Resume, Timers};
 
     /// Returns what KVM offers on AMD's family 23.
     fn cpuid() -> Vec<kvm_cpuid_entry2> {
@@ -295,7 +296,7 @@ mod tests {
             ..Device::default()
         };
         type Change = Box<dyn FnOnce(&mut Machine)>;
-        let changes: [(Change, &str); 16] = [
+        let changes: [(Change, &str); 17] = [
             (Box::new(|one| one.processor.vendor = "GenuineIntel".into()), "GenuineIntel (family 23)"),
             (Box::new(|one| one.processor.signature[0] = 25), "this host's is AuthenticAMD (family 23)"),
             (Box::new(|one| one.processor.flags.push("avx2".into())), "does not offer here: avx2"),
@@ -324,6 +325,10 @@ mod tests {
                 "/srv is mounted from its disk /dev/sda1",
             ),
             (Box::new(|one| one.ranges[0].pages = 257), "are available"),
+            (
+                Box::new(|one| one.timers = Some(Timers { apic_hz: 2_000_000_000, ..Timers::default() })),
+                "would be late",
+            ),
         ];
         for (change, expected) in changes {
             let reasons = found(change);

@@ -9,7 +9,7 @@
 //!   this host. Both trust nothing in the image.
 //! - [`layout`] decides where the guest has memory. [`memory`] gives it to KVM.
 //! - [`acpi`] finds the ports of the machine's platform in the firmware's tables.
-//! - [`entry`] and [`cpu`] make the state in which a processor begins.
+//! - [`entry`] and [`cpu`] make the state in which a processor begins. [`time`] sets KVM's clocks.
 //! - [`platform`]: the devices that a running kernel touches, and virtio's.
 //! - [`wires`]: sockets of serial ports. [`run`] does these in order, and ends the guest.
 
@@ -28,4 +28,5 @@ pub mod layout;
 pub mod memory;
 pub mod platform;
 pub mod run;
+pub mod time;
 pub mod wires;

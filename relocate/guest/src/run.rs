@@ -8,6 +8,7 @@ use crate::{
     layout::{KVM_PAGES, Layout, MONITOR},
     memory,
     platform::{Board, End, Lines, Platform},
+    time::{self, Able},
     wires::Wire,
 };
 use kvm_bindings::{CpuId, KVM_PIT_SPEAKER_DUMMY, kvm_pit_config};
@@ -169,9 +170,11 @@ impl Prepared {
         let machine = &plan.machine;
         image::sow_seeds(machine, &view)?;
         let vm = Arc::new(make_vm(&plan.kvm, &view)?);
+        time::prepare(&vm, machine, Able::of(&plan.kvm))?;
         let board = Board {
             tables: &plan.tables,
             devices: &machine.devices,
+            hpet_hz: machine.timers.as_ref().map_or(0, |timers| timers.hpet_hz),
             zeros: unbacked(machine, &plan.layout, &plan.tables),
         };
         let lines = Box::new(Chip(Arc::clone(&vm)));
@@ -180,6 +183,7 @@ impl Prepared {
         let tables = entry::Tables::make(&view, machine)?;
         let make = |one| cpu::make(&vm, &plan.cpuid, &tables, machine, one);
         let processors = machine.cpus.iter().map(make).collect::<Result<Vec<VcpuFd>>>()?;
+        time::go_on(&processors, machine.timers.as_ref())?;
         let shared = Arc::new(Shared { platform: Mutex::new(platform), has_ended: Condvar::new(), bell });
         listen(&shared)?;
         ignore_call();

@@ -190,6 +190,21 @@ pub struct Timers {
     pub tsc_khz: u64,
     /// Name of the clock source that the kernel uses.
     pub clocksource: String,
+    /// Value of the time-stamp counter right after the instant. 0: an earlier Mercury did not record it.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub tsc: u64,
+    /// Rate in Hz at which the timers of the local APICs count, before their dividers. 0: unknown, or the
+    /// kernel does not use that rate.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub apic_hz: u64,
+    /// Rate of the HPET in Hz. 0: the kernel has none, or does not say.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub hpet_hz: u64,
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_zero(number: &u64) -> bool {
+    *number == 0
 }
 
 /// An IOMMU. Its tables are in memory; the kernel sets its registers anew.

@@ -13,6 +13,10 @@ const NVME: &str = "0108";
 /// Bytes of configuration space that are kept: the standard's header, and the capabilities too of what a
 /// monitor shows to a guest.
 const CONFIG: (u64, u64) = (64, 256);
+/// Linux divides the rate of the local APIC's timer by this number.
+const APIC_DIVISOR: u64 = 16;
+/// No timer counts so fast.
+const RATE_MAX: u64 = 1 << 40;
 
 /// Adds the firmware's memory, what the PCI devices decode, disks on NVMe, and clocks. A machine whose firmware's memory
 /// cannot be read goes on only on equal hardware.
@@ -29,11 +33,39 @@ pub fn add_hardware(machine: &mut Machine, sysroot: &Sysroot, device: &Device) -
     add_resources(machine, sysroot);
     machine.nvme = nvme::controllers(&machine.devices, sysroot);
     let clocksource = "sys/devices/system/clocksource/clocksource0/current_clocksource";
+    let list = sysroot.text("proc/timer_list").unwrap_or_default();
     machine.timers = Some(Timers {
         tsc_khz: device.system()?.tsc_khz,
         clocksource: sysroot.text(clocksource).unwrap_or_default(),
+        tsc: 0,
+        apic_hz: rate(&list, "lapic").map_or(0, |hz| hz * APIC_DIVISOR),
+        hpet_hz: rate(&list, "hpet").unwrap_or(0),
     });
     Ok(())
+}
+
+/// Notes the time-stamp counter, right after the instant. No program of the image has read a larger value.
+pub fn note_instant(machine: &mut Machine) {
+    if let Some(timers) = &mut machine.timers {
+        // SAFETY: Each processor that Mercury knows has the counter, and Linux lets programs read it.
+        timers.tsc = unsafe { std::arch::x86_64::_rdtsc() };
+    }
+}
+
+/// Finds the rate of a clock event device in the kernel's list of timers. The kernel multiplies nanoseconds
+/// by a number and shifts the product.
+fn rate(list: &str, device: &str) -> Option<u64> {
+    let block = list.split("Clock Event Device:").skip(1).find(|block| {
+        let name = block.lines().next().unwrap_or_default();
+        name.trim() == device
+    })?;
+    let number = |name: &str| {
+        let line = block.lines().find_map(|line| line.trim().strip_prefix(name)?.strip_prefix(':'))?;
+        line.trim().parse::<u64>().ok()
+    };
+    let (mult, shift) = (number("mult")?, u32::try_from(number("shift")?).ok()?);
+    let hz = (u128::from(mult) * 1_000_000_000).checked_shr(shift)?;
+    u64::try_from(hz).ok().filter(|hz| (1..RATE_MAX).contains(hz))
 }
 
 fn add_resources(machine: &mut Machine, sysroot: &Sysroot) {
@@ -78,6 +110,24 @@ mod tests {
         let ports = Bar { number: 2, start: 0xC000, length: 0x20, flags: 0x4_0101 };
         assert_eq!(bars(text), [memory, ports]);
         assert_eq!(bars("0x10 0x0 0x200\n0 0xffffffffffffffff 0x200\nnonsense\n"), []);
+    }
+
+    #[test]
+    fn rates_of_timers_are_found_in_the_kernel_s_list() {
+        let device = |name: &str, mult: u64, shift: u32| {
+            format!(
+                "Tick Device: mode:     1\nPer CPU device: 0\nClock Event Device: {name}\n \
+                 max_delta_ns:   343597383680\n mult:           {mult}\n shift:          {shift}\n mode: 3\n"
+            )
+        };
+        let list = device("hpet", 61_496_115, 32) + &device("lapic", 26_843_546, 32);
+        assert_eq!(rate(&list, "hpet"), Some(14_318_180));
+        assert_eq!(rate(&list, "lapic"), Some(6_250_000), "100 MHz, divided by 16");
+        let list = device("lapic-deadline", 4_294_967, 10);
+        assert_eq!((rate(&list, "lapic"), rate(&list, "hpet")), (None, None));
+        for (mult, shift) in [(0, 32), (u64::MAX, 0), (5, 200)] {
+            assert_eq!(rate(&device("hpet", mult, shift), "hpet"), None);
+        }
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! The devices that a running kernel touches: few of a PC's, and virtio's. Everything else reads as all
 //! ones, as an empty bus does.
 
+mod hpet;
 mod keyboard;
 mod pci;
 mod power;
@@ -10,6 +11,7 @@ use crate::{
     layout::{PAGE_BYTES, WINDOWS},
     wires::Wire,
 };
+use hpet::Hpet;
 use keyboard::Keyboard;
 use mercury_abi::guest::{
     GUEST_SLOTS_MAX, GuestDescription, GuestSlot, MERCURY_GUEST_MAGIC, MERCURY_GUEST_VERSION,
@@ -79,6 +81,8 @@ pub struct Board<'a> {
     pub tables: &'a Tables,
     /// PCI devices, of which only bridges stay.
     pub devices: &'a [PciDevice],
+    /// Rate of the HPET; 0 if there is none.
+    pub hpet_hz: u64,
     /// Addresses that read as zeros: memory of the firmware that the image does not hold. All ones would be
     /// records of errors there.
     pub zeros: Vec<Range<u64>>,
@@ -127,6 +131,7 @@ pub struct Platform {
     keyboard: Keyboard,
     serials: Vec<Port>,
     pci: Pci,
+    hpet: Option<Hpet>,
     zeros: Vec<Range<u64>>,
     slots: Vec<Slot>,
     view: View,
@@ -176,6 +181,7 @@ impl Platform {
             keyboard: Keyboard::default(),
             serials: serials.collect(),
             pci: Pci::new(board.devices),
+            hpet: Hpet::new(tables.hpet_phys, board.hpet_hz),
             zeros: board.zeros,
             slots,
             view,
@@ -271,6 +277,9 @@ impl Platform {
 
     /// Reads registers in memory.
     pub fn read_memory(&self, phys: u64, data: &mut [u8]) {
+        if let Some((hpet, offset)) = self.hpet.as_ref().and_then(|hpet| Some((hpet, hpet.offset(phys)?))) {
+            return hpet.read(offset, data);
+        }
         let is_zero = self.zeros.iter().any(|range| range.contains(&phys));
         data.fill(if is_zero { 0 } else { 0xFF });
         let Some((slot, offset)) = self.slot_at(phys) else { return };
@@ -281,6 +290,11 @@ impl Platform {
 
     /// Writes registers in memory.
     pub fn write_memory(&mut self, phys: u64, data: &[u8]) {
+        if let Some((hpet, offset)) =
+            self.hpet.as_mut().and_then(|hpet| hpet.offset(phys).map(|at| (hpet, at)))
+        {
+            return hpet.write(offset, data);
+        }
         let Some((slot, offset)) = self.slot_at(phys) else { return };
         let mut value = [0; 8];
         let length = data.len().min(8);
@@ -360,7 +374,7 @@ mod tests {
         let view = View::from_ranges(&[(GuestAddress(0), 0x1000)]).unwrap();
         let devices = (0..devices).map(|_| Box::new(Rng) as Box<dyn Device>).collect();
         let zeros = std::iter::once(0x7FF_0000..0x7FF_1000).collect();
-        let board = Board { tables: &tables, devices: &[], zeros };
+        let board = Board { tables: &tables, devices: &[], hpet_hz: 100_000_000, zeros };
         let made = Platform::new(Box::new(lines.clone()), board, wires.clone(), devices, view);
         (made, lines, wires)
     }
@@ -393,6 +407,9 @@ mod tests {
             platform.write_memory(phys, &[1; 4]);
         }
         assert_eq!(read(&platform, 0x7FF_0010), 0);
+        assert_eq!(read(&platform, 0xFED0_0004), 10_000_000, "the HPET's femtoseconds");
+        platform.write_memory(0xFED0_00F0, &5_u32.to_le_bytes());
+        assert_eq!(read(&platform, 0xFED0_00F0), 5);
         platform.write_memory(WINDOWS.start + 0x70, &7_u32.to_le_bytes());
         assert_eq!(read(&platform, WINDOWS.start + 0x70), 7);
         assert!(lines.0.lock().unwrap().is_empty());

@@ -415,6 +415,7 @@ fn reach(
     let begin = device
         .snapshot_begin(pool, flags, swap.pages(sysroot)?)
         .map_err(|error| culprit::name_culprit(error, failures, sysroot))?;
+    hardware::note_instant(&mut machine);
     let pause = begun.elapsed();
     let restored = begin.restored != 0;
     let missing = if restored { readiness.arrive(sysroot) } else { Vec::new() };

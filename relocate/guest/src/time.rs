@@ -1,0 +1,135 @@
+//! Clocks that KVM has, set to go on where the machine's own stopped.
+
+use crate::fit::kvm_refused;
+use kvm_bindings::{
+    KVM_CAP_X86_APIC_BUS_CYCLES_NS, KVM_CAP_X86_DISABLE_EXITS, KVM_X86_DISABLE_EXITS_MWAIT, Msrs,
+    kvm_enable_cap, kvm_msr_entry,
+};
+use kvm_ioctls::{Kvm, VcpuFd, VmFd};
+use mercury_control::error::Result;
+use mercury_image::{Machine, Timers};
+
+/// The register of the time-stamp counter (SDM volume 3, 18.17).
+const TSC: u32 = 0x10;
+/// Rate of the timers of KVM's local APICs in Hz, unless it is told another one.
+const APIC_HZ: u64 = 1_000_000_000;
+/// Difference of two rates that a kernel's own calibration may have, in parts of APIC_HZ.
+const TOLERANCE: u64 = 100;
+/// Flag of a processor that can wait for a write to memory.
+const MONITOR: &str = "monitor";
+
+/// What this host's KVM can do about clocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Able {
+    /// It runs the timers of local APICs at another rate.
+    sets_apic_rate: bool,
+    /// It lets a guest wait by MWAIT on the processor itself.
+    waits_itself: bool,
+}
+
+impl Able {
+    /// Asks KVM.
+    #[must_use]
+    pub fn of(kvm: &Kvm) -> Self {
+        let extension = |number: u32| kvm.check_extension_raw(number.into());
+        let exits = u32::try_from(extension(KVM_CAP_X86_DISABLE_EXITS)).unwrap_or(0);
+        Self {
+            sets_apic_rate: extension(KVM_CAP_X86_APIC_BUS_CYCLES_NS) > 0,
+            waits_itself: exits & KVM_X86_DISABLE_EXITS_MWAIT != 0,
+        }
+    }
+}
+
+/// Returns the reason why the machine's timers would be late here.
+///
+/// A timer that is early is none: the kernel reads its clock, sees the time that is left, and sets the timer
+/// again.
+#[must_use]
+pub fn obstacle(timers: &Timers) -> Option<String> {
+    let mhz = |hz: u64| hz / 1_000_000;
+    (timers.apic_hz > APIC_HZ + APIC_HZ / TOLERANCE).then(|| {
+        format!(
+            "the timers of its local APICs count at {} MHz, and those of KVM at {}: all timers would be late",
+            mhz(timers.apic_hz),
+            mhz(APIC_HZ)
+        )
+    })
+}
+
+/// Returns the nanoseconds of a cycle of the local APICs' timers, rounded so that no timer is late. `None`
+/// if KVM's own rate is right, or nothing else can be done.
+fn apic_cycle(timers: &Timers, able: Able) -> Option<u64> {
+    let cycle = APIC_HZ.checked_div(timers.apic_hz)?;
+    (able.sets_apic_rate && cycle > 1).then_some(cycle)
+}
+
+/// Tells KVM about the machine's timers and the way in which its kernel waits, before there is a processor.
+///
+/// # Errors
+/// KVM refuses what it has offered.
+pub fn prepare(vm: &VmFd, machine: &Machine, able: Able) -> Result<()> {
+    let enable = |cap, argument| {
+        let mut cap = kvm_enable_cap { cap, ..kvm_enable_cap::default() };
+        cap.args[0] = argument;
+        vm.enable_cap(&cap).map_err(|error| kvm_refused("set the clocks of a guest", error))
+    };
+    if let Some(cycle) = machine.timers.as_ref().and_then(|timers| apic_cycle(timers, able)) {
+        enable(KVM_CAP_X86_APIC_BUS_CYCLES_NS, cycle)?;
+    }
+    // Without this, KVM takes MWAIT as an instruction that does nothing, and an idle guest spins.
+    if able.waits_itself && machine.processor.flags.iter().any(|flag| flag == MONITOR) {
+        enable(KVM_CAP_X86_DISABLE_EXITS, KVM_X86_DISABLE_EXITS_MWAIT.into())?;
+    }
+    Ok(())
+}
+
+/// Lets the time-stamp counters of all processors go on from the instant. All get the same value at nearly
+/// the same time, from which KVM knows that they belong together.
+///
+/// # Errors
+/// KVM does not set a counter.
+pub fn go_on(processors: &[VcpuFd], timers: Option<&Timers>) -> Result<()> {
+    let Some(data) = timers.map(|timers| timers.tsc).filter(|tsc| *tsc != 0) else { return Ok(()) };
+    let entry = kvm_msr_entry { index: TSC, data, ..kvm_msr_entry::default() };
+    let registers =
+        Msrs::from_entries(&[entry]).map_err(|error| kvm_refused("list a register", format!("{error:?}")))?;
+    for processor in processors {
+        let set =
+            processor.set_msrs(&registers).map_err(|error| kvm_refused("set the time-stamp counter", error))?;
+        if set != 1 {
+            return Err(kvm_refused("set the time-stamp counter", "it does not know the register"));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn timers(apic_hz: u64) -> Timers {
+        Timers { apic_hz, ..Timers::default() }
+    }
+
+    #[test]
+    fn no_timer_is_late() {
+        let able = Able { sets_apic_rate: true, ..Able::default() };
+        // The kernel's rate, and KVM's cycle in nanoseconds.
+        for (hz, cycle) in [
+            (0, None),
+            (1_000_000_000, None),
+            (999_600_000, None),
+            (1_009_000_000, None),
+            (100_000_000, Some(10)),
+            (99_990_000, Some(10)),
+            (24_000_000, Some(41)),
+            (200_100_000, Some(4)),
+        ] {
+            assert_eq!(apic_cycle(&timers(hz), able), cycle, "{hz}");
+            assert_eq!(apic_cycle(&timers(hz), Able::default()), None);
+            assert!(cycle.is_none_or(|cycle| 1_000_000_000 / cycle >= hz));
+            assert_eq!(obstacle(&timers(hz)), None);
+        }
+        assert!(obstacle(&timers(1_100_000_000)).is_some_and(|why| why.contains("at 1100 MHz")));
+    }
+}
