@@ -94,8 +94,9 @@ pub fn go_on(processors: &[VcpuFd], timers: Option<&Timers>) -> Result<()> {
     let registers =
         Msrs::from_entries(&[entry]).map_err(|error| kvm_refused("list a register", format!("{error:?}")))?;
     for processor in processors {
-        let set =
-            processor.set_msrs(&registers).map_err(|error| kvm_refused("set the time-stamp counter", error))?;
+        let set = processor
+            .set_msrs(&registers)
+            .map_err(|error| kvm_refused("set the time-stamp counter", error))?;
         if set != 1 {
             return Err(kvm_refused("set the time-stamp counter", "it does not know the register"));
         }
