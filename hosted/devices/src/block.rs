@@ -47,7 +47,6 @@ enum Status {
     Unsupported = 2,
 }
 
-/// A disk.
 #[derive(Debug)]
 pub struct Block {
     file: File,
@@ -73,7 +72,6 @@ struct Data {
     parts: Vec<libc::iovec>,
     /// The position of the next byte on the disk.
     at: u64,
-    /// The length in bytes.
     total: u64,
     reads: bool,
 }

@@ -2,7 +2,6 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// The clock of a PC.
 #[derive(Debug, Default)]
 pub struct Clock {
     index: u8,

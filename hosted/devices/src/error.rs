@@ -19,7 +19,6 @@ impl Error {
         Self { message: text.into(), hint: None, is_hosts: false }
     }
 
-    /// Adds a remedy.
     #[must_use]
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
         self.hint = Some(hint.into());
@@ -61,7 +60,6 @@ impl Error {
         &self.message
     }
 
-    /// Returns the remedy.
     #[must_use]
     pub fn remedy(&self) -> Option<&str> {
         self.hint.as_deref()

@@ -64,7 +64,7 @@ impl Shared {
     }
 }
 
-/// The host's end.
+/// The host's end of a network card.
 #[derive(Debug)]
 pub struct Link {
     file: File,

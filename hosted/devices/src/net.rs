@@ -18,7 +18,6 @@ const FEATURE_STATUS: u64 = 1 << 16;
 /// Before each frame: of its fields only the last is used, the number of buffers.
 const HEADER: usize = 12;
 
-/// A network card.
 #[derive(Debug)]
 pub struct Net {
     link: Link,

@@ -17,7 +17,6 @@ const ENTRIES: u16 = 8;
 /// Each queue has its descriptors here, and its rings one and two pages further on.
 const RINGS: u64 = 0x1000;
 const STEP: u64 = 0x3000;
-/// The area for buffers.
 pub const BUFFERS: u64 = 0x1_0000;
 
 /// A part of a buffer: where, how long, and whether the device may write to it.

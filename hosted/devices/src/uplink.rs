@@ -21,12 +21,11 @@ use crate::{
     signals::Waker,
 };
 
-/// A card that is wanted.
+/// The options of a network card.
 #[derive(Clone, Debug)]
 pub struct NetOption {
-    /// The kind of uplink.
     pub uplink: Uplink,
-    /// Its address, unless the default will do.
+    /// The card's address, unless the default will do.
     pub mac: Option<Mac>,
     /// Ports of the host's, for passt.
     pub forwards: Vec<Forward>,

@@ -2,10 +2,9 @@
 
 use std::{path::PathBuf, str::FromStr};
 
-/// Where gdb connects to.
+/// The address at which gdb connects.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Address {
-    /// A socket with a name.
     Path(PathBuf),
     /// A port of 127.0.0.1.
     Port(u16),
@@ -24,12 +23,11 @@ impl FromStr for Address {
     }
 }
 
-/// What is wanted of a machine.
+/// The option `--gdb`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GdbOption {
-    /// Where it listens.
     pub address: Address,
-    /// Whether it waits for gdb before its first instruction.
+    /// True if the machine waits for gdb before its first instruction.
     pub waits: bool,
 }
 

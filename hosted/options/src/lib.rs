@@ -4,7 +4,10 @@
 //! `mercury-hosted`, which runs the machine. This crate has what both need, so that `mercury` carries nothing
 //! of the runtime.
 //!
-//! - [`net`]: network cards and their addresses. [`gdb`]: where a debugger connects.
+//! - [`net`]: network cards and their addresses. [`gdb`]: the address of a debugger.
+
+// Names of options and fields need no sentence.
+#![allow(missing_docs)]
 
 pub mod gdb;
 mod memory;

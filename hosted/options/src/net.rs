@@ -5,7 +5,6 @@ use std::{fmt, str::FromStr};
 /// The size of an interface's name with the zero byte at its end (`linux/if.h`).
 const IFNAMSIZ: usize = 16;
 
-/// An Ethernet address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mac(pub [u8; 6]);
 
@@ -49,12 +48,12 @@ impl Mac {
     }
 }
 
-/// What a card is connected to.
+/// The other end of a network card.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Uplink {
     /// A `passt` of its own: the host's network without privileges.
     Passt {
-        /// Whether the guest reaches the host's own addresses (127.0.0.1) at the gateway's.
+        /// True if the guest reaches the host's own addresses (127.0.0.1) at the gateway's.
         reaches_host: bool,
     },
     /// A tap interface that is there.
