@@ -393,7 +393,8 @@ pub(crate) mod tests {
             for (at, byte) in changes {
                 firmware.0[1].1[at] = byte;
             }
-            for (place, length) in [(0x100, 68), (0x400, 244), (0x800, 90), (0xA00, 60), (0xB00, 56), (0xC00, 75)] {
+            let tables = [(0x100, 68), (0x400, 244), (0x800, 90), (0xA00, 60), (0xB00, 56), (0xC00, 75)];
+            for (place, length) in tables {
                 sum(&mut firmware.0[1].1[place..place + length], 9);
             }
             let _ = Tables::find(&firmware);

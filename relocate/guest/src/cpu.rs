@@ -7,14 +7,14 @@ use crate::{
 };
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, KVM_MP_STATE_RUNNABLE, kvm_cpuid_entry2, kvm_mp_state};
 use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
-use mercury_abi::guest::{
-    MERCURY_GUEST_LEAF, MERCURY_GUEST_LEAF_DESCRIPTION, MERCURY_GUEST_SIGNATURE_EBX,
-    MERCURY_GUEST_SIGNATURE_ECX, MERCURY_GUEST_SIGNATURE_EDX,
+use mercury_abi::{
+    code::Code,
+    guest::{
+        MERCURY_GUEST_LEAF, MERCURY_GUEST_LEAF_DESCRIPTION, MERCURY_GUEST_SIGNATURE_EBX,
+        MERCURY_GUEST_SIGNATURE_ECX, MERCURY_GUEST_SIGNATURE_EDX,
+    },
 };
-use mercury_control::{
-    error::{Error, Result},
-    exit::Exit,
-};
+use mercury_control::error::{Error, Result};
 use mercury_image::{Cpu, Machine};
 
 /// Bit of ECX of leaf 1: the local APIC's timer can wait for a value of the time-stamp counter. KVM has
@@ -119,7 +119,7 @@ fn set_clock(vcpu: &VcpuFd, machine: &Machine) -> Result<()> {
             "the machine of the image cannot be a guest here: its time-stamp counter runs at {wanted} kHz, \
              this host's at {here} kHz, and the processor cannot scale it"
         );
-        Error::new(Exit::Impossible, text).hint("choose a host whose processor has the same clock")
+        Error::coded(Code::GuestTimers, text)
     })
 }
 

@@ -32,8 +32,8 @@ const ROWS: [Row; 10] = [
         1,
         0,
         Ecx,
-        "pni pclmulqdq - - - - - - - ssse3 - - fma cx16 - - - pcid - sse4_1 sse4_2 x2apic movbe popcnt tsc_deadline_timer aes \
-         xsave - avx f16c rdrand",
+        "pni pclmulqdq - - - - - - - ssse3 - - fma cx16 - - - pcid - sse4_1 sse4_2 x2apic movbe popcnt \
+         tsc_deadline_timer aes xsave - avx f16c rdrand",
     ),
     (
         7,

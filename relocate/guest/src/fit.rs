@@ -2,7 +2,7 @@
 
 use crate::{acpi::Tables, entry, features, layout::Layout, time};
 use kvm_bindings::kvm_cpuid_entry2;
-use mercury_abi::restart::SavedCpu;
+use mercury_abi::{code::Code, restart::SavedCpu};
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
@@ -51,6 +51,25 @@ pub(crate) fn kvm_refused(what: &str, error: impl Display) -> Error {
     )
 }
 
+/// A reason against a machine as a guest of this host, with its code for `mercury explain`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Reason {
+    code: Code,
+    text: String,
+}
+
+impl Reason {
+    fn new(code: Code, text: impl Display) -> Self {
+        Self { code, text: text.to_string() }
+    }
+}
+
+impl Display for Reason {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(to, "{} [{}]", self.text, self.code.name())
+    }
+}
+
 /// Facts about the host.
 #[derive(Debug)]
 pub struct Host<'a> {
@@ -69,32 +88,38 @@ pub fn reasons(
     layout: &Result<Layout, Unfit>,
     tables: &Result<Tables, Unfit>,
     host: &Host<'_>,
-) -> Vec<String> {
+) -> Vec<Reason> {
     let mut found = Vec::new();
     processor(machine, host, &mut found);
     processors(machine, host, &mut found);
     match layout {
         Ok(layout) => addresses(machine, layout, &mut found),
-        Err(unfit) => found.push(unfit.to_string()),
+        Err(unfit) => found.push(Reason::new(Code::GuestDescription, unfit)),
     }
     devices(machine, &mut found);
     storage(machine, &mut found);
-    found.extend(machine.timers.as_ref().and_then(time::obstacle));
+    let late = machine.timers.as_ref().and_then(time::obstacle);
+    found.extend(late.map(|why| Reason::new(Code::GuestTimers, why)));
     match tables {
         Ok(tables) if tables.ioapic_phys.is_some_and(|phys| phys != IOAPIC) => {
-            found.push("its first IOAPIC is not at 0xfec00000, where KVM has it".to_owned());
+            found.push(Reason::new(
+                Code::GuestFirmware,
+                "its first IOAPIC is not at 0xfec00000, where KVM has it",
+            ));
         }
         Ok(_) => {}
-        Err(unfit) => found.push(unfit.to_string()),
+        Err(unfit) => found.push(Reason::new(Code::GuestFirmware, unfit)),
     }
     let kept = machine.kept_pages().saturating_mul(mercury_image::PAGE as u64);
     if kept > host.available {
         let mib = |bytes: u64| bytes >> 20;
         let (kept, available) = (mib(kept), mib(host.available));
-        found.push(format!("it needs {kept} MiB of memory, and {available} MiB are available"));
+        let text = format!("it needs {kept} MiB of memory, and {available} MiB are available");
+        found.push(Reason::new(Code::GuestMemory, text));
     }
     if !machine.parents.is_empty() {
-        found.push("its image is incremental: merge it with its parents first (`mercury merge`)".to_owned());
+        let text = "its image is incremental: merge it with its parents first (`mercury merge`)";
+        found.push(Reason::new(Code::GuestIncremental, text));
     }
     found
 }
@@ -103,37 +128,41 @@ pub fn reasons(
 ///
 /// # Errors
 /// There is a reason.
-pub fn refuse(reasons: &[String]) -> Result<()> {
-    if reasons.is_empty() {
-        return Ok(());
-    }
-    let text = format!("the machine of the image cannot be a guest here:\n  {}", reasons.join("\n  "));
-    Err(Error::new(Exit::Impossible, text).hint(
-        "restore it on its own hardware (`mercury restore`), or choose another host; nothing was changed",
+pub fn refuse(reasons: &[Reason]) -> Result<()> {
+    let Some(first) = reasons.first() else { return Ok(()) };
+    let all: Vec<String> = reasons.iter().map(Reason::to_string).collect();
+    let text = format!("the machine of the image cannot be a guest here:\n  {}", all.join("\n  "));
+    let refused = Error { code: Some(first.code), ..Error::new(Exit::Impossible, text) };
+    Err(refused.hint(
+        "`mercury explain CODE` says more of each; restore the machine on its own hardware (`mercury \
+         restore`), or choose another host; nothing was changed",
     ))
 }
 
-fn processor(machine: &Machine, host: &Host<'_>, found: &mut Vec<String>) {
+fn processor(machine: &Machine, host: &Host<'_>, found: &mut Vec<Reason>) {
     let theirs = &machine.processor;
     let Some((vendor, family)) = identity(host.cpuid) else {
-        found.push("KVM does not say which processor it offers".to_owned());
+        found.push(Reason::new(Code::GuestProcessor, "KVM does not say which processor it offers"));
         return;
     };
     if (vendor.as_str(), family) != (theirs.vendor.as_str(), theirs.signature[0]) {
-        found.push(format!(
+        let text = format!(
             "its processor is {} (family {}), and this host's is {vendor} (family {family})",
             theirs.vendor, theirs.signature[0]
-        ));
+        );
+        found.push(Reason::new(Code::GuestProcessor, text));
         return;
     }
     let missing = features::missing(&theirs.flags, host.cpuid);
     if !missing.is_empty() {
-        found.push(format!("its kernel uses features that KVM does not offer here: {}", missing.join(" ")));
+        let text = format!("its kernel uses features that KVM does not offer here: {}", missing.join(" "));
+        found.push(Reason::new(Code::GuestFeatures, text));
     }
     let has_levels =
         host.cpuid.iter().any(|one| one.function == 7 && one.index == 0 && one.ecx & 1 << 16 != 0);
     if machine.resume.five_level && !has_levels {
-        found.push("its kernel uses five levels of page tables, which KVM does not offer here".to_owned());
+        let text = "its kernel uses five levels of page tables, which KVM does not offer here";
+        found.push(Reason::new(Code::GuestFeatures, text));
     }
 }
 
@@ -148,37 +177,41 @@ fn identity(cpuid: &[kvm_cpuid_entry2]) -> Option<(String, u32)> {
     Some((String::from_utf8_lossy(&text).into_owned(), family))
 }
 
-fn processors(machine: &Machine, host: &Host<'_>, found: &mut Vec<String>) {
+fn processors(machine: &Machine, host: &Host<'_>, found: &mut Vec<Reason>) {
     let cpus = &machine.cpus;
     if cpus.is_empty() {
-        found.push("its image names no processor".to_owned());
+        found.push(Reason::new(Code::GuestDescription, "its image names no processor"));
     }
     if cpus.len() > host.cpus_max {
-        found.push(format!("it has {} processors, and KVM allows {}", cpus.len(), host.cpus_max));
+        let text = format!("it has {} processors, and KVM allows {}", cpus.len(), host.cpus_max);
+        found.push(Reason::new(Code::GuestCpus, text));
     }
     for cpu in cpus {
         if cpu.apic_id > APIC_ID_MAX {
-            found.push(format!("CPU {} has APIC {}, and {APIC_ID_MAX} is the largest", cpu.cpu, cpu.apic_id));
+            let text = format!("CPU {} has APIC {}, and {APIC_ID_MAX} is the largest", cpu.cpu, cpu.apic_id);
+            found.push(Reason::new(Code::GuestCpus, text));
         }
     }
     let different: BTreeSet<u32> = cpus.iter().map(|cpu| cpu.apic_id).collect();
     if different.len() != cpus.len() {
-        found.push("its image names two processors with one APIC".to_owned());
+        found.push(Reason::new(Code::GuestDescription, "its image names two processors with one APIC"));
     }
 }
 
 /// Finds addresses in the description that are not in the machine's memory.
-fn addresses(machine: &Machine, layout: &Layout, found: &mut Vec<String>) {
+fn addresses(machine: &Machine, layout: &Layout, found: &mut Vec<Reason>) {
     for cpu in &machine.cpus {
         let is_aligned = cpu.saved_phys.is_multiple_of(8);
         if !is_aligned || !layout.contains(cpu.saved_phys, size_of::<SavedCpu>() as u64) {
-            found.push(format!("the registers of CPU {} are not in its memory", cpu.cpu));
+            let text = format!("the registers of CPU {} are not in its memory", cpu.cpu);
+            found.push(Reason::new(Code::GuestDescription, text));
         }
     }
-    found.extend(entry::check(machine, layout).err().map(|unfit| unfit.to_string()));
+    let unfit = entry::check(machine, layout).err();
+    found.extend(unfit.map(|unfit| Reason::new(Code::GuestDescription, unfit)));
 }
 
-fn devices(machine: &Machine, found: &mut Vec<String>) {
+fn devices(machine: &Machine, found: &mut Vec<Reason>) {
     let virtio: Vec<&str> = machine
         .devices
         .iter()
@@ -186,31 +219,34 @@ fn devices(machine: &Machine, found: &mut Vec<String>) {
         .map(|one| one.address.as_str())
         .collect();
     if !virtio.is_empty() {
-        found.push(format!(
-            "it has virtio devices on PCI ({}), whose drivers would wait for ever, because the devices do not come along",
+        let text = format!(
+            "it has virtio devices on PCI ({}), whose drivers would wait for ever, because the devices \
+             do not come along",
             virtio.join(", ")
-        ));
+        );
+        found.push(Reason::new(Code::GuestDevices, text));
     }
     for device in &machine.devices {
         if let Some(driver @ ("vfio-pci" | "pci-stub")) = device.driver.as_deref() {
-            found.push(format!("its device {} is given to a guest of its own ({driver})", device.address));
+            let text = format!("its device {} is given to a guest of its own ({driver})", device.address);
+            found.push(Reason::new(Code::GuestDevices, text));
         }
     }
     for iommu in machine.iommus.iter().flatten() {
-        found.push(format!(
-            "it uses the IOMMU {}, which guests do not have yet: boot it with iommu=off",
-            iommu.name
-        ));
+        let text =
+            format!("it uses the IOMMU {}, which guests do not have yet: boot it with iommu=off", iommu.name);
+        found.push(Reason::new(Code::GuestIommu, text));
     }
 }
 
-fn storage(machine: &Machine, found: &mut Vec<String>) {
+fn storage(machine: &Machine, found: &mut Vec<Reason>) {
     for one in &machine.file_systems {
-        found.push(format!(
+        let text = format!(
             "{} is mounted from its disk {}, which a guest does not have yet: \
              unmount it before the checkpoint",
             one.mounted_at, one.device
-        ));
+        );
+        found.push(Reason::new(Code::GuestDisks, text));
     }
 }
 
@@ -249,11 +285,11 @@ mod tests {
         }
     }
 
-    fn found(change: impl FnOnce(&mut Machine)) -> Vec<String> {
+    fn found(change: impl FnOnce(&mut Machine)) -> Vec<Reason> {
         found_with(change, Ok(Tables { ioapic_phys: Some(IOAPIC), ..Tables::default() }))
     }
 
-    fn found_with(change: impl FnOnce(&mut Machine), tables: Result<Tables, Unfit>) -> Vec<String> {
+    fn found_with(change: impl FnOnce(&mut Machine), tables: Result<Tables, Unfit>) -> Vec<Reason> {
         let mut machine = machine();
         change(&mut machine);
         let layout = Layout::of(&machine);
@@ -264,7 +300,7 @@ mod tests {
 
     #[test]
     fn a_machine_that_fits_has_no_reason_against_it() {
-        assert_eq!(found(|_| ()), [""; 0]);
+        assert_eq!(found(|_| ()), []);
         assert!(refuse(&[]).is_ok());
     }
 
@@ -335,6 +371,9 @@ mod tests {
             let refused = refuse(&reasons).expect_err("refused");
             assert!(refused.message.contains(expected), "{expected}: {}", refused.message);
             assert_eq!(refused.exit, Exit::Impossible);
+            let code = refused.code.expect("a code");
+            assert_eq!(Exit::of(code), Exit::Impossible);
+            assert!(refused.message.contains(&format!("[{}]", code.name())), "{}", refused.message);
         }
     }
 }

@@ -2,7 +2,7 @@
 //! lie in memory of the machine, and the image must be whole before a processor begins.
 
 use crate::acpi::Firmware;
-use mercury_abi::restart::SavedCpu;
+use mercury_abi::{code::Code, restart::SavedCpu};
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
@@ -85,7 +85,7 @@ pub fn firmware(machine: &Machine) -> Result<Firmware> {
         let text = format!(
             "the machine cannot be a guest: its description lacks the memory of the firmware ({why})"
         );
-        return Err(Error::new(Exit::Impossible, text)
+        return Err(Error::coded(Code::GuestFirmware, text)
             .hint("make the checkpoint again with this release, or install it on the machine that moves"));
     }
     let all = machine.firmware_memory.iter().map(|one| one.length).fold(0, u64::saturating_add);

@@ -2,6 +2,9 @@
 //! programs and a short name for people (`mercury explain NAME`). A number is never used for
 //! another meaning.
 
+/// First number of codes that neither the driver nor the hypervisor has.
+pub const USER_SPACE_CODES: u32 = 200;
+
 macro_rules! codes {
     ($($(#[$doc:meta])* $name:ident = $number:literal, $text:literal;)*) => {
         /// The reason of a refusal or of a departure; 0 is success.
@@ -299,4 +302,28 @@ codes! {
     DriverForeign = 192, "driver-foreign";
     /// A restart forgets memory until a driver has set it up.
     MemoryForgotten = 193, "memory-forgotten";
+
+    // 200..: reasons for which a machine cannot be a guest. Only user space has them.
+    /// The processor's vendor or family is another one.
+    GuestProcessor = 200, "guest-processor";
+    /// The kernel uses features of the processor that KVM does not offer.
+    GuestFeatures = 201, "guest-features";
+    /// KVM has no room for the number of processors, or for their identifiers.
+    GuestCpus = 202, "guest-cpus";
+    /// A device keeps the machine from being a guest.
+    GuestDevices = 203, "guest-devices";
+    /// The machine uses an IOMMU.
+    GuestIommu = 204, "guest-iommu";
+    /// A file system is mounted from a disk that does not come along.
+    GuestDisks = 205, "guest-disks";
+    /// The host has too little memory available.
+    GuestMemory = 206, "guest-memory";
+    /// KVM cannot let the timers count at their rate.
+    GuestTimers = 207, "guest-timers";
+    /// The firmware is not a PC's, or its memory is not in the image.
+    GuestFirmware = 208, "guest-firmware";
+    /// The image is incremental.
+    GuestIncremental = 209, "guest-incremental";
+    /// The image's description is not of a machine that can exist.
+    GuestDescription = 210, "guest-description";
 }

@@ -48,7 +48,7 @@ impl Exit {
             Code::NotLoaded | Code::AlreadyLoaded | Code::StillAttached | Code::Crashed => Self::State,
             Code::OrphanedHypervisor | Code::LockedDown => Self::Impossible,
             Code::SelfTestFailed => Self::Failed,
-            code if matches!(code as u32, 40..100 | 180..200) => Self::Impossible,
+            code if matches!(code as u32, 40..100 | 180..220) => Self::Impossible,
             _ => Self::Failed,
         }
     }
@@ -72,6 +72,7 @@ mod tests {
         assert_eq!(Exit::of(Code::StillAttached), Exit::State);
         assert_eq!(Exit::of(Code::InjectedFault), Exit::Failed);
         assert_eq!(Exit::of(Code::NoContiguousMemory), Exit::Failed);
+        assert_eq!(Exit::of(Code::GuestDescription), Exit::Impossible);
     }
 
     #[test]

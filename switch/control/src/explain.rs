@@ -855,6 +855,84 @@ pub const TABLE: &[Entry] = &[
         "take the memory out of use (`cxl disable-region`); --force-devices goes on anyway, which is right \
          only if the memory is not in use",
     ),
+    entry_of(
+        Code::GuestProcessor,
+        "the host's processor is of another vendor or family",
+        "A running kernel has chosen its code, its workarounds and its registers by the processor on which \
+         it was booted.",
+        "choose a host with a processor of the same vendor and family",
+    ),
+    entry_of(
+        Code::GuestFeatures,
+        "the machine's kernel uses features of the processor that this host does not offer to guests",
+        "The kernel and its programs have decided at their start which instructions they use, and do not \
+         look again.",
+        "choose a host whose processor and KVM have the named features; a newer kernel offers more of them",
+    ),
+    entry_of(
+        Code::GuestCpus,
+        "the machine has more processors, or larger identifiers of processors, than a guest may have",
+        "KVM limits the number of a guest's processors. An interrupt reaches identifiers up to 254 without \
+         remapping.",
+        "switch processors off before the checkpoint (`echo 0 > /sys/devices/system/cpu/cpuN/online`), or \
+         choose another host",
+    ),
+    entry_of(
+        Code::GuestDevices,
+        "a device of the machine does not let it go on without the device",
+        "Drivers of virtio devices on PCI wait for ever for a device that is gone. A device that was given \
+         to a guest of the machine's own does not come along either.",
+        "end guests that use the named devices, before the checkpoint; a virtual machine with virtio devices \
+         on PCI can only be restored where it has them (`mercury restore`)",
+    ),
+    entry_of(
+        Code::GuestIommu,
+        "the machine uses an IOMMU",
+        "The kernel waits for the IOMMU's registers when it resumes, and a guest has none yet.",
+        "boot the machine with `iommu=off` (and `intremap=off` on Intel) before the checkpoint",
+    ),
+    entry_of(
+        Code::GuestDisks,
+        "a file system is mounted from a disk that does not come along",
+        "A guest does not have the machine's own disks. The kernel would lose the file system. Disks of \
+         iSCSI belong here as well: a process has to connect them again, and could not be read from them.",
+        "unmount the file system before the checkpoint; root may lie in RAM, on NFS, on NBD or on NVMe over \
+         TCP",
+    ),
+    entry_of(
+        Code::GuestMemory,
+        "the host has too little memory available for the machine",
+        "The guest's memory is the host's, and a host without memory ends programs.",
+        "end other programs of the host, or choose a host with more memory",
+    ),
+    entry_of(
+        Code::GuestTimers,
+        "KVM cannot let the machine's timers count at their rate",
+        "The kernel has measured the rates when it was booted, and does not measure them again. Timers would \
+         be late, or clocks wrong.",
+        "choose a host with another kernel or processor, or restore the machine on its own hardware \
+         (`mercury restore`)",
+    ),
+    entry_of(
+        Code::GuestFirmware,
+        "the monitor cannot stand in for the firmware of the machine",
+        "A running kernel reads tables and calls methods of ACPI. Their memory has to be in the image, and \
+         they have to describe a PC with fixed hardware.",
+        "make the checkpoint again with this release, without lockdown; other firmware is not supported",
+    ),
+    entry_of(
+        Code::GuestIncremental,
+        "the image holds only what has changed since its parent",
+        "A guest is loaded from one image that holds all memory.",
+        "merge the image with its parents (`mercury merge`)",
+    ),
+    entry_of(
+        Code::GuestDescription,
+        "the image describes a machine that cannot exist, or cannot be a guest",
+        "Addresses in the description lie outside of the machine's memory, or where the monitor has its own. \
+         Nothing in an image is trusted.",
+        "check the image with `mercury inspect`, or restore it on its own hardware (`mercury restore`)",
+    ),
 ];
 
 #[must_use]

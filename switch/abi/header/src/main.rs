@@ -6,8 +6,16 @@
 //! compiled crate, and the header asserts sizes and offsets again when C compiles it.
 
 use mercury_abi::{
-    MERCURY_ABI_VERSION, code::Code, facts::*, gate::*, guest::*, ioctl::*, restart::*, shared::*,
-    snapshot::*, *,
+    MERCURY_ABI_VERSION,
+    code::{Code, USER_SPACE_CODES},
+    facts::*,
+    gate::*,
+    guest::*,
+    ioctl::*,
+    restart::*,
+    shared::*,
+    snapshot::*,
+    *,
 };
 use std::fmt::Write as _;
 
@@ -85,7 +93,7 @@ fn numbers(item: &Item, out: &mut String) -> std::fmt::Result {
 
 fn codes(out: &mut String) -> std::fmt::Result {
     out.push_str("\n/* Codes of refusals and departures (`mercury explain`). */\n");
-    for code in Code::ALL {
+    for code in Code::ALL.iter().filter(|code| (**code as u32) < USER_SPACE_CODES) {
         let name = code.name().replace('-', "_").to_uppercase();
         define(&format!("MERCURY_CODE_{name}"), *code as u64, out)?;
     }
