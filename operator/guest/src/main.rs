@@ -135,9 +135,8 @@ fn disk_of(text: &str) -> Disk {
 #[derive(Debug, Serialize)]
 struct Ended {
     name: Name,
-    /// How it ended.
     end: &'static str,
-    /// Why it could not go on.
+    /// The reason for which it could not go on.
     #[serde(skip_serializing_if = "Option::is_none")]
     reason: Option<String>,
     /// Memory that the monitor took at the end beside the guest's.

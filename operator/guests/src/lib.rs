@@ -3,6 +3,9 @@
 //! Two programs need these. `mercury` reads the command line, and lists and stops guests. `mercury-guest`
 //! runs a guest. This crate has nothing of the monitor, so that `mercury` stays small.
 
+// Names of options and fields need no sentence.
+#![allow(missing_docs)]
+
 mod name;
 mod state;
 

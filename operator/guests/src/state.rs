@@ -44,17 +44,13 @@ pub enum Phase {
 /// The state of a guest, as its monitor tells it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
-    /// The guest's name.
     pub name: Name,
     /// The process ID of the monitor.
     pub pid: u32,
-    /// The phase of the guest's life.
     pub phase: Phase,
-    /// The image's file.
     pub image: PathBuf,
     /// The host name in the image.
     pub machine: String,
-    /// The kernel's release.
     pub kernel: String,
     /// The number of processors.
     pub cpus: u32,
@@ -141,10 +137,8 @@ impl Root {
     }
 }
 
-/// A guest that runs.
 #[derive(Clone, Debug)]
 pub struct Guest {
-    /// The guest's state.
     pub status: Status,
     path: PathBuf,
 }

@@ -97,7 +97,6 @@ pub struct Ports {
     pub controls: Vec<Range<u16>>,
     /// Status and enable registers of general events, up to two blocks.
     pub general: Vec<Range<u16>>,
-    /// The timer.
     pub timer: Range<u16>,
     /// True if the timer has 32 bits instead of 24.
     pub timer_32: bool,

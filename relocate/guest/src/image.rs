@@ -22,7 +22,6 @@ const FIRMWARE_MAX: u64 = 64 << 20;
 /// Length of the seed in a processor's saved registers.
 const SEED: usize = 32;
 
-/// An open image.
 #[derive(Debug)]
 pub struct Image<R = BufReader<File>> {
     reader: Reader<R>,

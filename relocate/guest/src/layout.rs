@@ -51,7 +51,6 @@ impl Layout {
         Ok(Self(joined(all)))
     }
 
-    /// Returns the ranges.
     #[must_use]
     pub fn ranges(&self) -> &[Range<u64>] {
         &self.0

@@ -13,6 +13,8 @@
 //! - [`platform`]: the devices that a running kernel touches, and virtio's.
 //! - [`wires`]: sockets of serial ports. [`run`] does these in order, and ends the guest.
 
+// Names of fields need no sentence.
+#![allow(missing_docs)]
 // Ranges of addresses stand in lists.
 #![allow(clippy::single_range_in_vec_init)]
 

@@ -60,7 +60,6 @@ pub enum Console {
         /// Path of the second port's socket.
         second: PathBuf,
     },
-    /// Both are sockets.
     Sockets {
         /// Path of the first port's socket.
         first: PathBuf,
@@ -74,7 +73,6 @@ pub enum Console {
 pub struct Options {
     /// Disks, in their order.
     pub disks: Vec<Disk>,
-    /// The network card.
     pub net: Option<NetOption>,
     /// The other ends of the serial ports.
     pub console: Console,
@@ -236,7 +234,6 @@ impl Guest {
     }
 }
 
-/// A guest that runs.
 #[derive(Debug)]
 pub struct Running {
     shared: Arc<Shared>,
@@ -300,7 +297,6 @@ impl Handle {
         self.shared.platform().ended().is_some()
     }
 
-    /// Ends the guest.
     pub fn stop(&self) {
         self.shared.end(End::Stopped);
     }
@@ -342,7 +338,7 @@ fn resident(smaps: &str, without: &[Range<u64>]) -> u64 {
     bytes
 }
 
-/// What processors and devices share.
+/// State that processors and devices share.
 #[derive(Debug)]
 struct Shared {
     platform: Mutex<Platform>,

@@ -18,7 +18,7 @@ const TOLERANCE: u64 = 100;
 /// Flag of a processor that can wait for a write to memory.
 const MONITOR: &str = "monitor";
 
-/// What this host's KVM can do about clocks.
+/// Features of this host's KVM for clocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Able {
     /// It runs the timers of local APICs at another rate.

@@ -21,7 +21,6 @@ const SECOND_FS: u64 = 1_000_000_000_000_000;
 /// Slowest and fastest rate that the specification allows, and that makes sense, in Hz.
 const RATES: Range<u64> = 10_000_000..1_000_000_000;
 
-/// The timer.
 #[derive(Debug)]
 pub struct Hpet {
     start_phys: u64,

@@ -22,7 +22,6 @@ const PORT_WELL: u8 = 0;
 const HAS_DATA: u8 = 1;
 const TESTED: u8 = 4;
 
-/// The controller.
 #[derive(Debug, Default)]
 pub struct Keyboard {
     control: u8,
