@@ -69,7 +69,13 @@ fn run(args: &RunArgs, format: Format) -> Result<Ended> {
     let guest = Guest::prepare(&args.image)?;
     let machine = guest.machine();
     let name = args.guest.name.clone().unwrap_or_else(|| Name::of_machine(&machine.host));
-    let folder = claim(&name)?;
+    let mut folder = claim(&name)?;
+    folder.entrust().map_err(|error| {
+        Error::new(
+            Exit::Impossible,
+            format!("cannot start a process that looks after the guest's folder: {error}"),
+        )
+    })?;
     let mut status = Status {
         name: name.clone(),
         pid: std::process::id(),
@@ -95,6 +101,7 @@ fn run(args: &RunArgs, format: Format) -> Result<Ended> {
         eprintln!("{name} goes on as a guest; `mercury guests console {name}` is its console");
     }
     let monitor = running.handle();
+    running.confine()?;
     let end = running.wait();
     Ok(Ended::new(name, &end, monitor.own_memory()))
 }

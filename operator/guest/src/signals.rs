@@ -48,7 +48,7 @@ impl Signals {
                 unsafe { libc::sigwait(&raw const self.0, &raw mut signal) };
                 match &*guest.lock().unwrap_or_else(PoisonError::into_inner) {
                     Some(guest) => guest.stop(),
-                    // The next guest of this name removes what is left in its folder.
+                    // The folder of the guest has a process that removes it.
                     None => std::process::exit(Exit::Interrupted as i32),
                 }
             }

@@ -11,7 +11,7 @@
 use std::{
     env, fs,
     fs::{DirBuilder, File, TryLockError},
-    io,
+    io::{self, PipeWriter, Read},
     os::unix::fs::{DirBuilderExt, MetadataExt},
     path::{Path, PathBuf},
     thread,
@@ -133,7 +133,7 @@ impl Root {
         for left in [STATUS, CONSOLE, SECOND_PORT] {
             remove(&path.join(left))?;
         }
-        Ok(Some(Folder { path, _lock: lock }))
+        Ok(Some(Folder { path, _lock: lock, keeper: None }))
     }
 }
 
@@ -159,11 +159,13 @@ impl Guest {
     }
 }
 
-/// The folder of a guest, which this process runs. It goes with this value.
+/// The folder of a guest, which this process runs. It goes with this value, or with this process.
 #[derive(Debug)]
 pub struct Folder {
     path: PathBuf,
     _lock: File,
+    /// The pipe to the process that removes the folder when this process has ended.
+    keeper: Option<PipeWriter>,
 }
 
 impl Folder {
@@ -190,12 +192,50 @@ impl Folder {
     }
 }
 
-impl Drop for Folder {
-    fn drop(&mut self) {
+impl Folder {
+    /// Starts a process that removes the folder when this process has ended, however it ends. Until then the
+    /// folder is locked. Call it before this process has a second thread.
+    ///
+    /// # Errors
+    /// If there can be no process.
+    pub fn entrust(&mut self) -> io::Result<()> {
+        let (mut reader, writer) = io::pipe()?;
+        // SAFETY: The child calls what a process with one thread may call, and ends without the parent's
+        // destructors.
+        match unsafe { libc::fork() } {
+            -1 => Err(io::Error::last_os_error()),
+            0 => {
+                drop(writer);
+                // Readers of the parent's output wait for its end.
+                for standard in 0..3 {
+                    // SAFETY: The child does not use these descriptors any more.
+                    unsafe { libc::close(standard) };
+                }
+                while reader.read(&mut [0]).is_err_and(|error| error.kind() == io::ErrorKind::Interrupted) {}
+                self.remove();
+                // SAFETY: It ends the process.
+                unsafe { libc::_exit(0) }
+            }
+            _ => {
+                self.keeper = Some(writer);
+                Ok(())
+            }
+        }
+    }
+
+    fn remove(&self) {
         for file in [STATUS, "status.new", CONSOLE, SECOND_PORT, LOCK] {
             let _ = remove(&self.path.join(file));
         }
         let _ = fs::remove_dir(&self.path);
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        if self.keeper.is_none() {
+            self.remove();
+        }
     }
 }
 
@@ -302,5 +342,41 @@ mod tests {
         assert!(root.guests().unwrap().is_empty());
         let _held = root.claim(&name).unwrap().unwrap();
         assert!(!left.join(CONSOLE).exists() && !left.join(STATUS).exists());
+    }
+
+    /// Waits until a condition holds.
+    fn comes(condition: impl Fn() -> bool) -> bool {
+        (0..2000).any(|_| {
+            condition() || {
+                thread::sleep(MOMENT);
+                false
+            }
+        })
+    }
+
+    #[test]
+    fn the_folder_of_a_process_that_is_killed_goes_with_it() {
+        let place = tempfile::tempdir().unwrap();
+        let name: Name = "killed".parse().unwrap();
+        let root = Root::at(place.path());
+        // SAFETY: The child makes files and processes only, and is killed or exits without destructors.
+        let child = unsafe { libc::fork() };
+        assert!(child >= 0);
+        if child == 0 {
+            let mut folder = root.claim(&name).unwrap().unwrap();
+            folder.entrust().unwrap();
+            fs::write(folder.console(), "a socket").unwrap();
+            thread::sleep(Duration::from_secs(60));
+            // SAFETY: It ends the process.
+            unsafe { libc::_exit(0) };
+        }
+        let path = place.path().join("killed");
+        assert!(comes(|| path.join(CONSOLE).exists()));
+        assert!(is_locked(&path).unwrap() && root.claim(&name).unwrap().is_none());
+        // SAFETY: The process is a child that was not waited for.
+        unsafe { libc::kill(child, libc::SIGKILL) };
+        assert!(comes(|| !path.exists()), "the folder is left");
+        // SAFETY: No status is wanted.
+        unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) };
     }
 }

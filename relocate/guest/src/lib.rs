@@ -11,6 +11,7 @@
 //! - [`acpi`] finds the ports of the machine's platform in the firmware's tables.
 //! - [`entry`] and [`cpu`] make the state in which a processor begins. [`time`] sets KVM's clocks.
 //! - [`platform`]: the devices that a running kernel touches, and virtio's.
+//! - `sandbox` gives up what the monitor needs no more, before a processor begins.
 //! - [`wires`]: sockets of serial ports. [`run`] does these in order, and ends the guest.
 
 // Names of fields need no sentence.
@@ -30,5 +31,6 @@ pub mod layout;
 pub mod memory;
 pub mod platform;
 pub mod run;
+mod sandbox;
 pub mod time;
 pub mod wires;

@@ -8,6 +8,7 @@ use crate::{
     layout::{KVM_PAGES, Layout, MONITOR},
     memory,
     platform::{Board, End, Lines, Platform},
+    sandbox,
     time::{self, Able},
     wires::Wire,
 };
@@ -28,14 +29,17 @@ use mercury_devices::{
 use mercury_image::Machine;
 use std::{
     fs,
+    io::Read,
     ops::Range,
-    os::unix::thread::JoinHandleExt,
+    os::{fd::RawFd, unix::thread::JoinHandleExt},
     path::{Path, PathBuf},
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock},
     thread::{self, JoinHandle},
     time::Duration,
 };
 
+/// File about this process's memory.
+const SMAPS: &str = "/proc/self/smaps";
 /// Device of the host that makes guests.
 const KVM: &str = "/dev/kvm";
 /// Time after which a processor that has missed a signal is called again.
@@ -127,12 +131,12 @@ impl Plan {
         let bell = Arc::new(Bell::new().map_err(failed)?);
         let ring = Arc::clone(&bell);
         let waker: Waker = Arc::new(move || ring.ring());
-        let devices = open_devices(options, &waker)?;
+        let (devices, rings) = open_devices(options, &waker)?;
         let wires = open_wires(&options.console, &waker)?;
         let view = memory::map(&self.layout)?;
         image::load_firmware(&self.firmware, &view)?;
         let is_at_terminal = matches!(options.console, Console::Terminal { .. });
-        Ok(Prepared { plan: self, bell, devices, wires, view, is_at_terminal })
+        Ok(Prepared { plan: self, bell, devices, rings, wires, view, is_at_terminal })
     }
 }
 
@@ -141,6 +145,7 @@ pub struct Prepared {
     plan: Plan,
     bell: Arc<Bell>,
     devices: Vec<Box<dyn Device>>,
+    rings: Vec<RawFd>,
     wires: [Arc<Wire>; 2],
     view: View,
     is_at_terminal: bool,
@@ -164,7 +169,7 @@ impl Prepared {
     /// # Errors
     /// KVM is in the way. The machine has not gone on.
     pub fn start(self) -> Result<Running> {
-        let Self { plan, bell, devices, wires, view, is_at_terminal } = self;
+        let Self { plan, bell, devices, rings, wires, view, is_at_terminal } = self;
         let machine = &plan.machine;
         image::sow_seeds(machine, &view)?;
         let vm = Arc::new(make_vm(&plan.kvm, &view)?);
@@ -189,7 +194,8 @@ impl Prepared {
         if is_at_terminal {
             terminal::make_raw();
         }
-        Ok(Running { shared, threads, wires, view, _vm: vm })
+        let smaps = fs::File::open(SMAPS).ok().map(Arc::new);
+        Ok(Running { shared, threads, wires, rings, view, smaps, _vm: vm })
     }
 }
 
@@ -239,7 +245,9 @@ pub struct Running {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
     wires: [Arc<Wire>; 2],
+    rings: Vec<RawFd>,
     view: View,
+    smaps: Option<Arc<fs::File>>,
     _vm: Arc<VmFd>,
 }
 
@@ -247,7 +255,17 @@ impl Running {
     /// Returns a handle by which another thread can end the guest.
     #[must_use]
     pub fn handle(&self) -> Handle {
-        Handle { shared: Arc::clone(&self.shared), view: self.view.clone() }
+        Handle { shared: Arc::clone(&self.shared), view: self.view.clone(), smaps: self.smaps.clone() }
+    }
+
+    /// Gives up all rights of this process that the monitor needs no more. What the process does besides has
+    /// to be done before.
+    ///
+    /// # Errors
+    /// The host does not take the rights away.
+    pub fn confine(&self) -> Result<()> {
+        let listeners: Vec<_> = self.wires.iter().filter_map(|wire| wire.listener()).collect();
+        sandbox::confine(&listeners, &self.rings)
     }
 
     /// Waits for the guest's end, and ends its processors and devices.
@@ -281,6 +299,7 @@ impl Running {
 pub struct Handle {
     shared: Arc<Shared>,
     view: View,
+    smaps: Option<Arc<fs::File>>,
 }
 
 impl Handle {
@@ -316,7 +335,10 @@ impl Handle {
                 Some(start..start + region.len())
             })
             .collect();
-        Some(resident(&fs::read_to_string("/proc/self/smaps").ok()?, &guest))
+        let mut text = String::new();
+        // It is read once, from its beginning. Read alone, a file is asked for its length, which is forbidden.
+        self.smaps.as_deref()?.take(u64::MAX).read_to_string(&mut text).ok()?;
+        Some(resident(&text, &guest))
     }
 }
 
@@ -394,7 +416,11 @@ fn make_vm(kvm: &Kvm, view: &View) -> Result<VmFd> {
     Ok(vm)
 }
 
-fn open_devices(options: &Options, waker: &Waker) -> Result<Vec<Box<dyn Device>>> {
+/// Devices, and the descriptors of the rings that disks use.
+type Opened = (Vec<Box<dyn Device>>, Vec<RawFd>);
+
+fn open_devices(options: &Options, waker: &Waker) -> Result<Opened> {
+    let mut rings = Vec::new();
     let mut devices: Vec<Box<dyn Device>> = Vec::new();
     if let Some(net) = &options.net {
         devices.push(Box::new(net.open().and_then(|open| open.start(Arc::clone(waker))).map_err(failed)?));
@@ -404,10 +430,11 @@ fn open_devices(options: &Options, waker: &Waker) -> Result<Vec<Box<dyn Device>>
         let mut block = block.identified_as(&format!("mercury-guest-{number}"));
         // Without rings of the host's, requests are done one after the other.
         let _ = block.overlap(Arc::clone(waker));
+        rings.extend(block.ring());
         devices.push(Box::new(block));
     }
     devices.push(Box::new(Rng));
-    Ok(devices)
+    Ok((devices, rings))
 }
 
 fn failed(error: mercury_devices::error::Error) -> Error {

@@ -42,6 +42,8 @@ struct Buffers {
 pub struct Wire {
     buffers: Mutex<Buffers>,
     bell: Option<Bell>,
+    /// The socket that clients connect to.
+    listener: Option<RawFd>,
     /// True while the other end may still read what is sent.
     is_open: AtomicBool,
     /// True after the person at the terminal has left the guest.
@@ -55,6 +57,7 @@ impl Wire {
         Self {
             buffers: Mutex::default(),
             bell: None,
+            listener: None,
             is_open: AtomicBool::new(false),
             was_left: AtomicBool::new(false),
         }
@@ -90,6 +93,7 @@ impl Wire {
         let wire = Arc::new(Self {
             buffers: Mutex::default(),
             bell: Some(bell),
+            listener: end.listener(),
             is_open,
             was_left: AtomicBool::new(false),
         });
@@ -101,6 +105,12 @@ impl Wire {
         })
         .map_err(|error| wrong(error.to_string()))?;
         Ok(wire)
+    }
+
+    /// Returns the descriptor of the socket that clients connect to.
+    #[must_use]
+    pub fn listener(&self) -> Option<RawFd> {
+        self.listener
     }
 
     fn buffers(&self) -> MutexGuard<'_, Buffers> {
@@ -182,6 +192,13 @@ enum End {
 }
 
 impl End {
+    fn listener(&self) -> Option<RawFd> {
+        match self {
+            Self::Terminal { .. } => None,
+            Self::Socket { listener, .. } => Some(listener.as_raw_fd()),
+        }
+    }
+
     /// Waits for one event, and carries what is there.
     fn carry(&mut self, wire: &Wire, waker: &Waker) {
         let (is_full, has_sent) = {
