@@ -239,8 +239,10 @@ fn devices(machine: &Machine, found: &mut Vec<Reason>) {
     }
 }
 
+/// A disk on a server goes on with the network, if the kernel alone holds the connection. Of iSCSI a process
+/// takes care, which would have to be read from that disk to connect again.
 fn storage(machine: &Machine, found: &mut Vec<Reason>) {
-    for one in &machine.file_systems {
+    for one in machine.file_systems.iter().filter(|one| !one.goes_along) {
         let text = format!(
             "{} is mounted from its disk {}, which a guest does not have yet: \
              unmount it before the checkpoint",
@@ -301,6 +303,8 @@ mod tests {
     #[test]
     fn a_machine_that_fits_has_no_reason_against_it() {
         assert_eq!(found(|_| ()), []);
+        let on_server = FileSystem { device: "/dev/nbd0".into(), goes_along: true, ..FileSystem::default() };
+        assert_eq!(found(move |one| one.file_systems = vec![on_server]), []);
         assert!(refuse(&[]).is_ok());
     }
 

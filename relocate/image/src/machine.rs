@@ -241,6 +241,10 @@ pub struct FileSystem {
     /// Mercury made the image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub place: Option<DiskPart>,
+    /// True if the device is on a server, by a connection that only the kernel holds: the machine keeps it
+    /// wherever it goes on with its addresses.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub goes_along: bool,
 }
 
 /// The place of a partition, or of a whole disk.

@@ -326,6 +326,7 @@ pub fn name(mount: &Mounted) -> FileSystem {
         fingerprint: None,
         pieces: pieces(mount, &Sysroot::default()).unwrap_or_default(),
         place: block_devices::place(&mount.device, &Sysroot::default()),
+        goes_along: reachable::goes_along(&mount.device, &Sysroot::default()),
     }
 }
 
