@@ -43,6 +43,7 @@ const SCRIPTS: &[(&str, &str)] = &[
     ("bin/lab-postgres", include_str!("../guest/lab-postgres")),
     ("lib/lab-network", include_str!("../guest/lab-network")),
     ("lib/lab-nfs-root", include_str!("../guest/lab-nfs-root")),
+    ("lib/lab-own-artefacts", include_str!("../guest/lab-own-artefacts")),
     ("lib/lab-ram-root", include_str!("../guest/lab-ram-root")),
     ("lib/lab-small-root", include_str!("../guest/lab-small-root")),
     ("lib/lab-mapped-root", include_str!("../guest/lab-mapped-root")),

@@ -39,10 +39,36 @@ const LIMIT: Duration = Duration::from_secs(120);
 /// Returns the description of a machine like metal, whose root lies in RAM, with a disk for its image.
 #[must_use]
 pub fn source(kernel: Kernel, cpus: u32) -> Spec {
-    let spec = Spec::new(kernel).metal().cpus(cpus).memory_mib(512).kernel_arg("lab.root=small");
+    in_ram(metal(kernel, cpus)).nic(Nic::E1000e)
+}
+
+/// Returns the description of a machine like metal with a disk for its image, and without a network.
+#[must_use]
+pub fn metal(kernel: Kernel, cpus: u32) -> Spec {
     // QEMU 7 runs stale copies of code that the kernel has patched, and the kernel patches code
     // during a snapshot.
-    spec.nic(Nic::E1000e).disk(Bus::Nvme, IMAGE_MIB).qemu_version(Qemu::Newer)
+    let spec = Spec::new(kernel).metal().cpus(cpus).memory_mib(512);
+    spec.disk(Bus::Nvme, IMAGE_MIB).qemu_version(Qemu::Newer)
+}
+
+/// Lets a machine's root lie in RAM.
+#[must_use]
+pub fn in_ram(spec: Spec) -> Spec {
+    spec.kernel_arg("lab.root=small")
+}
+
+/// Joins a tap interface for the guest, `tap0`, with the host's only card to a bridge, which gets the card's
+/// place in the network.
+///
+/// # Errors
+/// If the host does not.
+pub fn bridge(host: &Machine, address: &str) -> Result<()> {
+    host.sh("modprobe -a virtio_net tun bridge")?;
+    let card = "card=$(ls /sys/class/net | grep -v -e lo -e tap -e bridge | head -1)";
+    let all = "ip link add bridge0 type bridge forward_delay 0; ip tuntap add tap0 mode tap; \
+        ip address flush dev $card; ip link set $card master bridge0 up; ip link set tap0 master bridge0 up; \
+        ip link set bridge0 up";
+    host.sh(&format!("set -e; {card}; {all}; ip address add {address}/24 dev bridge0")).map(drop)
 }
 
 /// Writes the source to its disk. The source is off in the end.
@@ -50,7 +76,15 @@ pub fn source(kernel: Kernel, cpus: u32) -> Spec {
 /// # Errors
 /// If the source is not off in time.
 pub fn checkpoint(source: &Machine) -> Result<()> {
-    restart::checkpoint(source, "", IMAGE_AT_SOURCE)
+    checkpoint_with(source, "")
+}
+
+/// Writes the source to its disk as [`checkpoint`] does, with options of the command.
+///
+/// # Errors
+/// As for [`checkpoint`].
+pub fn checkpoint_with(source: &Machine, options: &str) -> Result<()> {
+    restart::checkpoint(source, options, IMAGE_AT_SOURCE)
 }
 
 /// Returns the description of a host with KVM and with the image's disk of a source that is off.

@@ -48,8 +48,12 @@ fn spec(kernel: Kernel) -> Spec {
 }
 
 fn card(spec: Spec, id: u8, netdev: &str) -> Spec {
+    card_of("virtio-net-pci", spec, id, netdev)
+}
+
+fn card_of(model: &str, spec: Spec, id: u8, netdev: &str) -> Spec {
     let netdev = format!("{netdev},id=cable{id}");
-    let device = format!("virtio-net-pci,netdev=cable{id},romfile=,mac=52:54:00:09:00:{id:02x}");
+    let device = format!("{model},netdev=cable{id},romfile=,mac=52:54:00:09:00:{id:02x}");
     ["-netdev", &netdev, "-device", &device].into_iter().fold(spec, Spec::qemu_arg)
 }
 
@@ -85,6 +89,18 @@ impl Switch {
     pub fn plugged(&self, kernel: Kernel, cpus: u32, memory_mib: u32, place: u8) -> Spec {
         let spec = spec(kernel).cpus(cpus).memory_mib(memory_mib);
         card(spec, place, &format!("socket,connect=127.0.0.1:{}", self.ports[usize::from(place) - 2]))
+    }
+
+    /// Puts a machine like metal at place 2.
+    #[must_use]
+    pub fn plug_metal(&self, spec: Spec) -> Spec {
+        card_of("e1000e", spec, 2, &format!("socket,connect=127.0.0.1:{}", self.ports[0]))
+    }
+
+    /// Puts another machine at place 2, whose machine is off. Its card has an address of its own.
+    #[must_use]
+    pub fn plug_instead(&self, spec: Spec) -> Spec {
+        card(spec, 4, &format!("socket,connect=127.0.0.1:{}", self.ports[0]))
     }
 
     /// Returns the description of a machine at this place whose devices QEMU can move too.

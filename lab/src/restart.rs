@@ -43,6 +43,8 @@ pub mod script {
     pub const HEAR: &str = include_str!("../guest/restart/hear");
     /// A sender that waits for no answer; its argument is the address of HEAR.
     pub const TELL: &str = include_str!("../guest/restart/tell");
+    /// A listener for announcements of an address: the address, and the card that had it.
+    pub const ANNOUNCED: &str = include_str!("../guest/restart/announced");
     /// A client of PostgreSQL; its argument is its number.
     pub const CLIENT: &str = include_str!("../guest/restart/client");
     /// An NFS server for the machine's own root.

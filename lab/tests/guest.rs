@@ -7,25 +7,42 @@ use std::time::Instant;
 use mercury_lab::{
     Bus, Kernel, Machine, Platform, Qemu, Result, Spec, Vendor,
     as_guest::{self, Guest, NAME},
-    restart::{boot_id, comes_further, count, is_well, script::CLOCK, start},
+    host::find_program,
+    moving::{MOVING, PEER, Switch},
+    restart::{
+        boot_id, comes_further, count, is_well, knows_the_time,
+        script::{ANNOUNCED, ATTACH_BLOCKS, BLOCKS, CLOCK, ECHO, HEAR, READS, TALK},
+        start,
+    },
 };
+
+/// Largest memory of the monitor beside the guest's, in bytes.
+const MONITOR_MAX: u64 = 16 << 20;
+/// Card of the source on the switch.
+const CARD: &str = "52:54:00:09:00:02";
 
 fn need_kvm() -> Result<()> {
     Platform::need(Vendor::Amd, "the lab has no host with KVM on Intel")
 }
 
-/// Boots a machine like metal, lets it go on as a guest of another machine, and checks both.
-fn goes_on(kernel: Kernel, cpus: u32) -> Result<()> {
-    need_kvm()?;
-    let source = Machine::boot(as_guest::source(kernel, cpus))?;
-    start(&source, "clock", CLOCK, "")?;
-    let (boot_id, before) = (boot_id(&source)?, count(&source, "clock")?);
-    as_guest::checkpoint(&source)?;
+/// Writes a source to its disk, and boots a host in its place.
+fn moves_to_a_host(source: &Machine) -> Result<Machine> {
+    as_guest::checkpoint(source)?;
+    source.boot_in_its_place(as_guest::host(Kernel::BookwormCloud, source))
+}
 
-    let host = source.boot_in_its_place(as_guest::host(Kernel::BookwormCloud, &source))?;
+/// Boots a machine like metal, lets it go on as a guest of another machine, and checks both.
+fn goes_on(spec: Spec, cpus: u32) -> Result<()> {
+    need_kvm()?;
+    let source = Machine::boot(spec)?;
+    start(&source, "clock", CLOCK, "")?;
+    start(&source, "counter", COUNTER, "")?;
+    let (boot_id, before) = (boot_id(&source)?, count(&source, "clock")?);
+    println!("{}", source.sh("cat /sys/devices/system/clocksource/clocksource0/current_clocksource")?);
+    let host = moves_to_a_host(&source)?;
     let work = host.start_work()?;
     let started = Instant::now();
-    let guest = Guest::start(&host, "--console socket")?;
+    let guest = Guest::start(&host, "--json --console socket")?;
     println!("the guest answers after {:.1} s", started.elapsed().as_secs_f32());
     is_well(&guest, &boot_id)?;
     assert!(count(&guest, "clock")? > before);
@@ -33,10 +50,51 @@ fn goes_on(kernel: Kernel, cpus: u32) -> Result<()> {
     // Nothing of what is gone is left, and no application waited for it.
     let left = guest.sh("ls /sys/bus/pci/devices /sys/class/net /sys/block")?;
     println!("{left}\n{}", guest.sh("dmesg | tail -40")?);
+    work.finish()?;
+    time_passes(&host, &guest)?;
     guest.check_log()?;
     is_seen_and_stopped(&host, guest)?;
-    work.finish()?;
     host.check_health()
+}
+
+/// Reads the time-stamp counter on each processor in turn: it never goes back.
+const COUNTER: &str = r#"
+import ctypes, mmap, time
+code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+# rdtscp; shl rdx, 32; or rax, rdx; ret
+code.write(bytes.fromhex("0f01f948c1e2204809d0c3"))
+address = ctypes.addressof(ctypes.c_char.from_buffer(code))
+read = ctypes.CFUNCTYPE(ctypes.c_uint64)(address)
+before, count = 0, 0
+while True:
+    for cpu in range(os.cpu_count()):
+        os.sched_setaffinity(0, {cpu})
+        now = read()
+        if now < before:
+            wrong(f"{now} on CPU {cpu} after {before}")
+        before = now
+    count += 1
+    say(count)
+    time.sleep(0.05)
+"#;
+
+/// Compares the guest's clocks with the lab's: ten seconds of sleep take ten seconds.
+fn time_passes(host: &Machine, guest: &Guest<'_>) -> Result<()> {
+    let clocks = |system: &dyn Fn(&str) -> Result<String>| -> Result<f64> {
+        Ok(system("cut -d ' ' -f 1 /proc/uptime")?.trim().parse().unwrap())
+    };
+    let (in_guest, in_host) = (|line: &str| guest.sh(line), |line: &str| host.sh(line));
+    let (began, outside) = (clocks(&in_guest)?, Instant::now());
+    let beside = clocks(&in_host)?;
+    guest.sh("sleep 10")?;
+    let (inside, outside) = (clocks(&in_guest)? - began, outside.elapsed().as_secs_f64());
+    let beside = clocks(&in_host)? - beside;
+    println!("ten seconds: {inside:.2} s in the guest, {beside:.2} s in its host, {outside:.2} s outside");
+    // The guest's stretch lies within the others', but for the way of the commands.
+    assert!((10.0..12.0).contains(&inside), "{inside}");
+    assert!((inside - outside).abs() < 0.6 && (inside - beside).abs() < 0.6, "{inside} {beside} {outside}");
+    knows_the_time(guest, "after a sleep")?;
+    comes_further(guest, "counter", count(guest, "counter")?)
 }
 
 /// Checks that the commands about guests show the guest, and end it.
@@ -47,7 +105,12 @@ fn is_seen_and_stopped(host: &Machine, guest: Guest<'_>) -> Result<()> {
     comes_further(&guest, "clock", count(&guest, "clock")?)?;
     let said = guest.stop()?;
     assert!(said.contains(&format!("stopped {NAME}")), "{said}");
+    let ended = said.lines().find_map(|line| serde_json::from_str::<serde_json::Value>(line).ok()).unwrap();
+    println!("{ended}");
+    assert_eq!(ended["end"], "stopped");
+    assert!((1..=MONITOR_MAX).contains(&ended["monitor_bytes"].as_u64().unwrap()), "{ended}");
     assert_eq!(host.mercury("guests list")?["guests"].as_array().unwrap().len(), 0);
+    assert_eq!(host.sh("ls /run/mercury/guests")?, "");
     let again = host.mercury_refused(&format!("guests stop {NAME}"))?;
     assert_eq!(again.exit, 5, "{again:?}");
     Ok(())
@@ -56,25 +119,177 @@ fn is_seen_and_stopped(host: &Machine, guest: Guest<'_>) -> Result<()> {
 #[test]
 #[ignore = "long"]
 fn a_bare_machine_goes_on_as_a_guest() -> Result<()> {
-    goes_on(Kernel::BookwormGeneric, 1)
+    goes_on(as_guest::source(Kernel::BookwormGeneric, 1), 1)
 }
 
 #[test]
 #[ignore = "long"]
 fn a_bare_machine_with_two_cpus_goes_on_as_a_guest() -> Result<()> {
-    goes_on(Kernel::BookwormGeneric, 2)
+    goes_on(as_guest::source(Kernel::BookwormGeneric, 2), 2)
 }
 
 #[test]
 #[ignore = "long"]
 fn a_bare_machine_with_6_12_goes_on_as_a_guest() -> Result<()> {
-    goes_on(Kernel::TrixieGeneric, 1)
+    goes_on(as_guest::source(Kernel::TrixieGeneric, 1), 1)
 }
 
 #[test]
 #[ignore = "long"]
 fn a_bare_machine_with_6_12_and_two_cpus_goes_on_as_a_guest() -> Result<()> {
-    goes_on(Kernel::TrixieGeneric, 2)
+    goes_on(as_guest::source(Kernel::TrixieGeneric, 2), 2)
+}
+
+/// The source's kernel takes its time from the HPET.
+#[test]
+#[ignore = "long"]
+fn a_bare_machine_that_uses_the_hpet_goes_on_as_a_guest() -> Result<()> {
+    goes_on(as_guest::source(Kernel::BookwormGeneric, 1).kernel_arg("clocksource=hpet"), 1)
+}
+
+/// The configuration of the network, as far as it is to come back, in a fixed order.
+const CONFIGURATION: &str = "ip -4 -o address show dev eth0 scope global | sed 's/^[0-9]*: //'; \
+    ip -4 route show table all type unicast | sort; ip -4 rule; ip -4 neigh show nud permanent; \
+    cat /sys/class/net/eth0/mtu";
+/// A configuration with more than one of each.
+const CONFIGURE: &str = "ip address flush dev eth0; ip link set eth0 mtu 1400; \
+    ip address add 10.9.0.2/24 dev eth0; ip address add 10.77.0.1/24 dev eth0; \
+    ip route add default via 10.9.0.1; ip route add 10.88.0.0/16 via 10.9.0.7 table 77; \
+    ip rule add to 10.88.0.0/16 lookup 77; \
+    ip neigh replace 10.9.0.7 lladdr 52:54:00:00:00:77 dev eth0 nud permanent";
+
+/// Boots a machine like metal on a switch.
+fn boot_on(switch: &Switch, spec: Spec) -> Result<Machine> {
+    let machine = switch.boot_other(switch.plug_metal(spec))?;
+    machine.sh("modprobe e1000e; until test -e /sys/class/net/eth0; do sleep 0.1; done; sleep 1; \
+        ip link set eth0 up")?;
+    start(&machine, "clock", CLOCK, "")?;
+    Ok(machine)
+}
+
+/// Boots a host in the place of a source that is off. The guest's card is on the source's network.
+fn boot_host_on(switch: &Switch, source: &Machine) -> Result<Machine> {
+    let host = switch.boot_other(switch.plug_instead(as_guest::host(Kernel::BookwormCloud, source)))?;
+    as_guest::bridge(&host, "10.9.0.4")?;
+    Ok(host)
+}
+
+/// Takes the network over: addresses, routes, rules and neighbours come to the new card, peers hear of it,
+/// and connections in both directions go on.
+#[test]
+#[ignore = "long"]
+fn connections_of_a_bare_machine_go_on_with_it_as_a_guest() -> Result<()> {
+    need_kvm()?;
+    let switch = Switch::boot()?;
+    let source = boot_on(&switch, as_guest::in_ram(as_guest::metal(Kernel::BookwormGeneric, 1)))?;
+    source.sh(CONFIGURE)?;
+    start(&source, "talk", TALK, PEER)?;
+    start(&source, "hear", HEAR, "")?;
+    switch.tell()?;
+    start(&switch.peer, "announced", ANNOUNCED, &format!("{MOVING} {CARD}"))?;
+    let (boot_id, before) = (boot_id(&source)?, source.sh(CONFIGURATION)?);
+    println!("{before}");
+    as_guest::checkpoint(&source)?;
+
+    let host = boot_host_on(&switch, &source)?;
+    let guest = Guest::start(&host, "--json --console socket --net tap=tap0")?;
+    is_well(&guest, &boot_id)?;
+    assert_eq!(guest.sh(CONFIGURATION)?, before);
+    assert!(count(&switch.peer, "announced")? > 0);
+    for connection in ["talk", "hear"] {
+        comes_further(&guest, connection, count(&guest, connection)? + 5)?;
+    }
+    let card = guest.sh("cat /sys/class/net/eth0/address; readlink -f /sys/class/net/eth0/device")?;
+    assert!(card.contains("virtio"), "{card}");
+    let known = switch.peer.sh(&format!("ip neigh show {MOVING}"))?;
+    assert!(known.contains(card.lines().next().unwrap()) && !known.contains(CARD), "{known}");
+    guest.check_log()?;
+    guest.stop()?;
+    switch.peer.check_health()
+}
+
+/// Gives the guest the network of a passt of its own: it reaches other machines, and a port of its host leads
+/// to it.
+#[test]
+#[ignore = "long"]
+fn a_bare_machine_reaches_the_network_through_passt_as_a_guest() -> Result<()> {
+    need_kvm()?;
+    let Some(passt) = find_program("passt") else {
+        println!("left out: passt is not installed");
+        return Ok(());
+    };
+    let switch = Switch::boot()?;
+    let source = boot_on(&switch, as_guest::in_ram(as_guest::metal(Kernel::BookwormGeneric, 1)))?;
+    source.sh(CONFIGURE)?;
+    start(&source, "echo", ECHO, "")?;
+    let boot_id = boot_id(&source)?;
+    as_guest::checkpoint(&source)?;
+
+    let host = boot_host_on(&switch, &source)?;
+    host.sh("ip route add default via 10.9.0.1")?;
+    host.put("/usr/bin/passt", &std::fs::read(passt).unwrap(), 0o755)?;
+    let guest = Guest::start(&host, "--json --console socket --net passt --forward 8007:7")?;
+    is_well(&guest, &boot_id)?;
+    start(&guest, "talk", TALK, PEER)?;
+    comes_further(&guest, "talk", 5)?;
+    let through = "import socket; peer = socket.create_connection(('10.9.0.4', 8007)); \
+        peer.sendall(b'through'); print(peer.recv(64).decode())";
+    assert_eq!(switch.peer.sh(&format!("timeout 60 python3 -c \"{through}\""))?, "through");
+    guest.check_log()?;
+    guest.stop()?;
+    host.check_health()
+}
+
+/// Lets a machine go on whose root is on another machine, by NFS.
+#[test]
+#[ignore = "long"]
+fn a_bare_machine_with_its_root_on_nfs_goes_on_as_a_guest() -> Result<()> {
+    need_kvm()?;
+    let switch = Switch::boot()?;
+    let spec = as_guest::metal(Kernel::BookwormGeneric, 1).kernel_arg(&format!("lab.nfs={PEER},{MOVING}"));
+    let source = boot_on(&switch, spec)?;
+    assert_eq!(source.sh("findmnt -no FSTYPE /; findmnt -rno TARGET -t ext4 || true")?, "nfs4");
+    start(&source, "reads", READS, "")?;
+    let boot_id = boot_id(&source)?;
+    as_guest::checkpoint(&source)?;
+
+    let host = boot_host_on(&switch, &source)?;
+    let guest = Guest::start(&host, "--json --console socket --net tap=tap0")?;
+    is_well(&guest, &boot_id)?;
+    comes_further(&guest, "reads", count(&guest, "reads")? + 1)?;
+    assert_eq!(switch.peer.sh("cat /root/after")?, "written");
+    guest.check_log()?;
+    guest.stop()?;
+    switch.peer.check_health()
+}
+
+/// Lets a machine go on with a file system on a disk of another machine, by NBD.
+#[test]
+#[ignore = "long"]
+fn a_disk_on_a_network_goes_on_with_a_bare_machine_as_a_guest() -> Result<()> {
+    need_kvm()?;
+    let switch = Switch::boot()?;
+    let source = boot_on(&switch, as_guest::in_ram(as_guest::metal(Kernel::BookwormGeneric, 1)))?;
+    source.sh(CONFIGURE)?;
+    start(&switch.peer, "blocks", BLOCKS, "")?;
+    // The small root has no mkfs.
+    switch.peer.sh("mkfs.ext4 -q /run/blocks.disk && sync")?;
+    source.sh("modprobe -a nbd ext4")?;
+    start(&source, "attach_blocks", ATTACH_BLOCKS, PEER)?;
+    source.sh("while pgrep -f '[a]ttach_blocks'; do sleep 0.1; done; mount /dev/nbd0 /mnt; echo before > /mnt/before")?;
+    let boot_id = boot_id(&source)?;
+    // A restore environment would not find the disk.
+    as_guest::checkpoint_with(&source, "--force-devices")?;
+
+    let host = boot_host_on(&switch, &source)?;
+    let guest = Guest::start(&host, "--json --console socket --net tap=tap0")?;
+    is_well(&guest, &boot_id)?;
+    let write = "cat /mnt/before; echo after > /mnt/after && sync -f /mnt/after && umount /mnt && echo done";
+    assert_eq!(guest.sh(write)?, "before\ndone");
+    println!("{}", switch.peer.sh("e2fsck -f -n /run/blocks.disk 2>&1")?);
+    guest.check_log()?;
+    guest.stop()?;
+    switch.peer.check_health()
 }
 
 /// Refuses a virtual machine with its disks mounted by all its reasons, and a host without KVM.
