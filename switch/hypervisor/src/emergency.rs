@@ -8,7 +8,7 @@ use core::fmt::{self, Write};
 
 use mercury_abi::code::Code;
 use mercury_abi::refusal::Refusal;
-use mercury_abi::shared::{CrashRecord, LogKind};
+use mercury_abi::shared::{CrashRecord, ExitReason, LogKind};
 
 use crate::cpu::{Area, Cpu, Phase, area_of_stack};
 use crate::host::entry::{self, Next};
@@ -77,8 +77,9 @@ fn panic<V: Vendor>(area: &mut Area<V>, info: &core::panic::PanicInfo<'_>) -> ! 
     leave(area, phase, Code::HostPanic)
 }
 
-/// Records an exit that the hypervisor has no answer for.
+/// Counts and records an exit that the hypervisor has no answer for.
 pub fn record_unknown_exit<V: Vendor>(area: &mut Area<V>) {
+    publish::count(area, ExitReason::Unknown);
     let crash = describe(area, Phase::Exit, Code::UnknownExit);
     let exit_code = crash.exit_code;
     record(area, crash, format_args!("unknown exit {exit_code:#x}"));

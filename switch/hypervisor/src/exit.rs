@@ -82,6 +82,14 @@ pub fn departs<V: Vendor>(area: &mut Area<V>, because: Code) {
     publish::departed(area, because);
 }
 
+/// Logs the exit at which this CPU leaves, and notes that it does. The exit has its code, RIP, and two fields
+/// of information.
+pub fn departs_at<V: Vendor>(area: &mut Area<V>, because: Code, [code, rip, info1, info2]: [u64; 4]) {
+    let arguments = [u64::from(because as u32), code, rip, info1, info2];
+    publish::log(area, LogKind::Left, area.cpu.exit_tsc, arguments);
+    departs(area, because);
+}
+
 /// Counts and logs a nested fault, with its guest-physical address and the instruction's, and returns the
 /// answer.
 pub fn nested_fault<V: Vendor>(

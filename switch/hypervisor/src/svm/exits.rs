@@ -308,17 +308,14 @@ fn cure(area: &mut Area, hardware: &mut impl Hardware) -> Option<Answer> {
 fn finish(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> Next {
     area.cpu.leave_pending = 0;
     let control = &area.control;
-    let arguments =
-        [u64::from(because as u32), control.exit_code, control.rip, control.exit_info1, control.exit_info2];
-    publish::log(area, LogKind::Left, area.cpu.exit_tsc, arguments);
-    exit::departs(area, because);
+    let exit = [control.exit_code, control.rip, control.exit_info1, control.exit_info2];
+    exit::departs_at(area, because, exit);
     capture::put_back(area, hardware);
     Next::Leave
 }
 
 /// Records an exit that the hypervisor has no answer for. The CPU runs on natively.
 fn unknown(area: &mut Area, hardware: &mut impl Hardware) -> Next {
-    publish::count(area, ExitReason::Unknown);
     emergency::record_unknown_exit(area);
     depart(area, hardware, Code::UnknownExit)
 }

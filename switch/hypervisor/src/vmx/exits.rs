@@ -616,16 +616,14 @@ fn finish(area: &mut Area, hardware: &mut impl Hardware, because: Code) -> Next 
     area.own.refused_to_leave = 0;
     let exit = &area.own.exit;
     let rip = hardware.vmread(vmcs::GUEST_RIP);
-    let arguments = [u64::from(because as u32), EXIT_CODE_VMX | exit.code, rip, exit.info1, exit.info2];
-    publish::log(area, LogKind::Left, area.cpu.exit_tsc, arguments);
-    exit::departs(area, because);
+    let exit = [EXIT_CODE_VMX | exit.code, rip, exit.info1, exit.info2];
+    exit::departs_at(area, because, exit);
     put_back(area, hardware);
     Next::Leave
 }
 
 /// Records an exit that the hypervisor has no answer for. The CPU runs on natively.
 fn unknown(area: &mut Area, hardware: &mut impl Hardware) -> Next {
-    publish::count(area, ExitReason::Unknown);
     emergency::record_unknown_exit(area);
     depart(area, hardware, Code::UnknownExit)
 }
