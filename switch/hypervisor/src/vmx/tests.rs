@@ -314,7 +314,7 @@ fn detach_gives_the_processor_back() {
 /// A recording of branches that began while the CPU was attached goes on, but not through the hypervisor's
 /// tables.
 #[test]
-fn branches_are_stored_again_behind_the_gate() {
+fn branches_are_stored_again_after_the_gate() {
     let mut cpu = Cpu::attached();
     cpu.set(vmcs::GUEST_DEBUGCTL, 0x2C1);
     assert_eq!(cpu.hypercall(Hypercall::Detach as u64), Next::Leave);
