@@ -1170,11 +1170,12 @@ fn fails_with(machine: &Machine, line: &str, reason: &str) -> Result<()> {
     is_as_before(machine)
 }
 
-/// Checks that the machine is native, no task is frozen, and nothing is held.
+/// Checks that the machine is native, no task is frozen, and nothing is held. Another file system may have a
+/// disk that does not answer, for which `sync` would wait.
 fn is_as_before(machine: &Machine) -> Result<()> {
     let status = machine.sh("mercury status --json")?;
     assert!(!status.contains("\"attached\""), "{status}");
-    machine.sh("echo x > /root/x && sync && ! ls /sys/fs/cgroup | grep mercury")?;
+    machine.sh("echo x > /root/x && sync -f /root && ! ls /sys/fs/cgroup | grep mercury")?;
     Ok(())
 }
 
@@ -1519,20 +1520,29 @@ fn a_disk_that_does_not_answer_is_named() -> Result<()> {
     machine.check_next_attach()
 }
 
-/// Names a file system on an NBD server that does not answer any more.
+/// Names a file system on an NBD server that does not answer any more, and an unused disk of that server.
 fn a_server_that_is_gone_is_named(machine: &Machine) -> Result<()> {
     start(machine, "blocks", BLOCKS, "")?;
     machine.sh("ip link set lo up; modprobe nbd nbds_max=2")?;
     start(machine, "attach_blocks", ATTACH_BLOCKS, "127.0.0.1")?;
     machine.sh("while pgrep -f '[a]ttach_blocks'; do sleep 0.1; done; mkfs.ext4 -q /dev/nbd0 && mount \
-        /dev/nbd0 /mnt")?;
-    machine.sh("pkill -STOP -f '^python3 /run/blocks.py'; echo x > /mnt/x")?;
+        /dev/nbd0 /mnt; echo x > /mnt/x; sync -f /mnt")?;
+    // A new file would have the shell wait: its inode's bitmap is read from the server.
+    machine.sh("pkill -STOP -f '^python3 /run/blocks.py'; echo y >> /mnt/x")?;
     fails_with(
         machine,
         "mercury checkpoint /run/x",
         "/mnt (/dev/nbd0) could not be written: it has not answered for",
     )?;
-    machine.sh("pkill -CONT -f '^python3 /run/blocks.py'; umount /mnt").map(drop)
+    machine.sh("pkill -CONT -f '^python3 /run/blocks.py'; until umount /mnt; do sleep 0.2; done")?;
+    // The disk might be one with the root's identity, although nobody uses it.
+    machine.sh("pkill -STOP -f '^python3 /run/blocks.py'; echo 3 > /proc/sys/vm/drop_caches")?;
+    fails_with(
+        machine,
+        &format!("mercury checkpoint --poweroff --overwrite {DISK}"),
+        "/dev/nbd0 cannot be read: it has not answered for",
+    )?;
+    machine.sh("pkill -CONT -f '^python3 /run/blocks.py'").map(drop)
 }
 
 /// Names the disk of an image, or of a machine to receive, that does not answer; also when it stops

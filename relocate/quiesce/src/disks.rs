@@ -13,7 +13,7 @@ use super::{
     file_systems::Kind,
     layers,
     mounts::{Mounted, has_own_numbers, holder, mount, mounted},
-    patient::{self, Disk},
+    patient::{self, Disk, Progress},
     reachable,
 };
 use crate::undo::{Undo, UndoProcess};
@@ -292,18 +292,11 @@ pub fn sync(mounts: &[Mounted], sysroot: &Sysroot) -> Result<()> {
 }
 
 /// Writes back one file system. The amount of data is unknown, so progress means that the device
-/// has done something lately.
+/// has finished a request lately.
 fn sync_one(mount: &Mounted, sysroot: &Sysroot) -> Result<()> {
     let device = std::fs::metadata(&mount.device).map(|found| found.rdev()).unwrap_or(0);
-    let file = format!("sys/dev/block/{}:{}/stat", libc::major(device), libc::minor(device));
-    let (mut done, mut since) = (None, Duration::ZERO);
-    let get_on = |elapsed: Duration| {
-        let now = sysroot.text(&file);
-        if now != done {
-            (done, since) = (now, elapsed);
-        }
-        elapsed < since + SYNC_PATIENCE
-    };
+    let mut disk = Progress::of(device);
+    let get_on = |elapsed: Duration| disk.goes_on(elapsed, SYNC_PATIENCE, sysroot);
     patient::sync(&mount.at, get_on).map_err(|error| {
         let (at, device) = (mount.at.display(), mount.device.display());
         Error::new(Exit::Failed, format!("the file system at {at} ({device}) could not be written: {error}"))

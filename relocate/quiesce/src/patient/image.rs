@@ -1,6 +1,6 @@
 //! Images, which may be on a disk or a server that goes away while they are read or written.
 
-use super::{CHUNK, Disk, FILE, Server, no_answer_of, serve, writeback::Writeback};
+use super::{CHUNK, Disk, FILE, Progress, Server, no_answer_of, serve, writeback::Writeback};
 use mercury_control::sysroot::Sysroot;
 use std::{
     ffi::c_void,
@@ -79,8 +79,8 @@ pub struct Sink {
     name: String,
     /// The path alone, without the file: a device that this process writes is known by it.
     _place: File,
-    /// Statistics of its disk in /sys, which change when the disk does something.
-    statistics: Option<String>,
+    /// Number of its disk.
+    device: u64,
 }
 
 impl Sink {
@@ -92,13 +92,11 @@ impl Sink {
     /// Returns an error if the child cannot be started.
     pub fn new(file: File, path: &Path) -> io::Result<Self> {
         let found = file.metadata()?;
-        let number = if found.file_type().is_block_device() { found.rdev() } else { found.dev() };
-        let statistics = format!("sys/dev/block/{}:{}/stat", libc::major(number), libc::minor(number));
+        let device = if found.file_type().is_block_device() { found.rdev() } else { found.dev() };
         let place = OpenOptions::new().read(true).custom_flags(libc::O_PATH).open(link_of(&file))?;
         // SAFETY: `write` makes system calls.
         let server = unsafe { Server::start(Some(file.as_fd()), write) }?;
-        let statistics = Some(statistics).filter(|path| Sysroot::default().exists(path));
-        Ok(Self { server, name: path.display().to_string(), _place: place, statistics })
+        Ok(Self { server, name: path.display().to_string(), _place: place, device })
     }
 
     /// Returns the number of the child, which must not stand still while it is needed.
@@ -108,21 +106,15 @@ impl Sink {
     }
 
     /// Makes the file durable. The amount of data of other files that a disk writes first is
-    /// unknown, so progress means that the disk has done something lately.
+    /// unknown, so progress means that the disk has finished a request lately.
     ///
     /// # Errors
     ///
     /// Returns an error if that fails, or the disk or the server does not answer.
     pub fn finish(&mut self) -> io::Result<()> {
         self.server.request([FINISH, 0])?;
-        let (mut done, mut since) = (None, Duration::ZERO);
-        let get_on = |elapsed: Duration| {
-            let now = self.statistics.as_ref().and_then(|path| Sysroot::default().text(path));
-            if now != done {
-                (done, since) = (now, elapsed);
-            }
-            elapsed < since + PATIENCE
-        };
+        let (mut disk, sysroot) = (Progress::of(self.device), Sysroot::default());
+        let get_on = |elapsed: Duration| disk.goes_on(elapsed, PATIENCE, &sysroot);
         self.server.answer(get_on).map(drop).map_err(|error| named(&self.name, error))
     }
 }

@@ -8,9 +8,11 @@
 //! locked in the child.
 
 mod image;
+mod progress;
 mod writeback;
 
 pub use image::{Sink, Source};
+pub use progress::Progress;
 
 use mercury_control::{
     error::{Error, Result},
