@@ -26,7 +26,7 @@ use crate::{
     host,
     iommu::Iommu,
     link::{Link, System},
-    lock::Reservation,
+    reservation::Reservation,
     scene::Scene,
     spec::{Console, Platform, Spec, Vendor},
     terminal::Terminal,
@@ -55,7 +55,7 @@ impl Machine {
     /// If an artefact does not build, or the machine does not come up; the error shows its console.
     pub fn boot(spec: Spec) -> Result<Self> {
         let prepared = Prepared::new(spec)?;
-        let slot = Reservation::wait(1)?;
+        let slot = Reservation::of_built()?;
         prepared.start_first(Some(slot))
     }
 

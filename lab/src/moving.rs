@@ -11,8 +11,8 @@ use crate::{
     error::{Error, Result, wait_for},
     host,
     kernel::Kernel,
-    lock::Reservation,
     machine::Machine,
+    reservation::Reservation,
     restart::{
         script::{ECHO, EXPORTS, TELL},
         start,
@@ -67,12 +67,20 @@ pub struct Switch {
 }
 
 impl Switch {
-    /// Boots the switch, with room on this host for two more machines.
+    /// Boots the switch, with room on this host for two more machines with the switch's own kernel.
     ///
     /// # Errors
     /// If the switch does not come up.
     pub fn boot() -> Result<Self> {
-        let slots = Reservation::wait(3)?;
+        Self::boot_for(Kernel::BookwormCloud)
+    }
+
+    /// Boots the switch, with room on this host for two more machines with this kernel.
+    ///
+    /// # Errors
+    /// If the switch does not come up.
+    pub fn boot_for(others: Kernel) -> Result<Self> {
+        let slots = Reservation::of(3, &[Kernel::BookwormCloud, others])?;
         let ports = [host::free_port()?, host::free_port()?];
         let listen = |port: u16| format!("socket,listen=127.0.0.1:{port}");
         let peer = spec(Kernel::BookwormCloud).cpus(1).memory_mib(768);

@@ -56,7 +56,7 @@ pub fn run(kernel: Kernel, cpus: u32, memory_mib: u32, on_terminal: fn(Spec) -> 
         ));
     }
     say("Two machines, and a third one that is the switch between them and has their files");
-    let switch = progress::step("the switch boots", Switch::boot)?;
+    let switch = progress::step("the switch boots", || Switch::boot_for(kernel))?;
     let at = |place| {
         let spec = switch.plugged(kernel, cpus, memory_mib, place);
         spec.modules(Variant::Production).console(Console::Socket)

@@ -21,8 +21,8 @@ use crate::{
     error::{Context, Error, Result},
     hung,
     image::{Image, Release},
-    lock::Reservation,
     paths, progress,
+    reservation::Reservation,
     spec::Platform,
 };
 

@@ -456,7 +456,7 @@ fn devices_of_processes_are_refused() -> Result<()> {
 #[ignore = "long"]
 fn connections_go_on() -> Result<()> {
     need_qemu()?;
-    let both = Reservation::wait(2)?;
+    let both = Reservation::of(2, &[Kernel::BookwormCloud])?;
     let port = free_port();
     let peer = Machine::boot_reserved(wired(spec(Kernel::BookwormCloud).cpus(1), port, "listen"), &both)?;
     let machine = Machine::boot_reserved(wired(spec(Kernel::BookwormCloud), port, "connect"), &both)?;

@@ -334,7 +334,7 @@ fn systemd_runs_the_machine() -> Result<()> {
 fn a_reservation_holds_several_machines() -> Result<()> {
     // Two machines with one processor are as heavy as one with two. A test that waits for all slots
     // keeps some idle.
-    let reservation = Reservation::wait(1)?;
+    let reservation = Reservation::of(1, &[Kernel::BookwormCloud])?;
     let first = Machine::boot_reserved(plain().cpus(1), &reservation)?;
     let second = Machine::boot_reserved(plain().cpus(1), &reservation)?;
     assert_ne!(

@@ -100,7 +100,7 @@ fn put_to_work(switch: &Switch, machine: &Machine) -> Result<()> {
 impl Scene {
     fn new() -> Result<Self> {
         let begun = Instant::now();
-        let switch = Switch::boot()?;
+        let switch = Switch::boot_for(KERNEL)?;
         let machine = switch.boot_moving(switch.plugged(KERNEL, 2, MEMORY_MIB, SOURCE))?;
         let destination = switch.boot_other(switch.plugged(KERNEL, 2, MEMORY_MIB, DESTINATION))?;
         plug_in(&destination, "10.9.0.3")?;

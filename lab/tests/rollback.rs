@@ -473,7 +473,7 @@ fn on_command_with_a_root_in_ram() -> Result<()> {
 /// stay, and the connection is made anew.
 fn root_on_nfs_goes_back(death: &str, reason: &str) -> Result<()> {
     need_qemu()?;
-    let both = Reservation::wait(2)?;
+    let both = Reservation::of(2, &[Kernel::BookwormCloud])?;
     let port = free_port();
     let server = Spec::new(Kernel::BookwormCloud).cpus(1).memory_mib(768).qemu_version(Qemu::Newer);
     let server = Machine::boot_reserved(wired(server, port, "listen"), &both)?;

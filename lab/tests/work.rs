@@ -28,7 +28,7 @@ const CLIENTS: [&str; 4] = ["client0", "client1", "client2", "client3"];
 #[ignore = "long"]
 fn clients_outside_go_on() -> Result<()> {
     need_qemu()?;
-    let both = Reservation::wait(2)?;
+    let both = Reservation::of(2, &[Kernel::BookwormCloud])?;
     let port = free_port();
     let peer = wired(spec(Kernel::BookwormCloud).cpus(1).memory_mib(768), port, "listen");
     let peer = Machine::boot_reserved(peer, &both)?;
@@ -210,7 +210,7 @@ fn work_goes_on_on_four_cpus() -> Result<()> {
 /// Boots an NFS server, and a machine with this name and script at work, whose files are all on the
 /// server. The kernel's command line has `version` after the machine's address.
 fn boot_on_nfs(version: &str, (work, script): (&str, &str)) -> Result<(Machine, Machine)> {
-    let both = Reservation::wait(2)?;
+    let both = Reservation::of(2, &[Kernel::BookwormCloud])?;
     let port = free_port();
     let server = wired(spec(Kernel::BookwormCloud).cpus(1).memory_mib(768), port, "listen");
     let server = Machine::boot_reserved(server, &both)?;

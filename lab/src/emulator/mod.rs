@@ -73,6 +73,17 @@ pub(crate) mod file {
     }
 }
 
+/// Makes the emulator of the chosen platform, if it is missing.
+///
+/// # Errors
+/// If the emulator cannot be made.
+pub(crate) fn ensure() -> Result<()> {
+    match Platform::chosen()? {
+        Platform::Qemu => newer_qemu::ensure().map(drop),
+        Platform::Bochs(_) => bochs_build::ensure().map(drop),
+    }
+}
+
 /// Makes the machine's files in its directory. Returns the command to start there.
 ///
 /// # Errors

@@ -25,8 +25,8 @@ use crate::{
     image::Image,
     kernel::{self, Kernel},
     link::Link,
-    lock::Reservation,
     owner,
+    reservation::Reservation,
     scene::Scene,
     spec::{self, Console, Platform, Spec},
 };

@@ -38,7 +38,7 @@ impl Scene {
         memory_mib: [u32; 2],
         change: impl Fn(Spec) -> Spec,
     ) -> Result<Self> {
-        let switch = Switch::boot()?;
+        let switch = Switch::boot_for(kernel)?;
         let machine = switch.boot_moving(change(switch.plugged(kernel, cpus, memory_mib[0], 2)))?;
         let destination = switch.boot_other(change(switch.plugged(kernel, cpus, memory_mib[1], 3)))?;
         plug_in(&destination, "10.9.0.3")?;

@@ -117,7 +117,7 @@ struct Scene {
 
 impl Scene {
     fn set(plan: Plan) -> Result<Self> {
-        let switch = Switch::boot()?;
+        let switch = Switch::boot_for(plan.kernel)?;
         let machine = switch.boot_moving(at(&switch, plan, 2))?;
         ledger::serve(&machine)?;
         start(&machine, "clock", CLOCK, "")?;
