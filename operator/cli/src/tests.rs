@@ -45,6 +45,51 @@ fn examples_parse() {
     }
 }
 
+/// Returns the words of the `mercury` command in a line of a document: up to a comment, or to a character of
+/// the shell that ends it.
+fn words(line: &str) -> Option<Vec<String>> {
+    let command = line.strip_prefix("    ")?.trim_start();
+    let assigned = |(name, value): &(&str, &str)| {
+        name.bytes().all(|byte| byte.is_ascii_uppercase() || byte == b'_') && value.contains(" mercury ")
+    };
+    let command = match command.split_once('=').filter(assigned) {
+        Some((_, value)) => &value[value.find("mercury ")?..],
+        None => command,
+    };
+    let command = command.strip_prefix("mercury ")?.split(['<', '>', '|', ';', '#']).next()?;
+    let quoted = command.split('\'').enumerate();
+    let mut words = vec!["mercury".to_owned()];
+    for (index, part) in quoted {
+        match index % 2 {
+            0 => words.extend(part.split_whitespace().map(str::to_owned)),
+            _ => words.push(part.to_owned()),
+        }
+    }
+    Some(words)
+}
+
+/// Each command in the documents is one that the command line takes. The table of README.md is left out: it
+/// has explanations beside the commands.
+#[test]
+fn commands_of_the_documents_parse() {
+    let mut count = 0;
+    let docs = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs");
+    for page in fs::read_dir(docs).expect("the documents") {
+        let page = page.expect("a document").path();
+        if page.extension().is_none_or(|extension| extension != "md") {
+            continue;
+        }
+        let text = fs::read_to_string(&page).expect("text").replace("\\\n", " ");
+        for words in text.lines().filter_map(words) {
+            count += 1;
+            if let Err(error) = Cli::try_parse_from(&words) {
+                panic!("{} has {words:?}: {error}", page.display());
+            }
+        }
+    }
+    assert!(count >= 25, "only {count} commands were found");
+}
+
 #[test]
 fn pages_for_all_commands() {
     let directory = tempfile::tempdir().expect("temporary directory");
