@@ -5,6 +5,10 @@
 
 use std::time::{Duration, Instant};
 
+use mercury_abi::{
+    MERCURY_ABI_VERSION,
+    ioctl::{FirmwareRequest, MERCURY_IOC_FIRMWARE},
+};
 use mercury_lab::{
     Bus, Kernel, Machine, MachineCheck, Platform, Qemu, Reset, Result, Spec,
     operator::{Work, complaints},
@@ -187,6 +191,39 @@ fn reboot_on_6_12() -> Result<()> {
 #[ignore = "long"]
 fn reboot_at_once() -> Result<()> {
     comes_up_again(Kernel::BookwormCloud, REBOOT_AT_ONCE)
+}
+
+/// A request that waits for a page of its caller, which never comes. The request holds the driver's lock.
+const REQUEST: &str = r#"
+import ctypes, fcntl, mmap, os, struct, sys
+USERFAULTFD, UFFDIO_API, UFFDIO_REGISTER, MISSING = 323, 0xC018AA3F, 0xC020AA00, 1
+handler = ctypes.CDLL(None).syscall(USERFAULTFD, os.O_CLOEXEC)
+fcntl.ioctl(handler, UFFDIO_API, bytearray(struct.pack("<QQQ", 0xAA, 0, 0)))
+memory = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+fcntl.ioctl(handler, UFFDIO_REGISTER, bytearray(struct.pack("<QQQQ", address, 4096, MISSING, 0)))
+number, size, version = map(int, sys.argv[1:])
+request = bytearray(struct.pack("<IIQQ", size, version, 0, address).ljust(size, bytes(1)))
+fcntl.ioctl(os.open("/dev/mercury", os.O_RDWR), number, request)
+"#;
+
+/// Reboots although a request never ends.
+#[test]
+#[ignore = "long"]
+fn reboot_while_a_request_waits() -> Result<()> {
+    let machine = Machine::boot(plain().cpus(2).reset(Reset::Restarts))?;
+    machine.mercury("attach")?;
+    machine.put("/run/request.py", REQUEST.as_bytes(), 0o644)?;
+    let size = size_of::<FirmwareRequest>();
+    machine.sh(&format!(
+        "setsid python3 /run/request.py {MERCURY_IOC_FIRMWARE} {size} {MERCURY_ABI_VERSION} < /dev/null > \
+         /run/said 2>&1 & for i in $(seq 300); do grep -q userfault /proc/$!/wchan && exit; sleep 0.1; done; \
+         cat /run/said; exit 1"
+    ))?;
+    let boots = machine.boots();
+    machine.spawn(REBOOT_AT_ONCE)?;
+    machine.wait_reboot(boots)?;
+    machine.check_next_attach()
 }
 
 #[test]

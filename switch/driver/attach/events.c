@@ -158,18 +158,22 @@ static struct syscore syscore = { .ops = &syscore_ops };
 #define unregister_syscore(syscore)	unregister_syscore_ops(&syscore_ops)
 #endif
 
+/* The time for which a reboot waits for a request that is being carried out. */
+#define REBOOT_WAITS	(30 * HZ)
+
 static int reboot_comes(struct notifier_block *block, unsigned long action, void *data)
 {
+	unsigned long end = jiffies + REBOOT_WAITS;
 	struct mercury_outcome outcome = {};
 
 	mercury.going_down = true;
 	/*
 	 * The task that reboots may hold the lock that keeps the system from sleeping, and a snapshot waits
-	 * for that lock while it holds ours. The detach is left out then: CPUs leave one by one as the
-	 * kernel stops them.
+	 * for that lock while it holds ours. A request may wait for a page of its caller that never comes.
+	 * The detach is left out then: CPUs leave one by one as the kernel stops them.
 	 */
 	while (!mutex_trylock(&mercury.lock)) {
-		if (READ_ONCE(mercury.waits_for_sleep))
+		if (READ_ONCE(mercury.waits_for_sleep) || time_after(jiffies, end))
 			return NOTIFY_DONE;
 		schedule_timeout_uninterruptible(1);
 	}

@@ -26,12 +26,16 @@ static struct {
 	bool had_firmware;
 } guest;
 
-/* Returns true for memory that the firmware left for itself. */
+/*
+ * Returns true for memory that the firmware left for itself. What it has reserved may be registers, so user
+ * space asks for reserved ranges only if a table of ACPI's lies there.
+ */
 static bool is_firmware(u64 page)
 {
 	if (!PAGE_ALIGNED(page) || page_is_ram(PHYS_PFN(page)))
 		return false;
-	return page < SZ_1M || e820__mapped_any(page, page + PAGE_SIZE, 0);
+	return page < SZ_1M || (e820__mapped_any(page, page + PAGE_SIZE, 0) &&
+				!mercury_is_device(page, page + PAGE_SIZE));
 }
 
 /* Reads a page of it for user space, which cannot: the kernel has marked it busy. */

@@ -159,7 +159,7 @@ static u32 check_machine(const struct mercury_restart_request *request, struct m
 }
 
 /* Returns true if something else than memory is known to be there. */
-static bool is_device(phys_addr_t start, phys_addr_t end)
+bool mercury_is_device(phys_addr_t start, phys_addr_t end)
 {
 	struct pci_dev *device = NULL;
 	unsigned int i;
@@ -183,7 +183,7 @@ static u32 map_window(u64 start, u64 end)
 {
 	struct mercury_window *window = &restore.windows[restore.window_count];
 
-	if (is_device(start, end))
+	if (mercury_is_device(start, end))
 		return MERCURY_CODE_RESTORE_OVERLAP;
 	window->start = start;
 	window->end = end;

@@ -207,6 +207,7 @@ int mercury_restore_read(const struct mercury_load_frames_request *request,
 			 struct mercury_outcome *outcome);
 int mercury_restore_go(void);
 void mercury_restore_end(void);
+bool mercury_is_device(phys_addr_t start, phys_addr_t end);
 
 /**
  * enum mercury_page_use - the use of a page, as far as a snapshot cares
