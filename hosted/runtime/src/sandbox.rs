@@ -52,6 +52,10 @@ const ALLOWED: &[i64] = &[
     libc::SYS_exit_group,
 ];
 
+/// The calls that the host makes itself at its page of virtual system calls (vsyscall). A program may
+/// jump there. These calls become signals, from which the guest gets the fault of its own kernel.
+const VIRTUAL: [i64; 3] = [libc::SYS_gettimeofday, libc::SYS_time, libc::SYS_getcpu];
+
 /// Closes the inherited descriptors, except the terminal's. A program that gets past the monitor
 /// would have them.
 ///
@@ -119,16 +123,25 @@ pub struct Special {
 /// If the host does not do it.
 pub fn forbid_calls(isolation: Isolation, special: &Special) -> Result<()> {
     let wrong = |error: &dyn std::fmt::Display| Error::host(format!("cannot give up system calls: {error}"));
-    let filter = filter(isolation, special).map_err(|error| wrong(&error))?;
-    let program: BpfProgram = filter.try_into().map_err(|error: seccompiler::BackendError| wrong(&error))?;
-    seccompiler::apply_filter_all_threads(&program).map_err(|error| wrong(&error))
+    // The host takes the stricter result of the two.
+    for filter in [trap_virtual_calls(), filter(isolation, special)] {
+        let program = filter.and_then(BpfProgram::try_from).map_err(|error| wrong(&error))?;
+        seccompiler::apply_filter_all_threads(&program).map_err(|error| wrong(&error))?;
+    }
+    Ok(())
+}
+
+fn trap_virtual_calls() -> std::result::Result<SeccompFilter, seccompiler::BackendError> {
+    let rules = VIRTUAL.map(|call| (call, Vec::new())).into();
+    SeccompFilter::new(rules, SeccompAction::Allow, SeccompAction::Trap, TargetArch::x86_64)
 }
 
 fn filter(
     isolation: Isolation,
     special: &Special,
 ) -> std::result::Result<SeccompFilter, seccompiler::BackendError> {
-    let mut rules: BTreeMap<i64, Vec<SeccompRule>> = ALLOWED.iter().map(|&call| (call, Vec::new())).collect();
+    let allowed = ALLOWED.iter().chain(&VIRTUAL);
+    let mut rules: BTreeMap<i64, Vec<SeccompRule>> = allowed.map(|&call| (call, Vec::new())).collect();
     let equal =
         |argument, value| SeccompCondition::new(argument, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, value);
     // The terminal's settings are put back at the end, which the C library makes sure of by reading them.
@@ -381,7 +394,8 @@ mod tests {
         /// do not filter them at all. They have no effect elsewhere.
         const PROBES: [i64; 2] = [335, 336];
         let program = plain(Isolation::None);
-        let is_named = |number: &i64| ALLOWED.contains(number) || PROBES.contains(number);
+        let is_named =
+            |number: &i64| ALLOWED.contains(number) || VIRTUAL.contains(number) || PROBES.contains(number);
         for number in (0..NUMBERS).filter(|number| !is_named(number)) {
             assert_eq!(signal_of(&program, number, [0; 5]), libc::SIGSYS, "call {number}");
         }
@@ -389,6 +403,18 @@ mod tests {
         for number in [libc::SYS_read, libc::SYS_getpid, libc::SYS_sched_yield] {
             assert_eq!(signal_of(&program, number, [-1, 0, 0, 0, 0]), 0, "call {number}");
         }
+    }
+
+    #[test]
+    fn virtual_calls_become_signals_and_end_nothing() {
+        let [signals, all] =
+            [trap_virtual_calls(), filter(Isolation::None, &Special::default())].map(|one| one.unwrap());
+        let [signals, all]: [BpfProgram; 2] = [signals.try_into().unwrap(), all.try_into().unwrap()];
+        for number in VIRTUAL {
+            assert_eq!(signal_of(&signals, number, [0; 5]), libc::SIGSYS, "call {number}");
+            assert_eq!(signal_of(&all, number, [0; 5]), 0, "call {number}");
+        }
+        assert_eq!(signal_of(&signals, libc::SYS_getpid, [0; 5]), 0);
     }
 
     /// Calls that are allowed for one purpose are for no other.

@@ -37,6 +37,8 @@ pub struct Fault {
     pub is_call: bool,
     /// True for INT 0x80, which is a system call of the host. The other fields mean nothing then.
     pub is_interrupt: bool,
+    /// The address of a call to the host's page of virtual system calls. The other fields mean nothing then.
+    pub virtual_call: Option<u64>,
     /// True for a trap after a stepped instruction.
     pub is_step: bool,
     /// The exception's number.
@@ -48,11 +50,14 @@ pub struct Fault {
 
 /// The vector of INT for 32-bit system calls.
 const OLD_CALL: u8 = 0x80;
-/// Offsets in a signal's information: the code, and the processor's architecture of a system call.
-pub const CODE: usize = 8;
-pub const ARCHITECTURE: usize = 28;
+/// Offsets in a signal's information: the code, and a system call's address and the processor's architecture.
+const CODE: usize = 8;
+const CALLED_AT: usize = 16;
+const ARCHITECTURE: usize = 28;
 /// The code of a trap after a stepped instruction.
-pub const TRAP_TRACE: u32 = 2;
+const TRAP_TRACE: u32 = 2;
+/// The host's page of virtual system calls (vsyscall), at which the host answers calls itself.
+const VIRTUAL_CALLS: std::ops::Range<u64> = 0xFFFF_FFFF_FF60_0000..0xFFFF_FFFF_FF60_1000;
 /// The monitor's flags: only those that are always set.
 const MONITORS_FLAGS: libc::greg_t = 0x202;
 
@@ -294,7 +299,7 @@ pub unsafe extern "C" fn handle_signal(
             }
         }
         // SAFETY: The kernel has put it on the stack for us.
-        false => answer(machine, unsafe { Fault::new(signal, registers, information) }),
+        false => answer(machine, unsafe { Fault::of_signal(signal, registers, information) }),
     }
     load_registers(machine, registers);
     if machine.is_program_elsewhere() || machine.is_left() {
@@ -366,15 +371,27 @@ fn load_registers(machine: &Machine, to: &mut [libc::greg_t; 23]) {
 impl Fault {
     /// # Safety
     /// The information must be a signal's.
-    unsafe fn new(signal: i32, registers: &[libc::greg_t; 23], information: *const libc::siginfo_t) -> Self {
-        let field = |offset: usize| {
-            // SAFETY: The caller says that it is a signal's, which is longer than these offsets.
+    unsafe fn of_signal(
+        signal: i32,
+        registers: &[libc::greg_t; 23],
+        information: *const libc::siginfo_t,
+    ) -> Self {
+        Self::new(signal, registers, |offset| {
+            // SAFETY: The caller says that it is a signal's, which is longer than all offsets.
             unsafe { information.byte_add(offset).cast::<u32>().read() }
-        };
+        })
+    }
+
+    /// Reads the event from a signal's registers, and from the words of its information.
+    pub fn new(signal: i32, registers: &[libc::greg_t; 23], field: impl Fn(usize) -> u32) -> Self {
         let is_64_bits = field(ARCHITECTURE) == X86_64;
+        let called_at = u64::from(field(CALLED_AT)) | u64::from(field(CALLED_AT + 4)) << 32;
+        let is_call = signal == libc::SIGSYS;
+        let is_virtual = is_call && VIRTUAL_CALLS.contains(&called_at);
         Self {
-            is_call: signal == libc::SIGSYS && is_64_bits,
-            is_interrupt: signal == libc::SIGSYS && !is_64_bits,
+            is_call: is_call && is_64_bits && !is_virtual,
+            is_interrupt: is_call && !is_64_bits,
+            virtual_call: is_virtual.then_some(called_at),
             is_step: field(CODE) == TRAP_TRACE,
             number: registers[libc::REG_TRAPNO as usize],
             error: registers[libc::REG_ERR as usize] as u32,
@@ -392,6 +409,9 @@ pub fn answer(machine: &mut Machine, fault: Fault) {
         return machine.software_interrupt(OLD_CALL);
     }
     machine.return_to_replaced();
+    if let Some(address) = fault.virtual_call {
+        return machine.virtual_call(address);
+    }
     let error = fault.error;
     let simple = |vector| Exception { vector, error: None, address: None };
     match fault.number {

@@ -3,8 +3,9 @@
  * and in a hosted machine. A line that begins with "hosted" is printed only if the first argument asks for it.
  *
  *	odd checks		facts, one by one
- *	odd stress SEED COUNT [CASE ...]	random instructions, each stepped: a number for each thousand. The named cases are left out
+ *	odd stress SEED COUNT [FILE]	random instructions: a number for each thousand. The cases in the file are left out
  *	odd show SEED FIRST COUNT	the same, with each result
+ *	odd selectors		loads of segments, each with its result
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -26,6 +27,7 @@
 #define AC (1L << 18)
 #define TF (1L << 8)
 #define NT (1L << 14)
+#define RF (1L << 16)
 #define ID (1L << 21)
 
 static unsigned char altstack[1 << 16];
@@ -114,6 +116,7 @@ static void trap_by_byte(void) { asm volatile(".byte 0xF1"); }
 static void breakpoint(void) { asm volatile("int3"); }
 static void overflow(void) { asm volatile("int $4"); }
 static void gate_80(void) { asm volatile("int $0x80" : : "a"(20)); }
+static void virtual_call(void) { ((long (*)(void *, void *))0xFFFFFFFFFF600000)(NULL, NULL); }
 static void gate_32(void) { asm volatile("int $0x20"); }
 static void privileged(void) { asm volatile("hlt"); }
 static void undefined(void) { asm volatile("ud2"); }
@@ -137,6 +140,92 @@ static void segment_loads(void)
 }
 
 static void segment_beyond(void) { asm volatile("mov %0, %%ds" : : "r"(0xFFF3)); }
+
+/* Loads selectors into a segment's register: all of the descriptor tables' first entries, and some far beyond. */
+#define SELECTORS 0x140
+static volatile long load_error, load_resume;
+static int shows_loads;
+
+static void note_load(int signo, siginfo_t *info, void *context)
+{
+	greg_t *r = ((ucontext_t *)context)->uc_mcontext.gregs;
+
+	load_error = signo << 24 | info->si_code << 16 | r[REG_TRAPNO] << 8 | 0xFF000000000;
+	load_error += r[REG_ERR] << 44;
+	r[REG_RIP] = load_resume;
+}
+
+/* The bases of FS and GS are kept, since thread-local data is there. */
+#define LOAD(segment)                                                                                                  \
+	static long load_##segment(long selector)                                                                      \
+	{                                                                                                              \
+		long got = 0;                                                                                          \
+                                                                                                                       \
+		asm volatile("rdfsbase %%r8; rdgsbase %%r9; lea 1f(%%rip), %%rcx; mov %%rcx, %1\n"                     \
+			     "mov %2, %%" #segment "; mov %%" #segment ", %0\n"                                        \
+			     "1: mov %3, %%" #segment "; wrfsbase %%r8; wrgsbase %%r9"                                 \
+			     : "+r"(got), "=m"(load_resume)                                                            \
+			     : "r"(selector), "r"(#segment[0] == 's' ? 0x2BL : 0L)                                     \
+			     : "rcx", "r8", "r9", "memory");                                                           \
+		return got;                                                                                            \
+	}
+
+LOAD(ds)
+LOAD(es)
+LOAD(fs)
+LOAD(gs)
+LOAD(ss)
+
+/* A far return, except to the two code segments of programs. */
+static long load_cs(long selector)
+{
+	if (selector == 0x23 || selector == 0x33)
+		return 0;
+	asm volatile("lea 1f(%%rip), %%rcx; mov %%rcx, %0; mov %%rsp, %%r8; push %1; push %%rcx; lretq; 1: mov %%r8, %%rsp"
+		     : "=m"(load_resume) : "r"(selector) : "rcx", "r8", "memory");
+	return 1;
+}
+
+/* A return from an interrupt with a stack segment, except to the segments of programs. */
+static long load_by_iret(long selector)
+{
+	if ((selector | 8) == 0x2B || selector == 0x7B)
+		return 0;
+	asm volatile("lea 1f(%%rip), %%rcx; mov %%rcx, %0; mov %%rsp, %%r8\n"
+		     "push %1; push %%r8; pushfq; push $0x33; push %%rcx; iretq\n"
+		     "1: mov %%r8, %%rsp; mov $0x2B, %%ecx; mov %%ecx, %%ss"
+		     : "=m"(load_resume) : "r"(selector) : "rcx", "r8", "memory");
+	return 1;
+}
+
+static unsigned long add(unsigned long sum, unsigned long value);
+
+static void selectors(void)
+{
+	static const struct {
+		const char *name;
+		long (*load)(long);
+	} all[] = { { "ds", load_ds }, { "es", load_es }, { "fs", load_fs }, { "gs", load_gs },
+		    { "ss", load_ss }, { "cs", load_cs }, { "iret", load_by_iret } };
+
+	catch_all(note_load);
+	for (unsigned int i = 0; i < sizeof(all) / sizeof(*all); i++) {
+		unsigned long sum = 0;
+		int loaded = 0;
+
+		for (long n = 0; n < SELECTORS + 32; n++) {
+			long selector = n < SELECTORS ? n : 0xFFFF - (n - SELECTORS) * 0x5A7, got;
+
+			load_error = 0;
+			got = all[i].load(selector);
+			loaded += !load_error;
+			sum = add(add(sum, got), load_error);
+			if (shows_loads)
+				printf("odd: %s %lx: %lx %lx\n", all[i].name, selector, got, load_error);
+		}
+		printf("odd: selectors in %s: %d loaded, %lx\n", all[i].name, loaded, sum);
+	}
+}
 
 static void nested(void)
 {
@@ -396,10 +485,12 @@ static void checks(int hosted)
 	signals_at_each_step();
 	traced_flags();
 	kept_flags();
+	selectors();
 	low_memory();
 	everywhere();
 	if (hosted) {
 		try("hosted: call of 32 bits", gate_80);
+		try("hosted: virtual call", virtual_call);
 		void *low = mmap((void *)0x1000, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
 		void *own;
 
@@ -428,7 +519,14 @@ static void checks(int hosted)
  */
 #define STUB_START 0x3B000000UL
 #define STUB_END 0x3B020000UL
-#define MOST_APART 64
+/*
+ * Without isolation, programs reach the monitor's code, the guest's memory (of the size that the test asks for), and all that the
+ * kernel and the monitor have above USER_END.
+ */
+#define HOLE_START 0x38000000UL
+#define HOLE_END 0x50000000UL
+#define USER_END 0x500000000000UL
+#define MOST_CASES 8192
 
 struct number {
 	unsigned long state;
@@ -447,10 +545,14 @@ static struct {
 	volatile unsigned long seed, at, end, sum, shows;
 	/* 16 bytes of code, and room for the filling that is_left_out() writes after an instruction. */
 	unsigned char bytes[32];
-	/* Cases that faulted at the monitor's addresses, and cases that are left out. */
-	volatile unsigned long apart_count, left_out_count;
-	unsigned long apart[MOST_APART], left_out[MOST_APART];
+	/* The way in which the present case runs, the address and length of its instruction, and the registers before it. */
+	volatile unsigned long way, instruction, length, before;
+	/* One byte for each case: the letter of the part of memory at which it faulted, and true if it is left out. */
+	char apart[MOST_CASES], left_out[MOST_CASES];
 } *run;
+
+/* A case is stepped. Then it may run once more, with a trap after the instruction in place of the step. */
+enum { STEPPED, UNSTEPPED };
 
 static unsigned char pristine[DATA_SIZE], first_state[512];
 static int has_state;
@@ -497,18 +599,12 @@ static int is_left_out(unsigned char *code, int is_64_bits)
 	return 0;
 }
 
-static int is_case_left_out(unsigned long number)
-{
-	for (unsigned long i = 0; i < run->left_out_count; i++)
-		if (run->left_out[i] == number)
-			return 1;
-	return 0;
-}
-
 static void note_case_apart(unsigned long address)
 {
-	if (address >= STUB_START && address < STUB_END && run->apart_count < MOST_APART)
-		run->apart[run->apart_count++] = run->at;
+	if (address >= STUB_START && address < STUB_END)
+		run->apart[run->at] = 's';
+	else if ((address >= HOLE_START && address < HOLE_END) || address >= USER_END)
+		run->apart[run->at] = 'k';
 }
 
 static unsigned long any_value(struct number *n)
@@ -517,6 +613,8 @@ static unsigned long any_value(struct number *n)
 		0x10100000, 0x10101000, 0x10102000, 0x10100800, 0x10100FF8, 0x10101FF0, 0x10000000, 0,
 		0x7FFFFFFFFFF0, 0x800000000000, 0xFFFF800000000000, 0x600000000000, 0x8000000000000000, 0x7FFFFFFF, 0x80000000, 1,
 	};
+	/* Selectors of programs, of the kernel, of a task and of local descriptor tables. */
+	static const unsigned long selectors[] = { 0x23, 0x2B, 0x33, 0x7B, 0x10, 0x18, 0x40, 0x63, 0, 3, 7, 0xF, 0x2C, 0x87, 0x29, 0xFFFF };
 	unsigned long kind = next(n);
 
 	switch (kind & 7) {
@@ -528,12 +626,29 @@ static unsigned long any_value(struct number *n)
 		return -(next(n) & 0xFF);
 	case 3:
 		return places[next(n) & 15];
+	case 4:
+		if (kind & 8)
+			return selectors[next(n) & 15];
+		/* fallthrough */
 	default:
 		return 0x10100000 + (next(n) & 0x1FFF);
 	}
 }
 
-/* Prepares the next case: code, memory, registers. */
+static void set_flags(unsigned long flags)
+{
+	asm volatile("pushfq; andq %0, (%%rsp); orq %1, (%%rsp); popfq" : : "i"(~(AC | NT | ID)), "r"(flags & (NT | ID)) : "memory", "cc");
+}
+
+static void signal_this(void)
+{
+	long result = 39;
+
+	asm volatile("syscall" : "+a"(result) : : "rcx", "r11", "memory");
+	asm volatile("syscall" : "=a"(result) : "0"(62L), "D"(result), "S"((long)SIGUSR1) : "rcx", "r11", "memory");
+}
+
+/* Prepares the next case: code, memory, registers, and perhaps a signal that arrives before the instruction. */
 static void prepare(ucontext_t *context)
 {
 	static const int general[] = { REG_RAX, REG_RBX, REG_RCX, REG_RDX, REG_RSI, REG_RDI, REG_RBP, REG_R8, REG_R9,
@@ -582,9 +697,19 @@ static void prepare(ucontext_t *context)
 	r[REG_RIP] = (long)at;
 	r[REG_EFL] = (next(&n) & (0x8D5 | 0x400)) | TF | 0x202;
 	kind = next(&n);
-	r[REG_EFL] |= (kind & 3 ? 0 : AC) | (kind & 12 ? 0 : NT);
+	r[REG_EFL] |= (kind & 3 ? 0 : AC) | (kind & 12 ? 0 : NT) | (kind & 48 ? 0 : RF);
 	r[REG_CSGSFS] = (r[REG_CSGSFS] & ~0xFFFFL) | (is_64_bits ? 0x33 : 0x23);
 	memcpy(context->uc_mcontext.fpregs, first_state, 416);
+	/* The return from a signal keeps NT and ID as they are. The signal's handler sets them last. */
+	run->before = kind >> 8 & 7 ? 0 : ID;
+	run->before |= r[REG_EFL] & NT;
+	run->instruction = (unsigned long)at;
+	if (run->way == UNSTEPPED) {
+		memset(at + run->length, 0xCC, CODE + PAGE - at - run->length);
+		r[REG_EFL] &= ~TF;
+	}
+	if (!(kind >> 12 & 3))
+		signal_this();
 }
 
 static void leave(int status)
@@ -612,57 +737,89 @@ static void hex(unsigned long value, char end)
 	say(text + at, 18 - at);
 }
 
+static void show_case(int signo, siginfo_t *info, greg_t *r, unsigned long memory, unsigned long floats)
+{
+	say("odd: ", 5);
+	hex(run->at, ' ');
+	hex(run->way, ' ');
+	for (int i = 0; i < 15; i++)
+		hex(run->bytes[i], ' ');
+	hex(signo, ' ');
+	hex(info->si_code, ' ');
+	hex(r[REG_TRAPNO], ' ');
+	hex(r[REG_ERR], ' ');
+	hex(r[REG_TRAPNO] == 14 ? r[REG_CR2] : 0, ' ');
+	for (int i = 0; i <= REG_EFL; i++)
+		hex(r[i], ' ');
+	hex(r[REG_CSGSFS], ' ');
+	hex(memory, ' ');
+	hex(floats, '\n');
+}
+
+/* Adds all registers, and the memory that cases use, to the sum. */
+static void record(int signo, siginfo_t *info, ucontext_t *all)
+{
+	greg_t *r = all->uc_mcontext.gregs;
+	unsigned char *state = (unsigned char *)all->uc_mcontext.fpregs;
+	unsigned long sum = add(add(add(signo, info->si_code), r[REG_TRAPNO]), run->way), memory = 0, floats = 0;
+
+	sum = add(sum, r[REG_ERR]);
+	sum = add(sum, r[REG_TRAPNO] == 14 ? r[REG_CR2] : 0);
+	for (int i = 0; i <= REG_EFL; i++)
+		sum = add(sum, r[i]);
+	sum = add(sum, r[REG_CSGSFS]);
+	for (int i = 0; i < DATA_SIZE; i += 8)
+		memory = add(memory, *(unsigned long *)(DATA + i));
+	for (int i = 24; i < 416; i += 8)
+		floats = add(floats, *(unsigned long *)(state + i));
+	floats = add(floats, *(unsigned int *)state);
+	run->sum = add(add(add(run->sum, sum), memory), floats);
+	if (run->shows)
+		show_case(signo, info, r, memory, floats);
+}
+
+/* Goes on to the next case, or to the same one without a step if the length of its instruction is known now. */
+static void advance(greg_t *r)
+{
+	unsigned long length = r[REG_RIP] - run->instruction;
+
+	if (run->way == STEPPED && r[REG_TRAPNO] == 1 && length - 1 < 15) {
+		run->length = length;
+		run->way = UNSTEPPED;
+		return;
+	}
+	run->way = STEPPED;
+	run->at++;
+	while (run->at < run->end && run->left_out[run->at])
+		run->at++;
+	if (run->at == run->end)
+		leave(0);
+}
+
 /* Records the result of a case, and begins the next one. Uses no thread-local data: FS and GS have the case's bases. */
 static void result(int signo, siginfo_t *info, void *context)
 {
 	ucontext_t *all = context;
 	greg_t *r = all->uc_mcontext.gregs;
-	unsigned char *state = (unsigned char *)all->uc_mcontext.fpregs;
 
-	/* A signal does not change AC. */
-	asm volatile("pushfq; andl %0, (%%rsp); popfq" : : "i"(~AC) : "memory", "cc");
+	/* A signal does not change these flags. */
+	set_flags(0);
 	if (!has_state) {
-		memcpy(first_state, state, 416);
+		memcpy(first_state, all->uc_mcontext.fpregs, 416);
 		has_state = 1;
+		prepare(all);
+	} else if (signo == SIGUSR1) {
+		/* Before the case's instruction: all is as it was prepared. */
+		r[REG_TRAPNO] = r[REG_ERR] = 0;
+		record(signo, info, all);
 	} else {
-		unsigned long sum = add(add(signo, info->si_code), r[REG_TRAPNO]), memory = 0, floats = 0;
-
-		sum = add(sum, r[REG_ERR]);
-		sum = add(sum, r[REG_TRAPNO] == 14 ? r[REG_CR2] : 0);
-		for (int i = 0; i <= REG_EFL; i++)
-			sum = add(sum, r[i]);
-		sum = add(sum, r[REG_CSGSFS]);
-		for (int i = 0; i < DATA_SIZE; i += 8)
-			memory = add(memory, *(unsigned long *)(DATA + i));
-		for (int i = 24; i < 416; i += 8)
-			floats = add(floats, *(unsigned long *)(state + i));
-		floats = add(floats, *(unsigned int *)state);
-		run->sum = add(add(add(run->sum, sum), memory), floats);
+		record(signo, info, all);
 		if (r[REG_TRAPNO] == 14)
 			note_case_apart(r[REG_CR2]);
-		if (run->shows) {
-			say("odd: ", 5);
-			hex(run->at, ' ');
-			for (int i = 0; i < 15; i++)
-				hex(run->bytes[i], ' ');
-			hex(signo, ' ');
-			hex(info->si_code, ' ');
-			hex(r[REG_TRAPNO], ' ');
-			hex(r[REG_ERR], ' ');
-			hex(r[REG_TRAPNO] == 14 ? r[REG_CR2] : 0, ' ');
-			for (int i = 0; i <= REG_EFL; i++)
-				hex(r[i], ' ');
-			hex(r[REG_CSGSFS], ' ');
-			hex(memory, ' ');
-			hex(floats, '\n');
-		}
-		run->at++;
+		advance(r);
+		prepare(all);
 	}
-	while (run->at < run->end && is_case_left_out(run->at))
-		run->at++;
-	if (run->at == run->end)
-		leave(0);
-	prepare(all);
+	set_flags(run->before);
 }
 
 /* Runs all cases in children, since a child may end at any case. */
@@ -676,13 +833,14 @@ static void go_through(void)
 		child = fork();
 		if (child == 0) {
 			catch_all(result);
-			alarm(20);
+			alarm(120);
 			asm volatile("wrfsbase %0; wrgsbase %0; ud2" : : "r"(0x10100800L));
 		}
 		waitpid(child, &status, 0);
 		if (status) {
 			run->sum = add(run->sum, status);
 			printf("odd: ended by case %lu of %lu: %#x\n", run->at, run->seed, status);
+			run->way = STEPPED;
 			run->at++;
 		}
 	}
@@ -693,7 +851,7 @@ static void set_up(unsigned long seed, unsigned long first)
 	struct number n = { 0x123456789ABCDEF };
 	const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
 
-	run = shared(4096);
+	run = shared(sizeof(*run));
 	mmap(CODE, PAGE, PROT_READ | PROT_WRITE | PROT_EXEC, flags, -1, 0);
 	mmap(DATA, DATA_SIZE, PROT_READ | PROT_WRITE, flags, -1, 0);
 	for (int i = 0; i < DATA_SIZE; i += 8)
@@ -790,21 +948,37 @@ static void maps(unsigned long seed, unsigned long count)
 	munmap(MAP, 2 * MAP_PAGES * PAGE);
 }
 
-static int stress(unsigned long seed, unsigned long count, int left_out, char **cases)
+static void leave_out(const char *list)
 {
+	FILE *file = fopen(list, "r");
+	unsigned long number;
+
+	while (file && fscanf(file, "%lu", &number) == 1)
+		if (number < MOST_CASES)
+			run->left_out[number] = 1;
+	if (file)
+		fclose(file);
+}
+
+static int stress(unsigned long seed, unsigned long count, const char *list)
+{
+	if (count > MOST_CASES)
+		return 1;
 	set_up(seed, 0);
 	/* The machine appends its own options to the kernel's command line. They arrive here as further arguments. */
-	for (int i = 0; i < left_out && run->left_out_count < MOST_APART; i++)
-		if (cases[i][0] >= '0' && cases[i][0] <= '9')
-			run->left_out[run->left_out_count++] = strtoul(cases[i], NULL, 0);
+	if (list && list[0] == '/')
+		leave_out(list);
+	while (run->left_out[run->at])
+		run->at++;
 	while (run->at < count) {
 		run->end = run->at + 1000 < count ? run->at + 1000 : count;
 		go_through();
 		printf("odd: %lu %lu: %lx\n", seed, run->at, run->sum);
 	}
 	maps(seed, count);
-	for (unsigned long i = 0; i < run->apart_count; i++)
-		printf("apart: %lu\n", run->apart[i]);
+	for (unsigned long i = 0; i < count; i++)
+		if (run->apart[i])
+			printf("apart: %c %lu\n", run->apart[i], i);
 	return 0;
 }
 
@@ -824,7 +998,12 @@ int main(int count, char **words)
 	seen = shared(4096);
 	setvbuf(stdout, NULL, _IOLBF, 0);
 	if (count > 3 && !strcmp(words[1], "stress"))
-		return stress(strtoul(words[2], NULL, 0), strtoul(words[3], NULL, 0), count - 4, words + 4);
+		return stress(strtoul(words[2], NULL, 0), strtoul(words[3], NULL, 0), count > 4 ? words[4] : NULL);
+	if (count > 1 && !strcmp(words[1], "selectors")) {
+		shows_loads = 1;
+		selectors();
+		return 0;
+	}
 	if (count > 4 && !strcmp(words[1], "show"))
 		return show(strtoul(words[2], NULL, 0), strtoul(words[3], NULL, 0), strtoul(words[4], NULL, 0));
 	checks(hosted);

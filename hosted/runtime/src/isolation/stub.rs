@@ -563,15 +563,8 @@ impl Stub {
         if signal == libc::SIGALRM as u64 {
             return Stop::Interrupted;
         }
-        let is_64_bits = self.signal_information(signal::ARCHITECTURE) == Some(filter::X86_64);
-        Stop::Fault(Fault {
-            is_call: signal == libc::SIGSYS as u64 && is_64_bits,
-            is_interrupt: signal == libc::SIGSYS as u64 && !is_64_bits,
-            is_step: self.signal_information(signal::CODE) == Some(signal::TRAP_TRACE),
-            number: frame.registers[libc::REG_TRAPNO as usize],
-            error: frame.registers[libc::REG_ERR as usize] as u32,
-            address: frame.registers[libc::REG_CR2 as usize].cast_unsigned(),
-        })
+        let field = |offset| self.signal_information(offset).unwrap_or_default();
+        Stop::Fault(Fault::new(signal as i32, &frame.registers, field))
     }
 
     /// Reads the signal's information after the frame.

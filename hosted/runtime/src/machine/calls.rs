@@ -24,6 +24,18 @@ impl Machine {
         self.set_flags(flags & !self.vcpu.syscall_mask);
     }
 
+    /// Gives the kernel the fault of a call to the host's page of virtual system calls. The host has
+    /// refused the call and returned from it.
+    pub fn virtual_call(&mut self, address: u64) {
+        const FETCH_BY_PROGRAM: u64 = 0x14;
+        const RETURN_ADDRESS: u64 = 8;
+        let registers = &self.block().registers;
+        let stack = &registers.general[block::RSP];
+        stack.set(stack.get().wrapping_sub(RETURN_ADDRESS));
+        registers.rip.set(address);
+        self.page_fault(address, FETCH_BY_PROGRAM);
+    }
+
     /// Rewrites a site after enough traps, if the program cannot write there.
     fn rewrite(&mut self, site: u64) {
         let mask = VISIBLE | IF;
