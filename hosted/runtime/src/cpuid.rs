@@ -38,6 +38,12 @@ const AMD_ECX: u32 = bits(&[2, 3, 9, 10, 12, 13, 15, 22, 23, 24, 26, 27, 28, 29,
 // those of leaf 1, in their places
 const AMD_EDX: u32 = bits(&[1, 2, 7, 9, 12, 14]);
 
+/// AMD's second leaf of extended features, the last one here.
+const EXTENDED_AMD_2: u32 = 0x8000_0021;
+/// A load of a null selector clears the segment's base, as the monitor's emulation does. Otherwise the kernel
+/// would load another selector first, by code that cannot be replaced.
+const NULL_CLEARS_BASE: u32 = 1 << 6;
+
 /// Changes a leaf for a machine whose programs run in processes of their own. The kernel is to copy
 /// to and from programs by the function that the monitor replaces ([`crate::thunks::USES`]). The
 /// function for fast short strings does not qualify, because the kernel would change its beginning.
@@ -68,8 +74,7 @@ pub fn be_one_of(number: usize, count: usize, leaf: u32, registers: &mut [u32; 4
     const DEADLINE: u32 = 1 << 24;
     const SEVERAL: u32 = 1 << 28;
     const ALWAYS: u32 = 1 << 2;
-    // The last letters of AuthenticAMD and HygonGenuine.
-    let is_amd = [*b"cAMD", *b"uine"].contains(&__cpuid(0).ecx.to_le_bytes());
+    let is_amd = is_amd();
     match leaf {
         1 => {
             registers[1] |= (number as u32) << 24;
@@ -85,6 +90,12 @@ pub fn be_one_of(number: usize, count: usize, leaf: u32, registers: &mut [u32; 4
         0x8000_0008 if is_amd => registers[2] = count as u32 - 1,
         _ => {}
     }
+}
+
+/// Returns true if the host's processor is AMD's or Hygon's.
+fn is_amd() -> bool {
+    // The last letters of AuthenticAMD and HygonGenuine.
+    [*b"cAMD", *b"uine"].contains(&__cpuid(0).ecx.to_le_bytes())
 }
 
 /// States of registers that both the host's kernel and this monitor keep.
@@ -134,11 +145,13 @@ pub fn guest(leaf: u32, subleaf: u32, cr4: u64) -> [u32; 4] {
         0xD if subleaf == 0 => [a & STATES as u32, size_of(STATES), size_of(STATES), 0],
         0xD if subleaf == 1 => [a & 1, 0, 0, 0],
         0xD if subleaf < 32 && STATES >> subleaf & 1 == 1 => [a, b, c, d],
+        0x8000_0000 if is_amd() => [EXTENDED_AMD_2, b, c, d],
         0x8000_0000 => [a.min(0x8000_0008), b, c, d],
         0x8000_0001 => [a, b, c & !AMD_ECX, d & !AMD_EDX],
         0x8000_0002..=0x8000_0006 => [a, b, c, d],
         0x8000_0007 => [0, 0, 0, d & 1 << 8],
         0x8000_0008 => [a & 0xFFFF, b & 1, 0, 0],
+        EXTENDED_AMD_2 if is_amd() => [NULL_CLEARS_BASE, 0, 0, 0],
         _ => [0; 4],
     }
 }
@@ -154,5 +167,13 @@ mod tests {
         assert_ne!(guest(1, 0, CR4_XSAVE)[2] & 1 << 27, 0);
         assert_eq!(guest(7, 0, 0)[1] & (1 << 20 | 1 << 7), 0);
         assert_eq!(guest(0x8000_001F, 0, 0), [0; 4]);
+    }
+
+    #[test]
+    fn the_kernel_sees_that_a_null_selector_clears_the_base() {
+        if is_amd() {
+            assert!(guest(0x8000_0000, 0, 0)[0] >= 0x8000_0021);
+            assert_eq!(guest(0x8000_0021, 0, 0), [1 << 6, 0, 0, 0]);
+        }
     }
 }

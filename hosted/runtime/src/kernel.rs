@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-use mercury_afterburner::record::{self, Record};
+use mercury_afterburner::record::{self, Flags, Record};
 use object::{
     LittleEndian, Object, ObjectSection, ObjectSymbol, RelocationTarget, SymbolSection,
     elf::{self, PF_X, SHF_ALLOC, SHF_EXECINSTR},
@@ -19,6 +19,8 @@ use crate::{
 
 /// Linked there, moved elsewhere.
 const SECTION_PERCPU: &str = ".data..percpu";
+/// Code that the kernel copies over other code when it starts.
+const SECTION_REPLACEMENTS: &str = ".altinstr_replacement";
 /// No kernel is linked for physical addresses beyond.
 const HIGHEST: u64 = 1 << 40;
 /// The remedy for a kernel without relocations.
@@ -366,6 +368,10 @@ fn slots(file: &File<'_>) -> Result<BTreeMap<u64, Vec<Record>>> {
     if slots.is_empty() || !rest.is_empty() {
         return Err(none());
     }
+    let replacements = file.sections().filter(|section| section.name() == Ok(SECTION_REPLACEMENTS));
+    for section in replacements {
+        mark_replacements(&mut slots, section.address()..section.address() + section.size());
+    }
     if let Some(record) = slots.values().flatten().find(|record| !thunks::may_be_put_elsewhere(record)) {
         return Err(not_loadable(format!(
             "the kernel may put {} in place of other code when it starts (an alternative)",
@@ -377,6 +383,14 @@ fn slots(file: &File<'_>) -> Result<BTreeMap<u64, Vec<Record>>> {
         slot.sort_by_key(|record| record.offset);
     }
     Ok(slots)
+}
+
+/// Marks the slots in replacements of alternatives. The record of an instruction in a macro of the
+/// assembler does not say so if the macro is used in a replacement only later.
+fn mark_replacements(slots: &mut BTreeMap<u64, Vec<Record>>, replacements: std::ops::Range<u64>) {
+    for record in slots.range_mut(replacements).flat_map(|(_, records)| records) {
+        record.flags = record.flags.and(Flags::ALTERNATIVE);
+    }
 }
 
 /// Refuses a kernel that asks at its start for the number of levels. Its later behaviour is not
@@ -400,6 +414,7 @@ fn symbols(file: &File<'_>) -> HashMap<String, (u64, u64)> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use mercury_afterburner::kind::Kind;
     use proptest::prelude::*;
 
     /// This test itself is an ELF file with relocations and symbols, and no kernel.
@@ -418,6 +433,22 @@ mod tests {
         assert!(refused(&image).contains("boot image"));
         let whole = std::fs::read("/proc/self/exe").unwrap();
         assert!(refused(&whole).contains("not a kernel"));
+    }
+
+    #[test]
+    fn a_slot_of_a_macro_in_a_replacement_is_an_alternative() {
+        let operands = [mercury_afterburner::operand::Operand::NONE; 2];
+        let record = |slot| {
+            let flags = Flags::BORROWED;
+            vec![Record { slot, length: 5, offset: 0, size: 2, kind: Kind::LoadSegment, flags, operands }]
+        };
+        let mut slots: BTreeMap<_, _> =
+            [0x0FFB, 0x1000, 0x1FFF, 0x2000].map(|slot| (slot, record(slot))).into();
+        mark_replacements(&mut slots, 0x1000..0x2000);
+        let marked: Vec<_> =
+            slots.values().flatten().map(|record| record.flags.has(Flags::ALTERNATIVE)).collect();
+        assert_eq!(marked, [false, true, true, false]);
+        assert!(slots.values().flatten().all(|record| record.flags.has(Flags::BORROWED)));
     }
 
     #[test]

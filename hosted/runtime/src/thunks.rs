@@ -25,6 +25,7 @@ use crate::{
     block::{RDI, RSI, at},
     error::{Error, Result},
     machine::VISIBLE,
+    vcpu::NESTED,
 };
 
 /// Why the guest was left.
@@ -207,6 +208,8 @@ pub fn gates(place: u64, exit: usize) -> Result<Gates> {
     use iced_x86::code_asm::{r11, r11d, rcx};
     let wrong = |error: iced_x86::IcedError| Error::new(format!("the code for system calls: {error}"));
     const SET: i32 = 0x202;
+    // Those that a system call keeps for a program.
+    const KEPT: i32 = (VISIBLE | NESTED) as i32;
     const INTERRUPTS: i32 = 0x200;
     let mut code = CodeAssembler::new(64).map_err(wrong)?;
     let [mut call, mut back, mut looked, mut end, mut slow, mut leaving] =
@@ -218,7 +221,7 @@ pub fn gates(place: u64, exit: usize) -> Result<Gates> {
         code.mov(rsp, at::SMALL_STACK_END)?;
         code.pushfq()?;
         code.pop(r11)?;
-        code.and(r11d, VISIBLE as i32)?;
+        code.and(r11d, KEPT)?;
         code.or(r11d, SET)?;
         code.push(SET)?;
         code.popfq()?;
@@ -236,7 +239,7 @@ pub fn gates(place: u64, exit: usize) -> Result<Gates> {
         code.test(r11d, INTERRUPTS)?;
         code.je(slow)?;
         code.push(r11)?;
-        code.and(dword_ptr(rsp), VISIBLE as i32)?;
+        code.and(dword_ptr(rsp), KEPT)?;
         code.or(dword_ptr(rsp), SET)?;
         code.popfq()?;
         code.push(qword_ptr(at::RETURN_SEGMENTS))?;

@@ -10,6 +10,7 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <signal.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -105,6 +106,27 @@ static void unaligned_call(void)
 		     : "=a"(result) : "0"(39L), "i"(AC), "i"(~AC), "D"(bytes + 1) : "rcx", "r11", "memory");
 	if (result == getpid())
 		_exit(42);
+}
+
+/* Counts the system calls that lose a flag of the program. */
+static int lost_flags(long flags)
+{
+	int lost = 0;
+
+	for (int i = 0; i < 100; i++) {
+		long kept = 39;
+
+		asm volatile("pushfq; orq %1, (%%rsp); popfq; syscall; pushfq; pop %0; pushfq; andq %2, (%%rsp); popfq"
+			     : "+a"(kept) : "r"(flags), "r"(~flags) : "rcx", "r11", "memory", "cc");
+		lost += (kept & flags) != flags;
+	}
+	return lost;
+}
+
+static void flags_in_calls(void)
+{
+	printf("odd: flags lost in calls: NT %d, AC %d, ID %d, DF %d, all %d\n", lost_flags(NT), lost_flags(AC),
+	       lost_flags(ID), lost_flags(1 << 10), lost_flags(NT | AC | ID | 1 << 10));
 }
 
 static void step_once(void)
@@ -363,6 +385,27 @@ static void traced_flags(void)
 	waitpid(child, &status, 0);
 }
 
+/* Sets a program's GS to a selector of a table that it does not have, as a debugger does, and lets the program read it. */
+static void traced_selector(void)
+{
+	int status;
+	pid_t child = fork();
+
+	if (child == 0) {
+		unsigned short selector;
+
+		ptrace(PTRACE_TRACEME, 0, 0, 0);
+		raise(SIGSTOP);
+		asm volatile("mov %%gs, %0" : "=r"(selector));
+		_exit(selector);
+	}
+	waitpid(child, &status, 0);
+	ptrace(PTRACE_POKEUSER, child, offsetof(struct user_regs_struct, gs), 7);
+	ptrace(PTRACE_CONT, child, 0, 0);
+	waitpid(child, &status, 0);
+	printf("odd: traced: selector %#x\n", status);
+}
+
 /* Keeps the flags of two programs apart that yield to one another. */
 static void kept_flags(void)
 {
@@ -483,7 +526,9 @@ static void checks(int hosted)
 	try("return to 32 bits", return_to_32_bits);
 	steps();
 	signals_at_each_step();
+	flags_in_calls();
 	traced_flags();
+	traced_selector();
 	kept_flags();
 	selectors();
 	low_memory();
