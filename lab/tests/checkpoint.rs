@@ -25,10 +25,12 @@ use workloads::{
     kernel, load_test_module, number,
     restart::{
         DISK, SWAPPED, balances_agree, checkpoint, encrypt, free_port, hold_registers, need_qemu,
-        nothing_is_encrypted_twice, plug_in, plug_memory_in, prepare, registers_were_held, spec, wired,
-        with_disk,
+        nothing_is_encrypted_twice, plug_dimm_in, plug_in, plug_memory_in, prepare, registers_were_held,
+        spec, wired, with_disk,
     },
 };
+
+const MINUTE: Duration = Duration::from_secs(60);
 
 /// The offset of the format's version in an image.
 const VERSION_AT: u32 = 16;
@@ -118,6 +120,34 @@ fn memory_of_virtio_mem_is_refused() -> Result<()> {
     fails_with(&machine, &format!("mercury checkpoint --poweroff {DISK}"), "restore-memory")?;
     machine.check_next_attach()?;
     machine.ends_clean()
+}
+
+/// Keeps memory offline that is plugged in while a machine is restored: frames of the image may lie there.
+#[test]
+#[ignore = "long"]
+fn no_memory_comes_while_a_machine_is_restored() -> Result<()> {
+    need_qemu()?;
+    let spec = spec(Kernel::BookwormCloud).cpus(1).memory_mib(768).memory_slots().kernel_arg("mem=400M");
+    let machine = Machine::boot(spec)?;
+    machine.sh("insmod $MERCURY_MODULE")?;
+    let mut restores = machine.spawn("exec mercury-workload restore-begin --until-file /run/end")?;
+    while !restores.errors_so_far()?.contains("begun") {
+        assert!(!restores.has_ended()?, "{}", restores.wait(MINUTE)?.stdout);
+        thread::sleep(Duration::from_millis(200));
+    }
+    let total = || machine.sh("awk '/MemTotal/ {print $2}' /proc/meminfo");
+    let before = total()?;
+    plug_dimm_in(&machine, "first")?;
+    // The first section above 4 GiB.
+    let block = "/sys/devices/system/memory/memory32";
+    machine.sh(&format!("for i in $(seq 300); do test -e {block} && exit; sleep 0.1; done; exit 1"))?;
+    let refused = machine.run(&format!("sleep 1; echo online > {block}/state"))?;
+    assert!(refused.stderr.contains("Device or resource busy"), "{}", refused.stderr);
+    assert_eq!((machine.sh(&format!("cat {block}/state"))?, total()?), ("offline".to_owned(), before));
+    machine.sh("touch /run/end")?;
+    let said = restores.wait(MINUTE)?;
+    assert!(said.success(), "{}", said.stderr);
+    machine.sh(&format!("echo online > {block}/state")).map(drop)
 }
 
 #[test]

@@ -68,14 +68,19 @@ pub fn plug_in(machine: &Machine, address: &str) -> Result<()> {
     machine.sh(&format!("{card}; ip address add {address}/24 dev $card && ip link set $card up")).map(drop)
 }
 
+/// Plugs a DIMM of 128 MiB into a running machine.
+pub fn plug_dimm_in(machine: &Machine, id: &str) -> Result<()> {
+    let qmp = machine.qmp()?;
+    let memory = format!("{id}-memory");
+    qmp.execute("object-add", json!({"qom-type": "memory-backend-ram", "id": memory, "size": 128 << 20}))?;
+    qmp.execute("device_add", json!({"driver": "pc-dimm", "id": id, "memdev": memory})).map(drop)
+}
+
 /// Plugs a DIMM of 128 MiB into a running machine, where it stays, and waits until the kernel uses it.
 pub fn plug_memory_in(machine: &mut Machine, id: &str) -> Result<()> {
     let total = |machine: &Machine| machine.sh("awk '/MemTotal/ {print $2}' /proc/meminfo");
     let before: u64 = total(machine)?.parse().unwrap();
-    let qmp = machine.qmp()?;
-    let memory = format!("{id}-memory");
-    qmp.execute("object-add", json!({"qom-type": "memory-backend-ram", "id": memory, "size": 128 << 20}))?;
-    qmp.execute("device_add", json!({"driver": "pc-dimm", "id": id, "memdev": memory}))?;
+    plug_dimm_in(machine, id)?;
     let grown = format!("test $(awk '/MemTotal/ {{print $2}}' /proc/meminfo) -ge {}", before + (128 << 10));
     machine.sh(&format!("for i in $(seq 300); do {grown} && exit; sleep 0.1; done; exit 1"))?;
     let arguments = Spec::dimm_arguments(id);

@@ -34,6 +34,7 @@ mod perf;
 mod realtime;
 mod recover;
 mod report;
+mod restore;
 mod rng;
 mod sampling;
 mod shadow_stack;
@@ -106,6 +107,8 @@ enum Workload {
     Disk(disk::Args),
     /// Compare the state of each CPU before, during and after
     State(state::Args),
+    /// Begin to restore a made-up machine, and go no further
+    RestoreBegin,
     /// Send random requests to the driver
     FuzzIoctl(fuzz::Args),
     /// Read a physical address from user mode
@@ -142,6 +145,7 @@ impl Workload {
             Self::Lockdown => lockdown::run(report),
             Self::Disk(args) => disk::run(args, report),
             Self::State(args) => state::run(args, stop, report),
+            Self::RestoreBegin => restore::run(stop, report),
             Self::FuzzIoctl(args) => fuzz::run(args, stop, report),
             Self::Touch(args) => touch::run(args, report),
             Self::Cpuid(args) => cpuid::run(args, stop, report),

@@ -16,7 +16,7 @@
 #include <linux/mm.h>
 #include <linux/notifier.h>
 
-#include "snapshot.h"
+#include "restore.h"
 
 static struct {
 	/* There is something to end. */
@@ -459,11 +459,12 @@ const struct mercury_hooks mercury_snapshot_hooks = {
 
 /*
  * Memory stays online beneath a snapshot: it would be missed later, and nothing is written to it on its
- * way.
+ * way. None comes online while a machine is restored, whose frames may lie there already.
  */
 static int memory_changes(struct notifier_block *block, unsigned long action, void *data)
 {
-	if (action == MEM_GOING_OFFLINE && READ_ONCE(snapshot.prepared))
+	if ((action == MEM_GOING_OFFLINE && READ_ONCE(snapshot.prepared)) ||
+	    (action == MEM_GOING_ONLINE && READ_ONCE(mercury_restore.ranges)))
 		return notifier_from_errno(-EBUSY);
 	return NOTIFY_OK;
 }
