@@ -10,7 +10,7 @@ use std::{
     io::{self, Seek, SeekFrom},
     os::{
         fd::{AsRawFd, RawFd},
-        unix::fs::{FileExt, FileTypeExt},
+        unix::fs::{FileExt, FileTypeExt, OpenOptionsExt},
     },
     path::Path,
 };
@@ -91,52 +91,61 @@ fn format_of(file: &mut File) -> Option<&'static str> {
     FORMATS.iter().find(|(magic, _)| first.starts_with(magic)).map(|(_, name)| *name)
 }
 
+/// Opens the content of a disk, and keeps others from using it as a disk at the same time. Returns its size
+/// in bytes as well.
+///
+/// # Errors
+/// If the file is missing, may not be written to, is empty or in use.
+pub fn open_disk(path: &Path, read_only: bool) -> Result<(File, u64)> {
+    // Before it is opened: a pipe would wait for its other end.
+    let kind = fs::metadata(path).map(|metadata| metadata.file_type());
+    if let Ok(kind) = kind
+        && !kind.is_file()
+        && !kind.is_block_device()
+    {
+        return Err(Error::new(format!("the disk {} is neither a file nor a block device", path.display()))
+            .hint("a disk is a raw image or a partition"));
+    }
+    // The host's kernel refuses a device then that it has mounted.
+    let alone = if kind.is_ok_and(|kind| kind.is_block_device()) && !read_only { libc::O_EXCL } else { 0 };
+    let opened = OpenOptions::new().read(true).write(!read_only).custom_flags(alone).open(path);
+    let mut file = opened.map_err(|error| {
+        let named = Error::file("open the disk", path, &error);
+        let hint = "append `,ro` to its name to open it read-only";
+        if error.kind() == io::ErrorKind::PermissionDenied { named.hint(hint) } else { named }
+    })?;
+    let how = if read_only { libc::LOCK_SH } else { libc::LOCK_EX };
+    // SAFETY: It takes a descriptor that is open.
+    if unsafe { libc::flock(file.as_raw_fd(), how | libc::LOCK_NB) } != 0 {
+        return Err(Error::new(format!("the disk {} is in use", path.display())).hint(
+            "two machines that write to one disk destroy its file system: add `,ro` in both to share it",
+        ));
+    }
+    let bytes = file.seek(SeekFrom::End(0)).map_err(|error| Error::file("measure the disk", path, error))?;
+    if bytes < SECTOR {
+        return Err(Error::new(format!("the disk {} is empty", path.display())));
+    }
+    if bytes % SECTOR != 0 {
+        return Err(Error::new(format!(
+            "the disk {} has {bytes} bytes, which are no whole sectors of {SECTOR}",
+            path.display()
+        ))
+        .hint("the file is cut off, or is no disk: `truncate -s %512` fills it up"));
+    }
+    if let Some(format) = format_of(&mut file) {
+        return Err(Error::new(format!("the disk {} is an image of {format}", path.display()))
+            .hint("convert it to a raw image with `qemu-img convert -O raw`"));
+    }
+    Ok((file, bytes))
+}
+
 impl Block {
     /// Opens a file, and keeps others from using it as a disk at the same time.
     ///
     /// # Errors
     /// If the file is missing, may not be written to, is empty or in use.
     pub fn open(path: &Path, read_only: bool) -> Result<Self> {
-        // Before it is opened: a pipe would wait for its other end.
-        if let Ok(kind) = fs::metadata(path).map(|metadata| metadata.file_type())
-            && !kind.is_file()
-            && !kind.is_block_device()
-        {
-            return Err(Error::new(format!(
-                "the disk {} is neither a file nor a block device",
-                path.display()
-            ))
-            .hint("a disk is a raw image or a partition"));
-        }
-        let opened = OpenOptions::new().read(true).write(!read_only).open(path);
-        let mut file = opened.map_err(|error| {
-            let named = Error::file("open the disk", path, &error);
-            let hint = "append `,ro` to its name to open it read-only";
-            if error.kind() == io::ErrorKind::PermissionDenied { named.hint(hint) } else { named }
-        })?;
-        let how = if read_only { libc::LOCK_SH } else { libc::LOCK_EX };
-        // SAFETY: It takes a descriptor that is open.
-        if unsafe { libc::flock(file.as_raw_fd(), how | libc::LOCK_NB) } != 0 {
-            return Err(Error::new(format!("the disk {} is in use", path.display())).hint(
-                "two machines that write to one disk destroy its file system: add `,ro` in both to share it",
-            ));
-        }
-        let bytes =
-            file.seek(SeekFrom::End(0)).map_err(|error| Error::file("measure the disk", path, error))?;
-        if bytes < SECTOR {
-            return Err(Error::new(format!("the disk {} is empty", path.display())));
-        }
-        if bytes % SECTOR != 0 {
-            return Err(Error::new(format!(
-                "the disk {} has {bytes} bytes, which are no whole sectors of {SECTOR}",
-                path.display()
-            ))
-            .hint("the file is cut off, or is no disk: `truncate -s %512` fills it up"));
-        }
-        if let Some(format) = format_of(&mut file) {
-            return Err(Error::new(format!("the disk {} is an image of {format}", path.display()))
-                .hint("convert it to a raw image with `qemu-img convert -O raw`"));
-        }
+        let (file, bytes) = open_disk(path, read_only)?;
         Ok(Self {
             file,
             sectors: bytes / SECTOR,

@@ -29,7 +29,7 @@ mod uplink;
 pub mod virtio;
 
 pub use bell::Bell;
-pub use block::Block;
+pub use block::{Block, open_disk};
 pub use net::Net;
 pub use rng::Rng;
 pub use uplink::{NetOption, Opened as OpenUplink};

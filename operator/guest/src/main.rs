@@ -12,6 +12,7 @@ use mercury_control::{
 };
 use mercury_devices::NetOption;
 use mercury_guest::{
+    disks::{self, OwnDisk},
     platform::End,
     run::{self, Disk, Guest, Options},
 };
@@ -66,7 +67,7 @@ fn main() -> ExitCode {
 fn run(args: &RunArgs, format: Format) -> Result<Ended> {
     // Before any thread, so that each has the signals blocked.
     let signals = Signals::block()?;
-    let guest = Guest::prepare(&args.image)?;
+    let guest = Guest::prepare(&args.image, &own_disks(&args.guest.disk))?;
     let machine = guest.machine();
     let name = args.guest.name.clone().unwrap_or_else(|| Name::of_machine(&machine.host));
     let mut folder = claim(&name)?;
@@ -124,13 +125,23 @@ fn options(args: &GuestArgs, folder: &Folder) -> Options {
     let net = |uplink: Uplink| NetOption { uplink, mac: args.mac, forwards: args.forward.clone() };
     let second = folder.second_port();
     Options {
-        disks: args.disk.iter().map(|disk| disk_of(disk)).collect(),
+        disks: args
+            .disk
+            .iter()
+            .filter(|disk| disks::parse(disk).is_none())
+            .map(|disk| disk_of(disk))
+            .collect(),
         net: args.net.clone().map(net),
         console: match args.console {
             Console::Terminal => run::Console::Terminal { second },
             Console::Socket => run::Console::Sockets { first: folder.console(), second },
         },
     }
+}
+
+/// Returns the contents of the machine's own disks.
+fn own_disks(given: &[String]) -> Vec<OwnDisk> {
+    given.iter().filter_map(|text| disks::parse(text)).collect()
 }
 
 fn disk_of(text: &str) -> Disk {

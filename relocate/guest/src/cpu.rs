@@ -52,6 +52,14 @@ fn permit_tiles() {
     unsafe { libc::syscall(libc::SYS_arch_prctl, REQUEST_FOR_GUESTS, TILES) };
 }
 
+/// Returns the end of the physical addresses that the guest's processors have.
+#[must_use]
+pub fn addresses_end(offered: &[kvm_cpuid_entry2]) -> u64 {
+    const ADDRESSES: u32 = 0x8000_0008;
+    let bits = offered.iter().find(|entry| entry.function == ADDRESSES).map_or(36, |entry| entry.eax & 0xFF);
+    1_u64.checked_shl(bits).unwrap_or(u64::MAX)
+}
+
 /// Returns CPUID of one processor: its number, and the way to the monitor's devices.
 ///
 /// # Errors

@@ -59,7 +59,7 @@ pub struct Reason {
 }
 
 impl Reason {
-    fn new(code: Code, text: impl Display) -> Self {
+    pub(crate) fn new(code: Code, text: impl Display) -> Self {
         Self { code, text: text.to_string() }
     }
 }
@@ -97,7 +97,6 @@ pub fn reasons(
         Err(unfit) => found.push(Reason::new(Code::GuestDescription, unfit)),
     }
     devices(machine, &mut found);
-    storage(machine, &mut found);
     let late = machine.timers.as_ref().and_then(time::obstacle);
     found.extend(late.map(|why| Reason::new(Code::GuestTimers, why)));
     match tables {
@@ -239,23 +238,10 @@ fn devices(machine: &Machine, found: &mut Vec<Reason>) {
     }
 }
 
-/// A disk on a server goes on with the network, if the kernel alone holds the connection. Of iSCSI a process
-/// takes care, which would have to be read from that disk to connect again.
-fn storage(machine: &Machine, found: &mut Vec<Reason>) {
-    for one in machine.file_systems.iter().filter(|one| !one.goes_along) {
-        let text = format!(
-            "{} is mounted from its disk {}, which a guest does not have yet: \
-             unmount it before the checkpoint",
-            one.mounted_at, one.device
-        );
-        found.push(Reason::new(Code::GuestDisks, text));
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mercury_image::{Cpu, Device, FileSystem, Iommu, Kind, Processor, Range, Resume, Timers};
+    use mercury_image::{Cpu, Device, Iommu, Kind, Processor, Range, Resume, Timers};
 
     /// Returns what KVM offers on AMD's family 23.
     fn cpuid() -> Vec<kvm_cpuid_entry2> {
@@ -303,8 +289,6 @@ mod tests {
     #[test]
     fn a_machine_that_fits_has_no_reason_against_it() {
         assert_eq!(found(|_| ()), []);
-        let on_server = FileSystem { device: "/dev/nbd0".into(), goes_along: true, ..FileSystem::default() };
-        assert_eq!(found(move |one| one.file_systems = vec![on_server]), []);
         assert!(refuse(&[]).is_ok());
     }
 
@@ -336,7 +320,7 @@ mod tests {
             ..Device::default()
         };
         type Change = Box<dyn FnOnce(&mut Machine)>;
-        let changes: [(Change, &str); 17] = [
+        let changes: [(Change, &str); 16] = [
             (Box::new(|one| one.processor.vendor = "GenuineIntel".into()), "GenuineIntel (family 23)"),
             (Box::new(|one| one.processor.signature[0] = 25), "this host's is AuthenticAMD (family 23)"),
             (Box::new(|one| one.processor.flags.push("avx2".into())), "does not offer here: avx2"),
@@ -353,16 +337,6 @@ mod tests {
             (
                 Box::new(|one| one.iommus = Some(vec![Iommu { name: "ivhd0".into(), ..Iommu::default() }])),
                 "ivhd0",
-            ),
-            (
-                Box::new(|one| {
-                    one.file_systems = vec![FileSystem {
-                        mounted_at: "/srv".into(),
-                        device: "/dev/sda1".into(),
-                        ..FileSystem::default()
-                    }];
-                }),
-                "/srv is mounted from its disk /dev/sda1",
             ),
             (Box::new(|one| one.ranges[0].pages = 257), "are available"),
             (

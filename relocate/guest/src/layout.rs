@@ -16,7 +16,7 @@ pub const KVM_PAGES: Range<u64> = 0xFEFB_C000..0xFEFC_0000;
 /// Text and graphics memory of the display. The monitor shows neither.
 const DISPLAY: Range<u64> = 0xA_0000..0xC_0000;
 /// Registers that KVM serves, and addresses of the monitor: no memory of the machine may lie there.
-const TAKEN: [Range<u64>; 2] = [0xFEC0_0000..0xFEC0_1000, 0xFEE0_0000..0xFF00_0000];
+pub const TAKEN: [Range<u64>; 2] = [0xFEC0_0000..0xFEC0_1000, 0xFEE0_0000..0xFF00_0000];
 /// Largest number of ranges. A real machine has some dozen.
 const RANGES_MAX: usize = 4096;
 /// Largest physical address of a machine: Linux maps 64 TiB with four levels of page tables.

@@ -7,6 +7,7 @@
 //!
 //! - [`image`] opens an image, and loads it into the guest's memory. [`fit`] names what stands against
 //!   this host. Both trust nothing in the image.
+//! - [`disks`] opens the contents of the machine's own disks, and compares them with the image.
 //! - [`layout`] decides where the guest has memory. [`memory`] gives it to KVM.
 //! - [`acpi`] finds the ports of the machine's platform in the firmware's tables.
 //! - [`entry`] and [`cpu`] make the state in which a processor begins. [`time`] sets KVM's clocks.
@@ -21,6 +22,7 @@
 
 pub mod acpi;
 pub mod cpu;
+pub mod disks;
 pub mod entry;
 mod features;
 pub mod fit;

@@ -2,19 +2,24 @@
 
 use crate::{
     acpi::{Firmware, Tables},
-    cpu, entry,
-    fit::{self, Host, kvm_refused},
+    cpu,
+    disks::{self, OwnDisk},
+    entry,
+    fit::{self, Host, Reason, kvm_refused},
     image::{self, Image},
-    layout::{KVM_PAGES, Layout, MONITOR},
+    layout::{KVM_PAGES, Layout, MONITOR, TAKEN},
     memory,
-    platform::{Board, End, Lines, Platform},
+    platform::{
+        Board, End, Lines, Platform,
+        local::{self, Worker},
+    },
     sandbox,
     time::{self, Able},
     wires::Wire,
 };
-use kvm_bindings::{CpuId, KVM_PIT_SPEAKER_DUMMY, kvm_pit_config};
+use kvm_bindings::{CpuId, KVM_PIT_SPEAKER_DUMMY, kvm_msi, kvm_pit_config};
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
-use mercury_abi::guest::GuestDescription;
+use mercury_abi::{code::Code, guest::GuestDescription};
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
@@ -91,6 +96,7 @@ pub struct Plan {
     tables: Tables,
     layout: Layout,
     cpuid: CpuId,
+    controllers: Vec<disks::Controller>,
 }
 
 impl Plan {
@@ -99,6 +105,14 @@ impl Plan {
     /// # Errors
     /// Names every reason against it.
     pub fn of(machine: Machine) -> Result<Self> {
+        Self::with_disks(machine, &[])
+    }
+
+    /// Checks that a machine can be a guest here, with the contents of its own disks.
+    ///
+    /// # Errors
+    /// Names every reason against it.
+    pub fn with_disks(machine: Machine, own: &[OwnDisk]) -> Result<Self> {
         let firmware = image::firmware(&machine)?;
         let tables = Tables::find(&firmware);
         let layout = Layout::of(&machine);
@@ -106,9 +120,13 @@ impl Plan {
         let cpuid = cpu::offered(&kvm, &machine)?;
         let host =
             Host { cpuid: cpuid.as_slice(), cpus_max: kvm.get_max_vcpus(), available: available_memory()? };
-        fit::refuse(&fit::reasons(&machine, &layout, &tables, &host))?;
-        let (tables, layout) = (tables?, layout?);
-        Ok(Self { kvm, machine, firmware, tables, layout, cpuid })
+        let taken = layout.as_ref().map_or(Vec::new(), |layout| [layout.ranges(), &TAKEN].concat());
+        let own = disks::Plan::of(&machine, own, &taken, cpu::addresses_end(cpuid.as_slice()))?;
+        let mut reasons = fit::reasons(&machine, &layout, &tables, &host);
+        reasons.extend(own.reasons.into_iter().map(|why| Reason::new(Code::GuestDisks, why)));
+        fit::refuse(&reasons)?;
+        let (tables, layout, controllers) = (tables?, layout?, own.controllers);
+        Ok(Self { kvm, machine, firmware, tables, layout, cpuid, controllers })
     }
 
     /// Returns the description of the machine.
@@ -169,18 +187,22 @@ impl Prepared {
     /// # Errors
     /// KVM is in the way. The machine has not gone on.
     pub fn start(self) -> Result<Running> {
-        let Self { plan, bell, devices, rings, wires, view, is_at_terminal } = self;
+        let Self { mut plan, bell, devices, rings, wires, view, is_at_terminal } = self;
+        let controllers = std::mem::take(&mut plan.controllers);
         let machine = &plan.machine;
         image::sow_seeds(machine, &view)?;
         let vm = Arc::new(make_vm(&plan.kvm, &view)?);
         time::prepare(&vm, machine, Able::of(&plan.kvm))?;
+        let lines: Arc<dyn Lines> = Arc::new(Chip(Arc::clone(&vm)));
+        let started = controllers.into_iter().map(|one| local::start(one, &view, &lines));
+        let (locals, workers) = started.collect::<Result<Vec<_>>>()?.into_iter().unzip();
         let board = Board {
             tables: &plan.tables,
             devices: &machine.devices,
             hpet_hz: machine.timers.as_ref().map_or(0, |timers| timers.hpet_hz),
             zeros: unbacked(machine, &plan.layout, &plan.tables),
+            locals,
         };
-        let lines = Box::new(Chip(Arc::clone(&vm)));
         let platform = Platform::new(lines, board, wires.clone(), devices, view.clone())?;
         describe(&view, &platform.description())?;
         let tables = entry::Tables::make(&view, machine)?;
@@ -195,7 +217,7 @@ impl Prepared {
             terminal::make_raw();
         }
         let smaps = fs::File::open(SMAPS).ok().map(Arc::new);
-        Ok(Running { shared, threads, wires, rings, view, smaps, _vm: vm })
+        Ok(Running { shared, threads, workers, wires, rings, view, smaps, _vm: vm })
     }
 }
 
@@ -211,9 +233,9 @@ impl Guest {
     ///
     /// # Errors
     /// Names every reason against it.
-    pub fn prepare(path: &Path) -> Result<Self> {
+    pub fn prepare(path: &Path, own: &[OwnDisk]) -> Result<Self> {
         let image = Image::open(path)?;
-        let plan = Plan::of(image.machine().clone())?;
+        let plan = Plan::with_disks(image.machine().clone(), own)?;
         Ok(Self { image, plan })
     }
 
@@ -244,6 +266,7 @@ impl Guest {
 pub struct Running {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
+    workers: Vec<Worker>,
     wires: [Arc<Wire>; 2],
     rings: Vec<RawFd>,
     view: View,
@@ -288,9 +311,10 @@ impl Running {
             }
             let _ = thread.join();
         }
+        let unsafe_disks: Vec<String> = self.workers.into_iter().filter_map(Worker::finish).collect();
         self.wires.iter().for_each(|wire| wire.finish(LAST_WORDS));
         terminal::restore();
-        end
+        if unsafe_disks.is_empty() { end } else { End::Failed(unsafe_disks.join("; ")) }
     }
 }
 
@@ -388,6 +412,12 @@ impl Lines for Chip {
         // It fails only for a line that no controller has.
         let _ = self.0.set_irq_line(line, is_high);
     }
+
+    fn message(&self, address: u64, data: u32) {
+        let (address_lo, address_hi) = (address as u32, (address >> 32) as u32);
+        // It fails only for an address at which no processor has an interrupt controller.
+        let _ = self.0.signal_msi(kvm_msi { address_lo, address_hi, data, ..kvm_msi::default() });
+    }
 }
 
 fn open_kvm() -> Result<Kvm> {
@@ -437,7 +467,7 @@ fn open_devices(options: &Options, waker: &Waker) -> Result<Opened> {
     Ok((devices, rings))
 }
 
-fn failed(error: mercury_devices::error::Error) -> Error {
+pub(crate) fn failed(error: mercury_devices::error::Error) -> Error {
     let exit = if error.is_hosts() { Exit::Impossible } else { Exit::Failed };
     let plain = Error::new(exit, error.message());
     match error.remedy() {

@@ -23,6 +23,7 @@ const ALLOWED: &[i64] = &[
     libc::SYS_pread64,
     libc::SYS_pwrite64,
     libc::SYS_fdatasync,
+    libc::SYS_fallocate,
     libc::SYS_close,
     libc::SYS_recvfrom,
     libc::SYS_poll,
@@ -49,9 +50,12 @@ const ALLOWED: &[i64] = &[
     libc::SYS_exit_group,
 ];
 
-/// Requests to KVM: run a processor, set an interrupt line.
+/// Requests to KVM: run a processor, set an interrupt line, deliver a message.
 const RUN: u32 = KVMIO << 8 | 0x80;
 const SET_LINE: u32 = 0x4008_0061 | KVMIO << 8;
+const SEND_MESSAGE: u32 = 0x4020_00A5 | KVMIO << 8;
+/// Request to a block device: discard a range.
+const DISCARD: u64 = 0x1277;
 
 /// Forbids all threads of this process other system calls: one ends it. `listeners` are sockets that accept
 /// connections, and `rings` io_urings that were restricted.
@@ -74,7 +78,15 @@ fn program(listeners: &[RawFd], rings: &[RawFd]) -> std::result::Result<BpfProgr
         SeccompRule::new(vec![condition])
     };
     // The terminal's settings are put back at the end. A client's socket is told not to block.
-    let requests = [RUN.into(), SET_LINE.into(), libc::TCGETS, libc::TCSETS, libc::FIONBIO];
+    let requests = [
+        RUN.into(),
+        SET_LINE.into(),
+        SEND_MESSAGE.into(),
+        DISCARD,
+        libc::TCGETS,
+        libc::TCSETS,
+        libc::FIONBIO,
+    ];
     rules.insert(libc::SYS_ioctl, requests.into_iter().map(|one| equal(1, one)).collect::<Result<_, _>>()?);
     // Processors are interrupted at the end.
     rules.insert(libc::SYS_tgkill, vec![equal(0, std::process::id().into())?]);
@@ -145,6 +157,8 @@ mod tests {
             (libc::SYS_tgkill, [own, -1, 0, 0, 0], [1, -1, 0, 0, 0]),
             (libc::SYS_ioctl, [-1, 0xAE80, 0, 0, 0], [-1, 0xAE01, 0, 0, 0]),
             (libc::SYS_ioctl, [-1, 0x4008_AE61, 0, 0, 0], [-1, 0x4020_AE46, 0, 0, 0]),
+            (libc::SYS_ioctl, [-1, 0x4020_AEA5, 0, 0, 0], [-1, 0x4020_AEA6, 0, 0, 0]),
+            (libc::SYS_ioctl, [-1, 0x1277, 0, 0, 0], [-1, 0x127F, 0, 0, 0]),
             (libc::SYS_ioctl, [-1, 0x5402, 0, 0, 0], [-1, 0x5412, 0, 0, 0]),
             (libc::SYS_sendto, [-1, 0, 0, 0, 0], [-1, 0, 0, 0, 1]),
         ] {

@@ -3,6 +3,7 @@
 
 mod hpet;
 mod keyboard;
+pub mod local;
 mod pci;
 mod power;
 
@@ -13,6 +14,7 @@ use crate::{
 };
 use hpet::Hpet;
 use keyboard::Keyboard;
+use local::Local;
 use mercury_abi::guest::{
     GUEST_SLOTS_MAX, GuestDescription, GuestSlot, MERCURY_GUEST_MAGIC, MERCURY_GUEST_VERSION,
 };
@@ -63,7 +65,7 @@ pub enum End {
 }
 
 /// The interrupt controllers.
-pub trait Lines: Send {
+pub trait Lines: Send + Sync {
     /// Sets the level of a global system interrupt.
     fn set(&self, line: u32, is_high: bool);
 
@@ -72,6 +74,8 @@ pub trait Lines: Send {
         self.set(line, true);
         self.set(line, false);
     }
+    /// Delivers the message of an interrupt.
+    fn message(&self, address: u64, data: u32);
 }
 
 /// The machine's own hardware, as far as it decides what its kernel sees.
@@ -86,6 +90,8 @@ pub struct Board<'a> {
     /// Addresses that read as zeros: memory of the firmware that the image does not hold. All ones would be
     /// records of errors there.
     pub zeros: Vec<Range<u64>>,
+    /// Controllers of the machine's own disks.
+    pub locals: Vec<Local>,
 }
 
 /// A virtio device and its interrupt.
@@ -125,7 +131,7 @@ impl Port {
 
 /// The devices of a guest.
 pub struct Platform {
-    lines: Box<dyn Lines>,
+    lines: Arc<dyn Lines>,
     power: Power,
     clock: Clock,
     keyboard: Keyboard,
@@ -153,7 +159,7 @@ impl Platform {
     /// # Errors
     /// There are more virtio devices than interrupts.
     pub fn new(
-        lines: Box<dyn Lines>,
+        lines: Arc<dyn Lines>,
         board: Board<'_>,
         wires: [Arc<Wire>; 2],
         devices: Vec<Box<dyn Device>>,
@@ -180,7 +186,7 @@ impl Platform {
             clock: Clock::default(),
             keyboard: Keyboard::default(),
             serials: serials.collect(),
-            pci: Pci::new(board.devices),
+            pci: Pci::new(board.devices, board.locals),
             hpet: Hpet::new(tables.hpet_phys, board.hpet_hz),
             zeros: board.zeros,
             slots,
@@ -277,6 +283,9 @@ impl Platform {
 
     /// Reads registers in memory.
     pub fn read_memory(&self, phys: u64, data: &mut [u8]) {
+        if self.pci.locals().iter().any(|local| local.read(phys, data)) {
+            return;
+        }
         if let Some((hpet, offset)) = self.hpet.as_ref().and_then(|hpet| Some((hpet, hpet.offset(phys)?))) {
             return hpet.read(offset, data);
         }
@@ -290,6 +299,9 @@ impl Platform {
 
     /// Writes registers in memory.
     pub fn write_memory(&mut self, phys: u64, data: &[u8]) {
+        if self.pci.locals().iter().any(|local| local.write(phys, data)) {
+            return;
+        }
         if let Some((hpet, offset)) =
             self.hpet.as_mut().and_then(|hpet| hpet.offset(phys).map(|at| (hpet, at)))
         {
@@ -365,6 +377,10 @@ mod tests {
         fn set(&self, line: u32, is_high: bool) {
             self.0.lock().unwrap().push((line, is_high));
         }
+
+        fn message(&self, _: u64, data: u32) {
+            self.0.lock().unwrap().push((data, true));
+        }
     }
 
     fn platform(devices: usize) -> (Result<Platform>, Recorded, [Arc<Wire>; 2]) {
@@ -374,8 +390,8 @@ mod tests {
         let view = View::from_ranges(&[(GuestAddress(0), 0x1000)]).unwrap();
         let devices = (0..devices).map(|_| Box::new(Rng) as Box<dyn Device>).collect();
         let zeros = std::iter::once(0x7FF_0000..0x7FF_1000).collect();
-        let board = Board { tables: &tables, devices: &[], hpet_hz: 100_000_000, zeros };
-        let made = Platform::new(Box::new(lines.clone()), board, wires.clone(), devices, view);
+        let board = Board { tables: &tables, devices: &[], hpet_hz: 100_000_000, zeros, locals: Vec::new() };
+        let made = Platform::new(Arc::new(lines.clone()), board, wires.clone(), devices, view);
         (made, lines, wires)
     }
 

@@ -1,6 +1,8 @@
 //! PCI's configuration space by its ports. Devices that are gone read as all ones. Bridges stay: the kernel
-//! leaves them alone, and would wait for each of them when it resumes.
+//! leaves them alone, and would wait for each of them when it resumes. Controllers of the machine's own disks
+//! answer as before.
 
+use super::local::Local;
 use mercury_image::Device;
 
 /// Bit of the address that enables access.
@@ -15,18 +17,23 @@ pub struct Pci {
     address: u32,
     /// Bridges by bus, device and function as in an address, each with its registers.
     bridges: Vec<(u32, Vec<u8>)>,
+    locals: Vec<Local>,
 }
 
 impl Pci {
-    /// Makes it with the bridges of a machine.
-    pub fn new(devices: &[Device]) -> Self {
+    /// Makes it with the bridges of a machine, and with controllers of its disks.
+    pub fn new(devices: &[Device], locals: Vec<Local>) -> Self {
         let bridges = devices.iter().filter(|one| one.class.starts_with(BRIDGE) && !one.config.is_empty());
         let bridges = bridges.filter_map(|one| {
             let mut space = one.config.clone();
             space.resize(SPACE, 0);
             Some((place(&one.address)?, space))
         });
-        Self { address: 0, bridges: bridges.collect() }
+        Self { address: 0, bridges: bridges.collect(), locals }
+    }
+
+    pub fn locals(&self) -> &[Local] {
+        &self.locals
     }
 
     pub fn address(&self) -> u32 {
@@ -37,26 +44,36 @@ impl Pci {
         self.address = address;
     }
 
-    /// Returns the registers of the selected function from the selected one on.
-    fn selected(&mut self, offset: u16) -> Option<&mut [u8]> {
-        let place = self.address & 0x00FF_FF00;
+    /// Returns the selected function, and the selected register.
+    fn selected(&self, offset: u16) -> Option<(u32, usize)> {
         let register = (self.address & 0xFC) as usize + usize::from(offset & 3);
-        let (_, space) =
-            self.bridges.iter_mut().find(|(other, _)| self.address & ENABLED != 0 && *other == place)?;
-        space.get_mut(register..)
+        (self.address & ENABLED != 0).then_some((self.address & 0x00FF_FF00, register))
+    }
+
+    /// Returns the registers of a bridge from one on.
+    fn bridge(&mut self, place: u32, register: usize) -> Option<&mut [u8]> {
+        self.bridges.iter_mut().find(|(other, _)| *other == place)?.1.get_mut(register..)
     }
 
     /// Reads a data port.
     pub fn read(&mut self, offset: u16, data: &mut [u8]) {
         data.fill(0xFF);
-        if let Some(space) = self.selected(offset) {
+        let Some((place, register)) = self.selected(offset) else { return };
+        if let Some(local) = self.locals.iter().find(|local| local.place == place) {
+            return local.read_configuration(register, data);
+        }
+        if let Some(space) = self.bridge(place, register) {
             data.iter_mut().zip(space).for_each(|(to, from)| *to = *from);
         }
     }
 
     /// Writes a data port. A bridge keeps what is written, and does nothing.
     pub fn write(&mut self, offset: u16, data: &[u8]) {
-        if let Some(space) = self.selected(offset) {
+        let Some((place, register)) = self.selected(offset) else { return };
+        if let Some(local) = self.locals.iter().find(|local| local.place == place) {
+            return local.write_configuration(register, data);
+        }
+        if let Some(space) = self.bridge(place, register) {
             space.iter_mut().zip(data).for_each(|(to, from)| *to = *from);
         }
     }
@@ -64,7 +81,7 @@ impl Pci {
 
 /// Returns the place of a function in an address, from a text like `0000:00:1f.2`. Only the first domain has
 /// ports.
-fn place(address: &str) -> Option<u32> {
+pub fn place(address: &str) -> Option<u32> {
     let rest = address.strip_prefix("0000:")?;
     let (bus, rest) = rest.split_once(':')?;
     let (device, function) = rest.split_once('.')?;
@@ -88,7 +105,7 @@ mod tests {
             device("0000:00:02.0", "010802"),
             device("0001:00:00.0", "060000"),
         ];
-        let mut pci = Pci::new(&devices);
+        let mut pci = Pci::new(&devices, Vec::new());
         let mut read = |address, offset, length| {
             pci.select(address);
             let mut data = [0; 4];

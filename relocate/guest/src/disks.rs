@@ -1,0 +1,487 @@
+//! The machine's own disks on NVMe, whose contents an operator gives. The kernel finds each of them at its
+//! old place, under its old name.
+//!
+//! Everything is checked before the guest starts. A file system that was mounted must be on a given disk,
+//! and must be as the instant left it.
+
+use mercury_control::{
+    error::{Error, Result},
+    exit::Exit,
+    output::bytes,
+};
+use mercury_controllers::{
+    disk::RawDisk,
+    nvme::{Identity, Limits, Namespace},
+    pci::Function,
+};
+use mercury_image::{FileSystem, Machine, NvmeController, NvmeDisk};
+use mercury_quiesce::{block_devices::ReadAt, disks::fingerprint_elsewhere};
+use std::{
+    collections::BTreeSet,
+    fs::File,
+    io,
+    ops::Range,
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+};
+
+/// Entries of a queue if the image does not say how many the machine's controller has.
+const QUEUE_ENTRIES: u32 = 1024;
+/// Largest number of pairs of queues that a driver gets.
+const PAIRS_MAX: u64 = 256;
+/// Registers of a controller before its doorbells, and the size of the doorbells of a pair of queues.
+const BEFORE_DOORBELLS: u64 = 0x1000;
+const DOORBELLS: u64 = 8;
+
+/// The content of a disk, given for the machine's own.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OwnDisk {
+    /// Name that the machine's kernel has for the disk.
+    pub name: String,
+    /// A raw image or a block device.
+    pub path: PathBuf,
+    /// True if the guest only reads it.
+    pub read_only: bool,
+}
+
+/// A disk whose content is open.
+#[derive(Debug)]
+struct Opened<'a> {
+    given: &'a OwnDisk,
+    file: File,
+    bytes: u64,
+}
+
+/// A controller that the guest will find at its place.
+#[derive(Debug)]
+pub struct Controller {
+    /// Address of the PCI device.
+    pub address: String,
+    /// The PCI device.
+    pub function: Function,
+    /// What the controller says of itself.
+    pub identity: Identity,
+    /// Its disks.
+    pub namespaces: Vec<Namespace>,
+    /// Its limits.
+    pub limits: Limits,
+}
+
+/// The machine's own disks, and the reasons against them.
+#[derive(Debug, Default)]
+pub struct Plan {
+    /// Controllers with the disks that were given.
+    pub controllers: Vec<Controller>,
+    /// Reasons for which the machine cannot go on with these disks.
+    pub reasons: Vec<String>,
+}
+
+impl Plan {
+    /// Opens the contents, and compares them with the image. `taken` is where the guest has memory, and `end`
+    /// the end of its addresses.
+    ///
+    /// # Errors
+    /// A content cannot be opened, or is for no disk of the machine.
+    pub fn of(machine: &Machine, given: &[OwnDisk], taken: &[Range<u64>], end: u64) -> Result<Self> {
+        let opened = open(machine, given)?;
+        let mut plan = Self::default();
+        let content = |name: &str| {
+            let one = opened.iter().find(|one| one.given.name == name)?;
+            Some(one as &dyn ReadAt)
+        };
+        let reasons = machine.file_systems.iter().filter_map(|one| obstacle(one, machine, &content));
+        plan.reasons.extend(reasons);
+        for theirs in &machine.nvme {
+            let disks: Vec<_> = theirs.disks.iter().filter_map(|disk| pair(disk, &opened)).collect();
+            if disks.is_empty() {
+                continue;
+            }
+            let checked = controller(machine, theirs, &disks).and_then(|controller| {
+                refuse_overlap(&controller.function, taken, end)?;
+                Ok(controller)
+            });
+            match checked {
+                Ok(controller) => plan.controllers.push(controller),
+                Err(why) => plan.reasons.push(format!(
+                    "a guest cannot have its controller {} ({}): {why}",
+                    theirs.name, theirs.address
+                )),
+            }
+        }
+        Ok(plan)
+    }
+}
+
+fn pair<'a, 'b>(disk: &'a NvmeDisk, opened: &'b [Opened<'b>]) -> Option<(&'a NvmeDisk, &'b Opened<'b>)> {
+    opened.iter().find(|one| one.given.name == disk.name).map(|one| (disk, one))
+}
+
+fn open<'a>(machine: &Machine, given: &'a [OwnDisk]) -> Result<Vec<Opened<'a>>> {
+    let mut names = BTreeSet::new();
+    let mut all = Vec::new();
+    for one in given {
+        if !names.insert(&one.name) {
+            return Err(Error::new(Exit::Usage, format!("--disk gives {} twice", one.name)));
+        }
+        if find(machine, &one.name).is_none() {
+            let known: Vec<_> = disks(machine).map(|(controller, disk)| label(controller, disk)).collect();
+            let text = format!("the machine of the image has no disk {} on NVMe", one.name);
+            let hint = match known.as_slice() {
+                [] => "its image names no disk on NVMe: make the checkpoint again with this release".into(),
+                known => format!("its disks are {}", known.join(", ")),
+            };
+            return Err(Error::new(Exit::Impossible, text).hint(hint));
+        }
+        let (file, bytes) = mercury_devices::open_disk(&one.path, one.read_only)
+            .map_err(crate::run::failed)?;
+        all.push(Opened { given: one, file, bytes });
+    }
+    Ok(all)
+}
+
+fn disks(machine: &Machine) -> impl Iterator<Item = (&NvmeController, &NvmeDisk)> {
+    machine.nvme.iter().flat_map(|controller| controller.disks.iter().map(move |disk| (controller, disk)))
+}
+
+fn find<'a>(machine: &'a Machine, name: &str) -> Option<(&'a NvmeController, &'a NvmeDisk)> {
+    disks(machine).find(|(_, disk)| disk.name == name)
+}
+
+/// Describes a disk so that an operator finds its content.
+fn label(controller: &NvmeController, disk: &NvmeDisk) -> String {
+    let size = Namespace::measure(&disk.identify).map(|(shift, blocks)| bytes(blocks << shift));
+    let size = size.unwrap_or_else(|_| "of unknown size".into());
+    match Identity::new(&controller.identify) {
+        Ok(identity) => {
+            format!("{} ({}, serial number {}, {size})", disk.name, identity.model(), identity.serial())
+        }
+        Err(_) => format!("{} ({size})", disk.name),
+    }
+}
+
+/// Returns the reason for which a file system could not go on.
+fn obstacle<'a>(
+    one: &FileSystem,
+    machine: &Machine,
+    content: &dyn Fn(&str) -> Option<&'a dyn ReadAt>,
+) -> Option<String> {
+    if one.goes_along {
+        return None;
+    }
+    let FileSystem { mounted_at, device, .. } = one;
+    let places = one.place.iter().chain(one.pieces.iter().filter_map(|piece| piece.place.as_ref()));
+    let names: BTreeSet<&str> = places.map(|place| place.disk.as_str()).collect();
+    let known: Vec<_> = names.iter().filter_map(|name| find(machine, name)).collect();
+    if known.is_empty() || known.len() < names.len() {
+        return Some(format!(
+            "{mounted_at} is mounted from {device}, and a guest can have only disks on NVMe that its image \
+             names: unmount it before the checkpoint"
+        ));
+    }
+    if let Some((controller, disk)) = known.into_iter().find(|(_, disk)| content(&disk.name).is_none()) {
+        return Some(format!(
+            "{mounted_at} is mounted from {device}, which needs the disk {}: give its content with --disk \
+             {}=FILE",
+            label(controller, disk),
+            disk.name
+        ));
+    }
+    let Some(fingerprint) = &one.fingerprint else {
+        return Some(format!(
+            "{mounted_at} has no fingerprint of the instant: it is unknown if {device} has changed"
+        ));
+    };
+    match fingerprint_elsewhere(one, content) {
+        Ok(found) if found == *fingerprint => None,
+        Ok(_) => Some(format!(
+            "the content that is given for {device} is not what it was at the instant: {mounted_at} is \
+             another file system, or was written to"
+        )),
+        Err(why) => Some(format!("{mounted_at} cannot be compared with the image: {why}")),
+    }
+}
+
+fn controller(
+    machine: &Machine,
+    theirs: &NvmeController,
+    disks: &[(&NvmeDisk, &Opened<'_>)],
+) -> std::result::Result<Controller, String> {
+    let device = machine.devices.iter().find(|one| one.address == theirs.address);
+    let device = device.ok_or("the image does not describe its PCI device")?;
+    if !theirs.has_messages {
+        return Err("it raises interrupts without messages (MSI-X, MSI)".into());
+    }
+    if theirs.has_memory {
+        return Err("it has queues in memory of its own (CMB)".into());
+    }
+    let lengths: Vec<_> = device.bars.iter().map(|bar| (bar.number, bar.length)).collect();
+    let function = Function::new(&device.config, &lengths)?;
+    let pairs = function.registers_end(0).saturating_sub(BEFORE_DOORBELLS) / DOORBELLS;
+    let vectors = function.vectors();
+    if pairs < 2 || vectors == 0 {
+        return Err("its PCI device has no room for queues or interrupts".into());
+    }
+    let entries = if theirs.queue_entries == 0 { QUEUE_ENTRIES } else { theirs.queue_entries };
+    let limits = Limits {
+        pairs: (pairs - 1).min(PAIRS_MAX) as u16,
+        entries: entries.clamp(2, u32::from(u16::MAX)) as u16,
+        vectors,
+    };
+    let namespaces = disks.iter().map(|(disk, opened)| namespace(disk, opened));
+    Ok(Controller {
+        address: theirs.address.clone(),
+        function,
+        identity: Identity::new(&theirs.identify)?,
+        namespaces: namespaces.collect::<std::result::Result<_, _>>()?,
+        limits,
+    })
+}
+
+fn namespace(disk: &NvmeDisk, opened: &Opened<'_>) -> std::result::Result<Namespace, String> {
+    let of = |why: String| format!("{}: {why}", disk.name);
+    let path = opened.given.path.display();
+    let file = opened.file.try_clone().map_err(|error| of(format!("{path}: {error}")))?;
+    let content =
+        RawDisk::new(file, opened.given.read_only).map_err(|error| of(format!("{path}: {error}")))?;
+    let namespace = Namespace::new(disk.namespace, &disk.identify, &disk.identifiers, Box::new(content));
+    let namespace = namespace.map_err(of)?;
+    if namespace.bytes() > opened.bytes {
+        let (theirs, ours) = (bytes(namespace.bytes()), bytes(opened.bytes));
+        return Err(of(format!("it has {theirs}, and {path} has {ours}")));
+    }
+    Ok(namespace)
+}
+
+/// Refuses registers where the guest has memory, or beyond the addresses that this host's processor has.
+fn refuse_overlap(function: &Function, taken: &[Range<u64>], end: u64) -> std::result::Result<(), String> {
+    for range in function.ranges() {
+        if range.end > end {
+            return Err(format!("its registers at {:#x} are beyond this host's addresses", range.start));
+        }
+        if taken.iter().any(|other| range.start < other.end && other.start < range.end) {
+            return Err(format!("its registers at {:#x} are where the guest has others", range.start));
+        }
+    }
+    Ok(())
+}
+
+impl ReadAt for Opened<'_> {
+    fn read_at(&self, offset: u64, length: usize) -> io::Result<Vec<u8>> {
+        let mut read = vec![0; length];
+        let mut done = 0;
+        while done < length {
+            match self.file.read_at(&mut read[done..], offset + done as u64)? {
+                0 => break,
+                count => done += count,
+            }
+        }
+        read.truncate(done);
+        Ok(read)
+    }
+}
+
+/// Parses a disk with a name before its file: `nvme0n1=FILE[,ro]`. Returns nothing for a file alone.
+#[must_use]
+pub fn parse(text: &str) -> Option<OwnDisk> {
+    let (name, file) = text.split_once('=')?;
+    let is_name = name.starts_with(|first: char| first.is_ascii_lowercase())
+        && name.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit());
+    if !is_name || file.is_empty() {
+        return None;
+    }
+    let (path, read_only) = file.strip_suffix(",ro").map_or((file, false), |path| (path, true));
+    Some(OwnDisk { name: name.to_owned(), path: Path::new(path).to_owned(), read_only })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+pub(crate) mod tests {
+    use super::*;
+    use mercury_image::{Bar, Device, DiskPart, Piece};
+
+    pub const START: u32 = 0xFEBD_0000;
+    const SIZE: usize = 1 << 20;
+    const OFFSET: usize = 64 << 10;
+
+    /// Returns a machine with a disk of 1 MiB on NVMe, and ext4 on its first partition.
+    fn machine() -> Machine {
+        let mut config = vec![0; 256];
+        config[4] = 6;
+        config[0x10..0x14].copy_from_slice(&(START | 4).to_le_bytes());
+        config[0x34] = 0x40;
+        config[0x40..0x4C].copy_from_slice(&[0x11, 0, 7, 0, 0, 0x20, 0, 0, 0, 0x30, 0, 0]);
+        let bars = vec![Bar { number: 0, start: u64::from(START), length: 0x4000, flags: 0x200 }];
+        let address = "0000:01:00.0".to_owned();
+        let device = Device { address: address.clone(), config, bars, ..Device::default() };
+        let mut identify = vec![0; 128];
+        identify[4..10].copy_from_slice(b"SERIAL");
+        identify[24..29].copy_from_slice(b"MODEL");
+        identify[80..84].copy_from_slice(&0x0001_0400_u32.to_le_bytes());
+        let mut disk = vec![0; 132];
+        disk[..8].copy_from_slice(&(SIZE as u64 / 512).to_le_bytes());
+        disk[130] = 9;
+        let disk = NvmeDisk { name: "nvme0n1".into(), namespace: 1, identify: disk, identifiers: Vec::new() };
+        let nvme = NvmeController {
+            address,
+            name: "nvme0".into(),
+            identify,
+            has_messages: true,
+            disks: vec![disk],
+            ..NvmeController::default()
+        };
+        let length = (SIZE - OFFSET) as u64;
+        let root = FileSystem {
+            mounted_at: "/".into(),
+            kind: "ext4".into(),
+            device: "/dev/nvme0n1p1".into(),
+            place: Some(DiskPart { disk: "nvme0n1".into(), offset: OFFSET as u64, length }),
+            ..FileSystem::default()
+        };
+        Machine { devices: vec![device], nvme: vec![nvme], file_systems: vec![root], ..Machine::default() }
+    }
+
+    fn content() -> (tempfile::NamedTempFile, OwnDisk) {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let bytes: Vec<u8> = (0..SIZE).map(|at| (at % 253) as u8).collect();
+        std::fs::write(file.path(), bytes).unwrap();
+        let disk = OwnDisk { name: "nvme0n1".into(), path: file.path().into(), read_only: false };
+        (file, disk)
+    }
+
+    /// Gives the machine's file system the fingerprint of a content.
+    fn with_fingerprint(mut machine: Machine, disk: &OwnDisk) -> Machine {
+        let given = std::slice::from_ref(disk);
+        let opened = open(&machine, given).unwrap();
+        let found = fingerprint_elsewhere(&machine.file_systems[0], &|_| Some(&opened[0] as &dyn ReadAt));
+        machine.file_systems[0].fingerprint = Some(found.unwrap());
+        machine
+    }
+
+    /// Returns the controller of a disk with some content.
+    pub fn planned() -> (tempfile::NamedTempFile, Controller) {
+        let (file, disk) = content();
+        let machine = with_fingerprint(machine(), &disk);
+        (file, plan(&machine, &[disk]).controllers.remove(0))
+    }
+
+    fn plan(machine: &Machine, given: &[OwnDisk]) -> Plan {
+        Plan::of(machine, given, &[0..0x10_0000], 1 << 40).unwrap()
+    }
+
+    fn reason(machine: &Machine, given: &[OwnDisk]) -> String {
+        let plan = plan(machine, given);
+        assert_eq!(plan.reasons.len(), 1, "{plan:?}");
+        plan.reasons[0].clone()
+    }
+
+    #[test]
+    fn a_machine_goes_on_with_the_content_that_its_disk_had() {
+        let (file, disk) = content();
+        let machine = with_fingerprint(machine(), &disk);
+        let plan = plan(&machine, std::slice::from_ref(&disk));
+        assert_eq!(plan.reasons, [""; 0]);
+        let [controller] = plan.controllers.as_slice() else { panic!("{:?}", plan.controllers) };
+        assert_eq!((controller.limits.pairs, controller.limits.entries), (256, 1024));
+        assert_eq!((controller.limits.vectors, controller.namespaces[0].bytes()), (8, SIZE as u64));
+        // Only while the plan is there is the content in use.
+        let given = std::slice::from_ref(&disk);
+        let error = Plan::of(&machine, given, &[], u64::MAX).unwrap_err();
+        assert!(error.message.contains("in use"), "{}", error.message);
+        drop(plan);
+        let mut bytes = std::fs::read(file.path()).unwrap();
+        bytes[OFFSET + 0x438] ^= 1;
+        std::fs::write(file.path(), &bytes).unwrap();
+        assert!(reason(&machine, given).contains("not what it was at the instant"));
+        bytes[OFFSET + 0x438] ^= 1;
+        bytes[0] ^= 1;
+        std::fs::write(file.path(), &bytes).unwrap();
+        assert_eq!(self::plan(&machine, given).reasons, [""; 0], "it is outside of the file system");
+    }
+
+    #[test]
+    fn each_disk_that_is_missing_or_unfit_is_named() {
+        let (file, disk) = content();
+        let whole = with_fingerprint(machine(), &disk);
+        let given = std::slice::from_ref(&disk);
+        let missing = reason(&whole, &[]);
+        let expected =
+            "nvme0n1 (MODEL, serial number SERIAL, 1.00 MiB): give its content with --disk nvme0n1=";
+        assert!(missing.contains(expected), "{missing}");
+        type Change = fn(&mut Machine);
+        let changes: [(Change, &str); 10] = [
+            (|one| one.file_systems[0].place = None, "only disks on NVMe"),
+            (|one| one.file_systems[0].place.as_mut().unwrap().disk = "sda".into(), "only disks on NVMe"),
+            (|one| one.file_systems[0].fingerprint = None, "no fingerprint"),
+            (|one| one.devices.clear(), "does not describe its PCI device"),
+            (|one| one.devices[0].config.truncate(64), "64 bytes of its configuration"),
+            (|one| one.devices[0].bars[0].length = 0x1000, "its table of messages is outside"),
+            (|one| one.nvme[0].has_messages = false, "without messages"),
+            (|one| one.nvme[0].has_memory = true, "CMB"),
+            (|one| one.nvme[0].identify[80] = 0, "a guest"),
+            (|one| one.devices[0].config[0x13] = 0, "where the guest has others"),
+        ];
+        for (number, (change, expected)) in changes.into_iter().enumerate() {
+            let mut machine = whole.clone();
+            change(&mut machine);
+            if number == 8 {
+                machine.nvme[0].identify[81] = 0;
+            }
+            if number == 9 {
+                machine.devices[0].config[0x12] = 0;
+            }
+            let text = reason(&machine, given);
+            assert!(text.contains(expected), "{expected}: {text}");
+        }
+        let far = Plan::of(&whole, given, &[], 1 << 31).unwrap();
+        assert!(far.reasons[0].contains("beyond this host's addresses"), "{:?}", far.reasons);
+        drop(far);
+        file.as_file().set_len(SIZE as u64 - 512).unwrap();
+        assert!(reason(&whole, given).contains("it has 1.00 MiB, and"));
+    }
+
+    #[test]
+    fn a_disk_of_a_server_needs_no_content() {
+        let mut machine = machine();
+        machine.file_systems[0].place = None;
+        machine.file_systems[0].goes_along = true;
+        assert_eq!(plan(&machine, &[]).reasons, [""; 0]);
+    }
+
+    #[test]
+    fn volumes_need_all_their_disks() {
+        let (_file, disk) = content();
+        let mut machine = machine();
+        let place = machine.file_systems[0].place.take();
+        let piece = Piece { disk: "lvm 7".into(), offset: 4096, length: 4096, place: place.clone() };
+        machine.file_systems[0].pieces = vec![piece.clone()];
+        let mut machine = with_fingerprint(machine, &disk);
+        let given = std::slice::from_ref(&disk);
+        assert_eq!(plan(&machine, given).reasons, [""; 0]);
+        let other = place.map(|place| DiskPart { disk: "nvme1n1".into(), ..place });
+        machine.file_systems[0].pieces.push(Piece { place: other, ..piece });
+        assert!(reason(&machine, given).contains("only disks on NVMe"));
+    }
+
+    #[test]
+    fn a_disk_that_the_machine_has_not_is_refused_with_those_that_it_has() {
+        let (_file, disk) = content();
+        let wrong = OwnDisk { name: "nvme1n1".into(), ..disk.clone() };
+        let error = Plan::of(&machine(), &[wrong], &[], u64::MAX).unwrap_err();
+        assert_eq!(error.exit, Exit::Impossible);
+        assert!(error.message.contains("no disk nvme1n1"), "{}", error.message);
+        let twice = Plan::of(&machine(), &[disk.clone(), disk], &[], u64::MAX).unwrap_err();
+        assert!(twice.message.contains("twice"));
+    }
+
+    #[test]
+    fn a_name_before_a_file_is_that_of_an_own_disk() {
+        let disk = |name: &str, path: &str, read_only| {
+            Some(OwnDisk { name: name.into(), path: path.into(), read_only })
+        };
+        assert_eq!(parse("nvme0n1=/dev/sdb"), disk("nvme0n1", "/dev/sdb", false));
+        assert_eq!(parse("nvme1n1=a=b,ro"), disk("nvme1n1", "a=b", true));
+        for alone in ["/dev/sdb", "./a=b", "disk", "=x", "nvme0n1=", "Disk=x"] {
+            assert_eq!(parse(alone), None, "{alone}");
+        }
+    }
+}
