@@ -4,11 +4,12 @@
 //! another machine, which gets that disk. Two ports of the host lead from the lab to the guest in it: to its
 //! first serial port, the console, and to its second one, the agent's.
 
-use std::time::Duration;
+use std::{path::Path, time::Duration};
 
 use mercury_lab_agent::protocol::Request;
 
 use crate::{
+    artefacts,
     client::Client,
     command::{Background, patient},
     emulator::file,
@@ -24,6 +25,11 @@ use crate::{
 pub const NAME: &str = "lab";
 /// The disk with the image, in the host.
 pub const IMAGE: &str = "/dev/vda";
+/// The source's root disk, and the disk with its artefacts, in a host that has them.
+pub const ROOT: &str = "/dev/vdb";
+pub const ARTEFACTS: &str = "/dev/vdc";
+/// The source's second disk, in a host that has it.
+pub const DATA: &str = "/dev/vdd";
 
 /// The disk for the image, in the source. NVMe disks are numbered as they are found.
 const IMAGE_AT_SOURCE: &str =
@@ -71,6 +77,16 @@ pub fn bridge(host: &Machine, address: &str) -> Result<()> {
     host.sh(&format!("set -e; {card}; {all}; ip address add {address}/24 dev bridge0")).map(drop)
 }
 
+/// Returns the description of a machine like metal, whose root and artefacts lie on disks on NVMe, with
+/// another one for its image.
+#[must_use]
+pub fn source_on_nvme(kernel: Kernel, cpus: u32) -> Spec {
+    let spec = Spec::new(kernel).metal().cpus(cpus).memory_mib(512).nic(Nic::E1000e);
+    // Bare metal's controllers have no shadow doorbells.
+    let spec = spec.qemu_arg("-global").qemu_arg("nvme.dbcs=off");
+    spec.disk(Bus::Nvme, IMAGE_MIB).qemu_version(Qemu::Newer)
+}
+
 /// Writes the source to its disk. The source is off in the end.
 ///
 /// # Errors
@@ -90,18 +106,44 @@ pub fn checkpoint_with(source: &Machine, options: &str) -> Result<()> {
 /// Returns the description of a host with KVM and with the image's disk of a source that is off.
 #[must_use]
 pub fn host(kernel: Kernel, source: &Machine) -> Spec {
-    let disk = source.link().scene.dir().join(file::disk(0));
-    let disk = disk.to_string_lossy().replace(',', ",,");
-    let disk = format!("if=none,id=image,format=qcow2,cache=unsafe,file={disk}");
     // The source's QEMU: another version has another processor.
     let spec = Spec::new(kernel).cpus(2).memory_mib(1280).qemu_version(Qemu::Newer);
-    let spec =
-        ["-drive", &disk, "-device", "virtio-blk-pci,drive=image"].into_iter().fold(spec, Spec::qemu_arg);
+    let spec = with_disk(spec, "image", &qcow2(&source.link().scene.dir().join(file::disk(0))));
     PORTS.iter().fold(spec, |spec, (_, port)| {
         let socket = format!("socket,id={port},path={port},server=on,wait=off,logfile={port}.log");
         let device = format!("virtserialport,chardev={port},name={port}");
         ["-chardev", &socket, "-device", &device].into_iter().fold(spec, Spec::qemu_arg)
     })
+}
+
+/// Returns the description of a host that has all disks of a source on NVMe: [`IMAGE`], [`ROOT`],
+/// [`ARTEFACTS`], and [`DATA`] if the source has it.
+///
+/// # Errors
+/// If the artefacts cannot be found.
+pub fn host_with_disks(kernel: Kernel, source: &Machine, theirs: Kernel) -> Result<Spec> {
+    let artefacts = artefacts::ensure(theirs.release())?.disk;
+    let folder = source.link().scene.dir();
+    let spec = with_disk(host(kernel, source), "theirs", &qcow2(&folder.join(file::ROOT)));
+    let artefacts = format!("format=raw,read-only=on,file={}", escaped(&artefacts));
+    let spec = with_disk(spec, "tools", &artefacts);
+    let data = folder.join(file::disk(1));
+    Ok(if data.exists() { with_disk(spec, "data", &qcow2(&data)) } else { spec })
+}
+
+fn escaped(path: &Path) -> String {
+    path.to_string_lossy().replace(',', ",,")
+}
+
+fn qcow2(path: &Path) -> String {
+    format!("format=qcow2,cache=unsafe,file={}", escaped(path))
+}
+
+/// Adds a disk, which the host finds by its serial number.
+fn with_disk(spec: Spec, id: &str, backing: &str) -> Spec {
+    let (drive, device) =
+        (format!("if=none,id={id},{backing}"), format!("virtio-blk-pci,drive={id},serial={id}"));
+    ["-drive", &drive, "-device", &device].into_iter().fold(spec, Spec::qemu_arg)
 }
 
 /// A machine that goes on as a guest of another one.
@@ -178,6 +220,18 @@ impl<'a> Guest<'a> {
     /// If the command does not succeed.
     pub fn sh(&self, line: &str) -> Result<String> {
         self.link.sh(line)
+    }
+
+    /// Lets the guest's kernel write everything to its disks and power the guest off. Returns the words of the
+    /// command that ran the guest.
+    ///
+    /// # Errors
+    /// If the guest does not end, or the command fails.
+    pub fn power_off(self) -> Result<String> {
+        const KEYS: &str = "sleep 1; for key in s u o; do echo $key > /proc/sysrq-trigger; sleep 2; done";
+        self.link.sh(&format!("setsid sh -c '{KEYS}' > /dev/null 2>&1 &"))?;
+        let ended = self.monitor.wait(LIMIT)?.check()?;
+        Ok(format!("{}{}", ended.stdout, ended.stderr))
     }
 
     /// Ends the guest as a power cut would, and waits for the end of the command that runs the guest. Returns

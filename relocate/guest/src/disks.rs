@@ -132,8 +132,8 @@ fn open<'a>(machine: &Machine, given: &'a [OwnDisk]) -> Result<Vec<Opened<'a>>> 
             };
             return Err(Error::new(Exit::Impossible, text).hint(hint));
         }
-        let (file, bytes) = mercury_devices::open_disk(&one.path, one.read_only)
-            .map_err(crate::run::failed)?;
+        let (file, bytes) =
+            mercury_devices::open_disk(&one.path, one.read_only).map_err(crate::run::failed)?;
         all.push(Opened { given: one, file, bytes });
     }
     Ok(all)
