@@ -58,6 +58,7 @@ pub mod moments;
 pub mod moving;
 pub mod operator;
 pub mod owner;
+pub mod pages;
 pub mod pair;
 pub mod paths;
 pub mod previrtualization;

@@ -35,6 +35,8 @@ mod escapes;
 mod odd;
 #[path = "hosted/one_binary.rs"]
 mod one_binary;
+#[path = "hosted/page.rs"]
+mod page;
 #[path = "hosted/processors.rs"]
 mod processors;
 #[path = "hosted/tap.rs"]
