@@ -80,7 +80,15 @@ impl Switch {
     /// # Errors
     /// If the switch does not come up.
     pub fn boot_for(others: Kernel) -> Result<Self> {
-        let slots = Reservation::of(3, &[Kernel::BookwormCloud, others])?;
+        Self::boot_with(others, 2)
+    }
+
+    /// Boots the switch, with room on this host for so many more machines at a time, with this kernel.
+    ///
+    /// # Errors
+    /// If the switch does not come up.
+    pub fn boot_with(others: Kernel, count: usize) -> Result<Self> {
+        let slots = Reservation::of(1 + count, &[Kernel::BookwormCloud, others])?;
         let ports = [host::free_port()?, host::free_port()?];
         let listen = |port: u16| format!("socket,listen=127.0.0.1:{port}");
         let peer = spec(Kernel::BookwormCloud).cpus(1).memory_mib(768);

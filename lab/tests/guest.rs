@@ -5,7 +5,7 @@
 use std::time::Instant;
 
 use mercury_lab::{
-    Bus, Kernel, Machine, Platform, Qemu, Result, Spec, Vendor,
+    Bus, Error, Kernel, Machine, Platform, Qemu, Result, Spec, Vendor,
     as_guest::{self, Guest, NAME},
     host::find_program,
     moving::{MOVING, PEER, Switch},
@@ -105,7 +105,9 @@ fn is_seen_and_stopped(host: &Machine, guest: Guest<'_>) -> Result<()> {
     comes_further(&guest, "clock", count(&guest, "clock")?)?;
     let said = guest.stop()?;
     assert!(said.contains(&format!("stopped {NAME}")), "{said}");
-    let ended = said.lines().find_map(|line| serde_json::from_str::<serde_json::Value>(line).ok()).unwrap();
+    let ended =
+        said.find('{').and_then(|start| serde_json::from_str::<serde_json::Value>(&said[start..]).ok());
+    let ended = ended.ok_or_else(|| host.blame(Error::Unhealthy(said)))?;
     println!("{ended}");
     assert_eq!(ended["end"], "stopped");
     assert!((1..=MONITOR_MAX).contains(&ended["monitor_bytes"].as_u64().unwrap()), "{ended}");
@@ -180,7 +182,7 @@ fn boot_host_on(switch: &Switch, source: &Machine) -> Result<Machine> {
 #[ignore = "long"]
 fn connections_of_a_bare_machine_go_on_with_it_as_a_guest() -> Result<()> {
     need_kvm()?;
-    let switch = Switch::boot()?;
+    let switch = Switch::boot_with(Kernel::BookwormGeneric, 1)?;
     let source = boot_on(&switch, as_guest::in_ram(as_guest::metal(Kernel::BookwormGeneric, 1)))?;
     source.sh(CONFIGURE)?;
     start(&source, "talk", TALK, PEER)?;
@@ -197,7 +199,15 @@ fn connections_of_a_bare_machine_go_on_with_it_as_a_guest() -> Result<()> {
     assert_eq!(guest.sh(CONFIGURATION)?, before);
     assert!(count(&switch.peer, "announced")? > 0);
     for connection in ["talk", "hear"] {
-        comes_further(&guest, connection, count(&guest, connection)? + 5)?;
+        let further = comes_further(&guest, connection, count(&guest, connection)? + 5);
+        further.inspect_err(|_| {
+            let sockets = "ss -tinm; cat /run/*.wrong";
+            println!(
+                "{}\n{}",
+                guest.sh(sockets).unwrap_or_default(),
+                switch.peer.sh(sockets).unwrap_or_default()
+            );
+        })?;
     }
     let card = guest.sh("cat /sys/class/net/eth0/address; readlink -f /sys/class/net/eth0/device")?;
     assert!(card.contains("virtio"), "{card}");
@@ -218,7 +228,7 @@ fn a_bare_machine_reaches_the_network_through_passt_as_a_guest() -> Result<()> {
         println!("left out: passt is not installed");
         return Ok(());
     };
-    let switch = Switch::boot()?;
+    let switch = Switch::boot_with(Kernel::BookwormGeneric, 1)?;
     let source = boot_on(&switch, as_guest::in_ram(as_guest::metal(Kernel::BookwormGeneric, 1)))?;
     source.sh(CONFIGURE)?;
     start(&source, "echo", ECHO, "")?;
@@ -245,7 +255,7 @@ fn a_bare_machine_reaches_the_network_through_passt_as_a_guest() -> Result<()> {
 #[ignore = "long"]
 fn a_bare_machine_with_its_root_on_nfs_goes_on_as_a_guest() -> Result<()> {
     need_kvm()?;
-    let switch = Switch::boot()?;
+    let switch = Switch::boot_with(Kernel::BookwormGeneric, 1)?;
     let spec = as_guest::metal(Kernel::BookwormGeneric, 1).kernel_arg(&format!("lab.nfs={PEER},{MOVING}"));
     let source = boot_on(&switch, spec)?;
     assert_eq!(source.sh("findmnt -no FSTYPE /; findmnt -rno TARGET -t ext4 || true")?, "nfs4");
@@ -268,7 +278,7 @@ fn a_bare_machine_with_its_root_on_nfs_goes_on_as_a_guest() -> Result<()> {
 #[ignore = "long"]
 fn a_disk_on_a_network_goes_on_with_a_bare_machine_as_a_guest() -> Result<()> {
     need_kvm()?;
-    let switch = Switch::boot()?;
+    let switch = Switch::boot_with(Kernel::BookwormGeneric, 1)?;
     let source = boot_on(&switch, as_guest::in_ram(as_guest::metal(Kernel::BookwormGeneric, 1)))?;
     source.sh(CONFIGURE)?;
     start(&switch.peer, "blocks", BLOCKS, "")?;
