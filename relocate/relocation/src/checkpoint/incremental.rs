@@ -14,9 +14,9 @@ use mercury_control::{
     progress,
 };
 use mercury_image::{Hash, Identity, Key, PARENTS_MAX, Parent, Reader};
-use mercury_quiesce::patient;
+use mercury_quiesce::patient::Source;
 use std::{
-    fs::{self, File},
+    fs,
     io::BufReader,
     os::unix::fs::{FileTypeExt, MetadataExt},
     path::{Path, PathBuf},
@@ -29,7 +29,7 @@ const FULL: &str = "without --incremental the image is a full one";
 /// The base of an image: a parent, or nothing.
 #[derive(Debug, Default)]
 pub struct Before {
-    parent: Option<(PathBuf, Parent<BufReader<File>>)>,
+    parent: Option<(PathBuf, Parent<BufReader<Source>>)>,
 }
 
 impl Before {
@@ -39,9 +39,7 @@ impl Before {
     ///
     /// Returns an error if the image cannot be a parent.
     pub fn open(path: &Path) -> Result<Self> {
-        let file = patient::answers(path).and_then(|()| File::open(path));
-        let file = file.map_err(|error| unreadable(path, &error).hint(FULL))?;
-        let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::Random);
+        let file = Source::open(path).map_err(|error| unreadable(path, &error).hint(FULL))?;
         let file = BufReader::with_capacity(BUFFER, file);
         let parent = progress::during("reading the parent's hashes", || Parent::open(file));
         let parent = parent.map_err(|error| named(path, error).hint(FULL))?;
@@ -85,7 +83,7 @@ impl Before {
     /// Returns an error in that case.
     pub fn refuse_loss(&self, to: &Name) -> Result<()> {
         let (Some((parent, _)), Name::Path(path)) = (&self.parent, to) else { return Ok(()) };
-        let held = File::open(path).ok().and_then(|file| Reader::open(file).ok());
+        let held = Source::open(path).ok().and_then(|file| Reader::open(file).ok());
         let is_needed = held.is_some_and(|held| self.lineage().contains(&held.identity()));
         if !is_needed && !are_one(parent, path) {
             return Ok(());
@@ -122,7 +120,7 @@ pub mod tests {
             let page = [if number == 2 { content } else { number }; PAGE];
             packer.add(phys, &page, before.hash_of(phys).expect("a hash"));
         }
-        let file = File::create(path).expect("a file");
+        let file = fs::File::create(path).expect("a file");
         let mut writer = Writer::begin(file, Identity([identity; 16]), &machine).expect("begun");
         for part in packer.finish() {
             writer.add(&part.compress(1).expect("compressed")).expect("added");

@@ -7,6 +7,7 @@ use mercury_control::{
     exit::Exit,
 };
 use mercury_image::{Identity, Reader};
+use mercury_quiesce::patient::Source;
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs, io,
@@ -161,7 +162,7 @@ fn removable(images: &[PathBuf], old: usize) -> Vec<&PathBuf> {
 
 /// Reads an image's identity, and those of the images that it needs.
 fn lineage(path: &Path) -> Option<(Identity, Vec<Identity>)> {
-    let reader = Reader::open(fs::File::open(path).ok()?).ok()?;
+    let reader = Reader::open(Source::open(path).ok()?).ok()?;
     Some((reader.identity(), reader.machine().parents.clone()))
 }
 
