@@ -3,9 +3,11 @@
 
 #![allow(clippy::unwrap_used)]
 
+use std::time::Duration;
+
 use mercury_lab::{
-    Kernel, Machine, Platform, Result, Vendor,
-    as_guest::{self, ARTEFACTS, Guest, IMAGE, ROOT},
+    Bus, Kernel, Machine, Platform, Result, Vendor,
+    as_guest::{self, ARTEFACTS, DATA, Guest, IMAGE, ROOT},
     restart::{boot_id, count, is_well, script::CLOCK, start},
 };
 
@@ -65,6 +67,59 @@ fn goes_on(kernel: Kernel, cpus: u32) -> Result<()> {
     host.check_health()
 }
 
+/// Ext4 on LVM on LUKS, and a process that writes there.
+const VOLUMES: &str = r"
+set -e
+export DM_DISABLE_UDEV=1
+modprobe -a dm-crypt dm-mod
+echo a secret | cryptsetup luksFormat -q --pbkdf pbkdf2 --pbkdf-force-iterations 1000 $1 -
+echo a secret | cryptsetup open --key-file - $1 safe
+pvcreate -q /dev/mapper/safe
+vgcreate -q group /dev/mapper/safe
+lvcreate -q -Zn -l 16 -n data group
+mkfs.ext4 -q /dev/mapper/group-data
+mkdir -p /data
+mount /dev/mapper/group-data /data
+setsid sh -c 'n=0
+	while sleep 0.2; do n=$((n+1)); echo $n >> /data/lines; sync -d /data/lines; done' > /dev/null 2>&1 &
+sleep 2
+";
+
+/// Lets a machine with volumes on a disk of their own go on as a guest with all its disks.
+fn goes_on_with_volumes() -> Result<()> {
+    Platform::need(Vendor::Amd, "the lab has no host with KVM on Intel")?;
+    let kernel = Kernel::BookwormGeneric;
+    let source = Machine::boot(as_guest::source_on_nvme(kernel, 1).disk(Bus::Nvme, 256))?;
+    let [root, tools, data] = ["root", "lab", "disk1"].map(|one| disk(&source, &format!("mercury-{one}")));
+    let (root, tools, data) = (root?, tools?, data?);
+    let volumes = format!("set -- /dev/{data}\n{VOLUMES}");
+    source.command(&volumes).timeout(Duration::from_secs(180)).run()?.check()?;
+    start(&source, "clock", CLOCK, "")?;
+    let tables = source.sh("dmsetup table; lsblk -no NAME,TYPE,MOUNTPOINT | grep -A3 crypt")?;
+    let boot_id = boot_id(&source)?;
+    as_guest::checkpoint(&source)?;
+
+    let host =
+        source.boot_in_its_place(as_guest::host_with_disks(Kernel::BookwormCloud, &source, kernel)?)?;
+    let options = format!("--disk {root}={ROOT} --disk {tools}={ARTEFACTS},ro --disk {data}={DATA}");
+    let guest = Guest::start(&host, &format!("{options} --console socket"))?;
+    is_well(&guest, &boot_id)?;
+    assert_eq!(guest.sh("dmsetup table; lsblk -no NAME,TYPE,MOUNTPOINT | grep -A3 crypt")?, tables);
+    let lines = |guest: &Guest<'_>| guest.sh("wc -l < /data/lines").map(|text| text.parse::<u64>().unwrap());
+    let before = lines(&guest)?;
+    guest.sh("sleep 3; echo 3 > /proc/sys/vm/drop_caches; awk '$1 != NR { exit 1 }' /data/lines")?;
+    assert!(lines(&guest)? > before);
+    guest.check_log()?;
+    // A power cut: the journal of the disk is whole.
+    guest.stop()?;
+    host.sh("modprobe -a dm-crypt dm-mod ext4; echo a secret | cryptsetup open --key-file - /dev/vdd safe")?;
+    host.sh("export DM_DISABLE_UDEV=1; vgchange -q -ay group && mount /dev/mapper/group-data /mnt")?;
+    let written: u64 = host.sh("awk '$1 != NR { exit 1 } END { print NR }' /mnt/lines")?.parse().unwrap();
+    assert!(written > before, "{written} of {before} lines");
+    host.sh("umount /mnt && vgchange -q -an group && cryptsetup close safe")?;
+    host.check_health()
+}
+
 /// Checks that the machine is refused without a disk, with another content, and with a disk in use.
 fn is_refused_without_its_disks(host: &Machine, root: &str, tools: &str) -> Result<()> {
     host.sh("modprobe kvm_amd")?;
@@ -98,4 +153,16 @@ fn is_whole(host: &Machine, noise: &str) -> Result<()> {
 #[ignore = "long"]
 fn a_machine_with_its_root_on_nvme_goes_on_as_a_guest() -> Result<()> {
     goes_on(Kernel::BookwormGeneric, 1)
+}
+
+#[test]
+#[ignore = "long"]
+fn a_machine_with_two_cpus_and_its_root_on_nvme_goes_on_as_a_guest() -> Result<()> {
+    goes_on(Kernel::BookwormGeneric, 2)
+}
+
+#[test]
+#[ignore = "long"]
+fn a_machine_with_encrypted_volumes_on_nvme_goes_on_as_a_guest() -> Result<()> {
+    goes_on_with_volumes()
 }
