@@ -3,6 +3,8 @@
 
 #![allow(clippy::unwrap_used)]
 
+use mercury_lab::{command::patient, pages};
+use rustix::event::{PollFd, PollFlags, Timespec};
 use std::{
     fs,
     io::{Read, Write},
@@ -10,6 +12,9 @@ use std::{
     thread,
     time::{Duration, Instant},
 };
+
+/// The end of the prompt of a machine's shell, which is root's.
+const PROMPT: &str = "~# ";
 
 #[test]
 #[ignore = "long"]
@@ -84,7 +89,7 @@ fn the_shell_welcomes_and_has_manual_and_completion() {
     for offered in ["Five things to try", "mercury doctor", "mercury checkpoint /dev/vda", "man mercury"] {
         shell.read_until(offered);
     }
-    shell.read_until("$ ");
+    shell.read_until(PROMPT);
     shell.type_keys("man -P cat mercury-checkpoint | grep -A1 '^SYN''OPSIS'; echo man''ual $?\r");
     shell.read_until("mercury checkpoint");
     shell.read_until("manual 0");
@@ -92,6 +97,29 @@ fn the_shell_welcomes_and_has_manual_and_completion() {
     shell.type_keys("echo mercury; mercury detac\t--help | head -3; echo com''pleted\r");
     shell.read_until("mercury detach --help");
     shell.read_until("completed");
+    shell.type_keys("poweroff\r");
+    assert!(shell.lab.wait().unwrap().success());
+}
+
+/// Types the lines of docs/checkpoint.md for a lab machine, as they are in the page.
+#[test]
+#[ignore = "long"]
+fn the_page_on_checkpoints_can_be_typed_in_the_shell() {
+    let lines = pages::commands("checkpoint.md", "## In a lab machine, from a fresh clone").unwrap();
+    let [lines] = &lines[..] else { panic!("{lines:?}") };
+    let mut shell = Typed::start(&["shell"]);
+    shell.read_until("Leave with");
+    shell.read_until(PROMPT);
+    for line in lines {
+        shell.type_keys(&format!("{line}\r"));
+        if line.starts_with("mercury restore") {
+            // The command that ends is that of the checkpoint, which the restored machine goes on with.
+            shell.read_until("this machine was restored from image");
+        }
+        shell.read_until(PROMPT);
+    }
+    shell.type_keys("test ! -e /root/changed && echo go''ne\r");
+    shell.read_until("gone");
     shell.type_keys("poweroff\r");
     assert!(shell.lab.wait().unwrap().success());
 }
@@ -105,7 +133,7 @@ fn the_shell_of_a_pair_moves() {
     pair.read_until("This machine moves with this shell");
     let offered = pair.seen.lines().map(str::trim).find(|line| line.starts_with("mercury migrate"));
     let offered = offered.expect("a line to type").to_owned();
-    pair.read_until("$ ");
+    pair.read_until(PROMPT);
     pair.type_keys("sleep 1000 & echo pro''cess $$\r");
     pair.read_until("process ");
     pair.read_until("\n");
@@ -175,9 +203,18 @@ impl Typed {
     }
 }
 
-fn read_until(screen: &mut impl Read, seen: &mut String, text: &str) {
+/// Time limit for a text to come.
+const LIMIT: Duration = Duration::from_secs(240);
+
+fn read_until(screen: &mut ChildStdout, seen: &mut String, text: &str) {
     let mut piece = [0; 1024];
+    let end = Instant::now() + patient(LIMIT);
     while !seen.contains(text) {
+        let left = end.saturating_duration_since(Instant::now());
+        let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: 0 };
+        let mut polled = [PollFd::new(screen, PollFlags::IN)];
+        let ready = rustix::event::poll(&mut polled, Some(&left)).unwrap();
+        assert!(ready > 0, "{text:?} did not come in time; there was: {seen}");
         let count = screen.read(&mut piece).unwrap();
         assert!(count > 0, "{text:?} never came; there was: {seen}");
         seen.push_str(&String::from_utf8_lossy(&piece[..count]));
