@@ -27,6 +27,8 @@ use mercury_lab::{
 };
 use rustix::process::{Pid, Signal, kill_process};
 
+#[path = "hosted/addresses.rs"]
+mod addresses;
 #[path = "hosted/deaths.rs"]
 mod deaths;
 #[path = "hosted/escapes.rs"]
@@ -43,6 +45,8 @@ mod processors;
 mod tap;
 #[path = "hosted/terminal.rs"]
 mod terminal;
+#[path = "hosted/verdicts.rs"]
+mod verdicts;
 #[path = "hosted/work.rs"]
 mod work;
 

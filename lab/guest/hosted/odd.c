@@ -3,8 +3,8 @@
  * and in a hosted machine. A line that begins with "hosted" is printed only if the first argument asks for it.
  *
  *	odd checks		facts, one by one
- *	odd stress SEED COUNT [FILE]	random instructions: a number for each thousand. The cases in the file are left out
- *	odd show SEED FIRST COUNT	the same, with each result
+ *	odd stress SEED COUNT [FILE]	random instructions: a number for each hundred. The cases in the file are left out
+ *	odd show SEED FIRST COUNT [FILE]	the same, with each result
  *	odd selectors		loads of segments, each with its result
  */
 #define _GNU_SOURCE
@@ -878,7 +878,7 @@ static void go_through(void)
 		child = fork();
 		if (child == 0) {
 			catch_all(result);
-			alarm(120);
+			alarm(1200);
 			asm volatile("wrfsbase %0; wrgsbase %0; ud2" : : "r"(0x10100800L));
 		}
 		waitpid(child, &status, 0);
@@ -1016,7 +1016,7 @@ static int stress(unsigned long seed, unsigned long count, const char *list)
 	while (run->left_out[run->at])
 		run->at++;
 	while (run->at < count) {
-		run->end = run->at + 1000 < count ? run->at + 1000 : count;
+		run->end = run->at + 100 < count ? run->at + 100 : count;
 		go_through();
 		printf("odd: %lu %lu: %lx\n", seed, run->at, run->sum);
 	}
@@ -1027,9 +1027,11 @@ static int stress(unsigned long seed, unsigned long count, const char *list)
 	return 0;
 }
 
-static int show(unsigned long seed, unsigned long first, unsigned long count)
+static int show(unsigned long seed, unsigned long first, unsigned long count, const char *list)
 {
 	set_up(seed, first);
+	if (list && list[0] == '/')
+		leave_out(list);
 	run->shows = 1;
 	run->end = first + count;
 	go_through();
@@ -1050,7 +1052,7 @@ int main(int count, char **words)
 		return 0;
 	}
 	if (count > 4 && !strcmp(words[1], "show"))
-		return show(strtoul(words[2], NULL, 0), strtoul(words[3], NULL, 0), strtoul(words[4], NULL, 0));
+		return show(strtoul(words[2], NULL, 0), strtoul(words[3], NULL, 0), strtoul(words[4], NULL, 0), count > 5 ? words[5] : NULL);
 	checks(hosted);
 	maps(1, 3000);
 	printf("odd: checked\n");

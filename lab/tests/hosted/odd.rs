@@ -71,9 +71,8 @@ pub(super) fn compare(program: &Path, log: &str) {
 const SECONDS: u64 = 60;
 /// Instructions in a round.
 const ROUND: u64 = 5_000;
-/// Seeds with a case that reads the memory that a program's process shares with the monitor, and with cases
-/// that read the heap.
-const KNOWN_SEEDS: [u64; 2] = [32, 19];
+/// A seed with a case that reads the memory that a program's process shares with the monitor.
+const KNOWN_SEED: u64 = 32;
 /// The file of left-out cases in a machine.
 const LEFT_OUT: &str = "/apart";
 
@@ -121,7 +120,7 @@ fn instructions_at_random_do_what_they_do_on_the_host() -> Result<()> {
     let place = Place::new("odd")?;
     let program = program(&place);
     let start = Instant::now();
-    let known = KNOWN_SEEDS.into_iter().flat_map(|seed| WAYS.map(|way| (seed, way)));
+    let known = WAYS.into_iter().map(|way| (KNOWN_SEED, way));
     let rest = (first..).map(|seed: u64| (seed, WAYS[(seed % 4) as usize]));
     let (mut tried, mut last) = ([0; WAYS.len()], first);
     for (seed, (isolation, cpus)) in known.chain(rest) {

@@ -189,7 +189,7 @@ fn build(isolation: &str) -> Result<()> {
 }
 
 /// Reads a file of an ext4 disk.
-fn on_disk(disk: &Path, name: &str) -> Vec<u8> {
+pub(super) fn on_disk(disk: &Path, name: &str) -> Vec<u8> {
     Command::new("debugfs").args(["-R", &format!("cat {name}")]).arg(disk).output().expect("debugfs").stdout
 }
 

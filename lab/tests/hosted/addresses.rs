@@ -1,0 +1,82 @@
+//! Programs that insist on addresses, in a machine whose memory takes these addresses: they work, or
+//! they are refused and end by themselves. The machine goes on, and its kernel is as it was.
+
+use super::*;
+
+/// Asks for addresses of 32 bits until none is left. New memory is zero, and stays what was written.
+const LOW: &str = r#"
+#define _GNU_SOURCE
+#include <stdio.h>
+#include <stdint.h>
+#include <sys/mman.h>
+#define SIZE (16 << 20)
+int main(void) {
+	char *all[256]; int count = 0, bad = 0;
+	for (; count < 256; count++) {
+		all[count] = mmap(0, SIZE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_32BIT, -1, 0);
+		if (all[count] == MAP_FAILED)
+			break;
+		if ((uintptr_t)all[count] + SIZE > 0x80000000)
+			bad++;
+		for (int at = 0; at < SIZE; at += 1 << 20)
+			bad += all[count][at], all[count][at] = count + 1;
+	}
+	for (int i = 0; i < count; i++)
+		for (int at = 0; at < SIZE; at += 1 << 20)
+			bad += all[i][at] != (char)(i + 1);
+	printf("low: %d given, %d bad\n", count, bad);
+}
+"#;
+
+/// A loop that a checker of addresses or of threads watches.
+const CHECKED: &str = "int main(void) { return 42; }";
+
+/// The commands. The page cache is full when addresses are asked for again.
+const COMMANDS: &str = "cd /run; gcc -O1 low.c -o low && ./low; \
+    gcc -fsanitize=address checked.c -o address && ./address; echo add''ress $?; \
+    gcc -fsanitize=thread checked.c -o thread && ./thread; echo thr''ead $?; \
+    cat /usr/lib/x86_64-linux-gnu/* > /dev/null 2>&1; ./low; echo st''ill $((40 + 2))";
+
+fn use_addresses(isolation: &str) -> Result<()> {
+    let place = Place::new("addresses")?;
+    let disk = place.root_disk(&Image::ensure(Release::Bookworm)?)?;
+    let mut command = place.run();
+    command.arg("--disk").arg(&disk);
+    command.args(["--memory", "3072", "--append", "root=/dev/vda rw init=/bin/sh", isolation]);
+    let mut machine = Machine::start(&place, &mut command);
+    machine.wait_for("Run /bin/sh as init");
+    machine.type_line(SHELL);
+    machine.wait_for("ready\n");
+    machine.type_line("mount -t tmpfs t /run");
+    for (name, program) in [("low.c", LOW), ("checked.c", CHECKED)] {
+        machine.type_line(&format!("cat > /run/{name} <<'E''ND'"));
+        program.lines().for_each(|line| machine.type_line(line));
+        machine.type_line("END");
+    }
+    machine.type_line(COMMANDS);
+    machine.wait_within(4 * LIMIT, "still 42\n");
+    machine.type_line("mount -o remount,ro /dev/vda /; poweroff -f");
+    let log = machine.end(HALTED);
+    assert_well(&log);
+    // The machine's memory takes all addresses from 1 to 2 GiB.
+    assert_eq!(log.matches("low: 0 given, 0 bad\n").count(), 2, "{log}");
+    for (program, status) in [("AddressSanitizer", "address "), ("ThreadSanitizer", "thread ")] {
+        assert!(
+            log.contains(program) && log.contains(status) && !log.contains(&format!("{status}42")),
+            "{log}"
+        );
+    }
+    Ok(())
+}
+
+#[test]
+#[ignore = "long"]
+fn programs_that_insist_on_addresses_never_get_the_kernel_s() -> Result<()> {
+    use_addresses(ISOLATIONS[0])
+}
+
+#[test]
+#[ignore = "long"]
+fn programs_that_insist_on_addresses_do_so_in_processes_of_their_own() -> Result<()> {
+    use_addresses(ISOLATIONS[1])
+}
