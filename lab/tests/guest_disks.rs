@@ -163,6 +163,12 @@ fn a_machine_with_two_cpus_and_its_root_on_nvme_goes_on_as_a_guest() -> Result<(
 
 #[test]
 #[ignore = "long"]
+fn a_machine_with_6_12_and_its_root_on_nvme_goes_on_as_a_guest() -> Result<()> {
+    goes_on(Kernel::TrixieGeneric, 1)
+}
+
+#[test]
+#[ignore = "long"]
 fn a_machine_with_encrypted_volumes_on_nvme_goes_on_as_a_guest() -> Result<()> {
     goes_on_with_volumes()
 }
