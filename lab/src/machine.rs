@@ -279,6 +279,11 @@ impl Machine {
         &self.kernel
     }
 
+    /// Returns the file of the running kernel, if that is one of the lab's own.
+    pub(crate) fn own_kernel(&self) -> Option<&Path> {
+        self.spec.own_kernel.as_deref()
+    }
+
     /// Returns the time from the emulator's start to the agent's first word, in wall time.
     #[must_use]
     pub fn boot_time(&self) -> Duration {

@@ -89,6 +89,7 @@ pub fn prepare(machine: &Machine, disk: &str, options: &str) -> Result<(Boot, Fo
 /// # Errors
 /// If the command fails, or the files do not reach this host.
 pub fn prepared(machine: &Machine, command: &str) -> Result<(Boot, Folder, Value)> {
+    put_own_kernel(machine)?;
     let line = format!("mercury {command} --json --prepare /run/restore");
     let said: Value = serde_json::from_str(&machine.sh(&line)?)
         .map_err(|error| Error::Host(format!("`{line}` printed no JSON: {error}")))?;
@@ -105,6 +106,13 @@ pub fn prepared(machine: &Machine, command: &str) -> Result<(Boot, Folder, Value
     machine.sh("rm -r /run/restore")?;
     let command_line = said["command_line"].as_str().unwrap_or_default().to_owned();
     Ok((Boot { kernel, initramfs, command_line }, folder, said))
+}
+
+/// Puts a kernel of the lab's own where the machine's command looks for the running kernel.
+fn put_own_kernel(machine: &Machine) -> Result<()> {
+    let Some(kernel) = machine.own_kernel() else { return Ok(()) };
+    let image = fs::read(kernel).context(|| format!("read {}", kernel.display()))?;
+    machine.put(&format!("/boot/vmlinuz-{}", machine.kernel()), &image, 0o644)
 }
 
 /// Starts work and waits until it has made progress. `arguments` are its script's.
