@@ -16,6 +16,7 @@ pub mod hosted;
 pub mod intel;
 pub mod kvm;
 pub mod migration;
+pub mod papers;
 mod phases;
 pub mod previrtualization;
 mod report;
@@ -120,6 +121,8 @@ pub enum Part {
     Slots(&'static [Release]),
     /// The previous part's figures of hosted kernels and the systems like them.
     Hosted,
+    /// The papers' tables beside the same measurements, with a virtual machine of KVM.
+    Papers,
 }
 
 /// All figures, in the order of docs/benchmarks.json.
@@ -261,6 +264,11 @@ pub fn run(part: Part, depth: Depth) -> Result<()> {
             let text = previrtualization::json_with_kernels(&others, &figures)?;
             replace(previrtualization::HEADING, &section, previrtualization::KEY, &text)?;
             previrtualization::verdict(&figures)
+        }
+        Part::Papers => {
+            let plan = if depth == Depth::Full { papers::Plan::FULL } else { papers::Plan::QUICK };
+            let figures = papers::measure(plan)?;
+            replace(papers::HEADING, &papers::section(&figures), papers::KEY, &pretty(&figures)?)
         }
         Part::Hosted => {
             let [all, few] = HOSTED_ROUNDS;

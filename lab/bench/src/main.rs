@@ -124,7 +124,8 @@ enum Command {
     /// Measure the paper's tables, and the numbers that Mercury promises
     Bench {
         /// Measure only this part, and replace only its section in docs/: switch, checkpoint,
-        /// kvm, migration, previrtualization, previrtualization-6.1, slots, slots-6.1, hosted
+        /// kvm, migration, previrtualization, previrtualization-6.1, slots, slots-6.1, hosted,
+        /// papers
         #[arg(value_parser = part)]
         part: Option<Part>,
         /// Take a quick measurement of a few minutes, and leave docs/ alone
@@ -320,9 +321,10 @@ fn part(name: &str) -> Result<Part, String> {
         "slots" => Ok(Part::Slots(&Release::ALL)),
         "slots-6.1" => Ok(Part::Slots(&[Release::Bookworm])),
         "hosted" => Ok(Part::Hosted),
+        "papers" => Ok(Part::Papers),
         _ => Err(
             "there are switch, checkpoint, kvm, migration, previrtualization, previrtualization-6.1, slots, \
-                  slots-6.1 and hosted"
+                  slots-6.1, hosted and papers"
                 .to_owned(),
         ),
     }

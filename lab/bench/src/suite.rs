@@ -154,13 +154,13 @@ pub fn operating_system(machine: &Machine, samples: u32) -> Result<Vec<(String, 
 }
 
 /// Returns the number after a label.
-fn word_after(output: &str, label: &str) -> Option<f64> {
+pub(super) fn word_after(output: &str, label: &str) -> Option<f64> {
     output.split_once(label)?.1.split_whitespace().next()?.parse().ok()
 }
 
 /// Returns the sum of the first column of dbench's table: ` NTCreateX      16852     0.027
 /// 0.157`.
-fn dbench_operations(output: &str) -> u64 {
+pub(super) fn dbench_operations(output: &str) -> u64 {
     let table = output.split_once("-----\n").map_or("", |(_, table)| table);
     let rows = table.lines().take_while(|line| !line.trim().is_empty());
     rows.filter_map(|row| row.split_whitespace().nth(1)?.parse::<u64>().ok()).sum()

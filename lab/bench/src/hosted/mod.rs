@@ -30,6 +30,18 @@ pub use report::{HEADING, headline_keys, headlines, section};
 use ways::{Files, Job, Programs, Way};
 use work::Done;
 
+/// Returns the disk with a release's programs, a kernel's source, and the objects that a part of
+/// that kernel needs. The disk is made first if it is missing.
+///
+/// # Errors
+/// If a package cannot be fetched or a program does not build.
+pub(super) fn work_disk(release: Release) -> Result<PathBuf> {
+    match work::job(release)?.files {
+        Files::Disk(disk) => Ok(disk),
+        Files::Archive(archive) => Err(Error::Host(format!("{} is no disk", archive.display()))),
+    }
+}
+
 /// The benchmarks, by the names of `mercury bench os` and of the work, with the operation of each.
 const BENCHMARKS: &[(&str, &str)] = &[
     ("null-call", "system call (getppid)"),
