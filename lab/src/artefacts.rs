@@ -72,8 +72,8 @@ fn build(release: Release) -> Result<Artefacts> {
         files.push((format!("initramfs/{}.cpio", version.version).into(), version.initramfs(&agent)?));
         add_modules(&For::stock(kernel)?, &mut files)?;
     }
-    if spec::checked_kernel(release)?.is_some() {
-        add_modules(&For::checked(release)?, &mut files)?;
+    if let Some(flavour) = spec::checks(release)? {
+        add_modules(&For::checked(release, flavour)?, &mut files)?;
     }
     Ok(Artefacts { agent, disk: make_disk(release, &files)? })
 }

@@ -72,17 +72,17 @@ impl For {
         Ok(Self { release: kernel.release(), root: image.tree(), version, headers })
     }
 
-    /// Returns the kernel of [`Flavour::Checked`]. The kernel is built first if it is missing.
+    /// Returns a kernel with checks of its own. The kernel is built first if it is missing.
     ///
     /// # Errors
     /// If the kernel does not build.
-    pub fn checked(release: Release) -> Result<Self> {
-        let built = previrtualization::build(release, Flavour::Checked)?;
+    pub fn checked(release: Release, flavour: Flavour) -> Result<Self> {
+        let built = previrtualization::build(release, flavour)?;
         let headers = built.directory.clone();
         let named = headers.join("include/config/kernel.release");
         let version = fs::read_to_string(&named).context(|| format!("read {}", named.display()))?;
         let (root, version) = (built.root, version.trim().to_owned());
-        Ok(Self { release, headers: format!("/build/{}", Flavour::Checked.directory()), root, version })
+        Ok(Self { release, headers: format!("/build/{}", flavour.directory()), root, version })
     }
 
     /// Returns the name of a lock: modules of one release are built one after the other.

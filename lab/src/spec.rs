@@ -24,8 +24,8 @@ pub const CPU: &str = "EPYC,+svm,+npt";
 /// checksum of a crash kernel.
 const PATIENT_WATCHDOG: &str = "watchdog_thresh=60";
 
-/// The variable that makes machines of Debian 12's cloud kernel boot a kernel that checks its locks
-/// instead.
+/// The variable that makes machines of Debian 12's cloud kernel boot a kernel with checks instead:
+/// `locks`, or `memory` for KASAN as well.
 const CHECKED: &str = "MERCURY_LAB_CHECKED";
 
 /// Returns the kernel that machines of this release boot in place of the cloud kernel, if the
@@ -34,11 +34,23 @@ const CHECKED: &str = "MERCURY_LAB_CHECKED";
 /// # Errors
 /// If the kernel does not build.
 pub(crate) fn checked_kernel(release: Release) -> Result<Option<PathBuf>> {
-    let wanted = std::env::var(CHECKED).is_ok_and(|value| !value.is_empty());
-    if release != Release::Bookworm || !wanted {
-        return Ok(None);
-    }
-    Ok(Some(previrtualization::build(release, Flavour::Checked)?.image))
+    let flavour = checks(release)?;
+    flavour.map(|flavour| Ok(previrtualization::build(release, flavour)?.image)).transpose()
+}
+
+/// Returns the checks that the environment asks for.
+///
+/// # Errors
+/// If the variable has another value.
+pub(crate) fn checks(release: Release) -> Result<Option<Flavour>> {
+    let value = std::env::var(CHECKED).unwrap_or_default();
+    let flavour = match value.as_str() {
+        "" => return Ok(None),
+        "locks" | "1" => Flavour::Checked,
+        "memory" => Flavour::Sanitized,
+        _ => return Err(Error::Host(format!("{CHECKED} is {value:?}: it may be `locks` or `memory`"))),
+    };
+    Ok(Some(flavour).filter(|_| release == Release::Bookworm))
 }
 
 /// The name of QEMU's program.

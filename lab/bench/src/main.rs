@@ -61,6 +61,9 @@ enum Command {
         /// Build without the afterburner, and with the kernel's own checks of locks (lockdep)
         #[arg(long, conflicts_with = "plain")]
         checked: bool,
+        /// Build as with --checked, with checks of each access to memory as well (KASAN)
+        #[arg(long, conflicts_with_all = ["plain", "checked"])]
+        sanitized: bool,
     },
     /// Start a hosted Debian on this terminal: a shell in a process, on a kernel that the afterburner has
     /// built
@@ -348,10 +351,11 @@ fn run(command: Command) -> Result<ExitCode> {
                 println!("{}", artefacts::ensure(release)?.disk.display());
             }
         }
-        Command::Kernel { release, plain, checked } => {
-            let flavour = match (plain, checked) {
-                (true, _) => Flavour::Plain,
-                (_, true) => Flavour::Checked,
+        Command::Kernel { release, plain, checked, sanitized } => {
+            let flavour = match (plain, checked, sanitized) {
+                (true, ..) => Flavour::Plain,
+                (_, true, _) => Flavour::Checked,
+                (_, _, true) => Flavour::Sanitized,
                 _ => Flavour::PreVirtualized,
             };
             let built = previrtualization::build(release, flavour)?;

@@ -24,6 +24,12 @@ const CHECKED: &str = concat!(
     include_str!("../../guest/kernel/small.config"),
     include_str!("../../guest/kernel/checked.config")
 );
+/// A later line wins: the name of the checked kernel is replaced.
+const SANITIZED: &str = concat!(
+    include_str!("../../guest/kernel/small.config"),
+    include_str!("../../guest/kernel/checked.config"),
+    include_str!("../../guest/kernel/sanitized.config")
+);
 
 /// Options without which the kernel is not the intended one. The release may have other names for
 /// the rest.
@@ -68,6 +74,18 @@ const NEEDED_CHECKED: &[&str] = &[
     "CONFIG_EXT4_FS=y",
 ];
 
+const NEEDED_SANITIZED: &[&str] = &[
+    "CONFIG_KASAN=y",
+    "CONFIG_KASAN_GENERIC=y",
+    "CONFIG_KASAN_VMALLOC=y",
+    "CONFIG_PROVE_LOCKING=y",
+    "CONFIG_HIBERNATION=y",
+    "CONFIG_KPROBES=y",
+    "CONFIG_VIRTIO_CONSOLE=y",
+    "CONFIG_BLK_DEV_NVME=y",
+    "CONFIG_EXT4_FS=y",
+];
+
 /// A way to build a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flavour {
@@ -81,6 +99,8 @@ pub enum Flavour {
     /// Without the afterburner, with the kernel's own checks of its locks, and all that the driver
     /// needs.
     Checked,
+    /// The checked kernel with KASAN, which checks each access to memory.
+    Sanitized,
 }
 
 impl Flavour {
@@ -92,6 +112,7 @@ impl Flavour {
             Self::PreVirtualized => "previrtualized",
             Self::Tiny => "tiny",
             Self::Checked => "checked",
+            Self::Sanitized => "sanitized",
         }
     }
 
@@ -106,13 +127,14 @@ impl Flavour {
             Self::Plain | Self::PreVirtualized => (SMALL, NEEDED_SMALL),
             Self::Tiny => (TINY, NEEDED_TINY),
             Self::Checked => (CHECKED, NEEDED_CHECKED),
+            Self::Sanitized => (SANITIZED, NEEDED_SANITIZED),
         }
     }
 
     /// Returns the command that builds the kernel there.
     pub(super) fn make(self) -> &'static str {
         match self {
-            Self::Plain | Self::Checked => "make",
+            Self::Plain | Self::Checked | Self::Sanitized => "make",
             Self::PreVirtualized | Self::Tiny => "/build/afterburner make",
         }
     }
@@ -123,14 +145,14 @@ impl Flavour {
         match self {
             Self::Plain | Self::PreVirtualized => 1700,
             Self::Tiny => 900,
-            Self::Checked => 1800,
+            Self::Checked | Self::Sanitized => 1800,
         }
     }
 
     /// Describes the cost of a whole build.
     fn cost(self) -> &'static str {
         match self {
-            Self::Plain | Self::PreVirtualized | Self::Checked => {
+            Self::Plain | Self::PreVirtualized | Self::Checked | Self::Sanitized => {
                 "some 15 minutes on two processors, and 2 GB of disk"
             }
             Self::Tiny => "some 5 minutes on two processors, and 2 GB of disk",
@@ -146,14 +168,14 @@ impl Flavour {
     /// the root.
     fn lock(self, release: Release) -> String {
         match self {
-            Self::Checked => format!("kernel-{release}-checked"),
+            Self::Checked | Self::Sanitized => format!("kernel-{release}-{}", self.directory()),
             _ => format!("kernel-{release}"),
         }
     }
 
     pub(super) fn targets(self) -> &'static str {
         match self {
-            Self::Plain | Self::PreVirtualized | Self::Checked => "bzImage modules",
+            Self::Plain | Self::PreVirtualized | Self::Checked | Self::Sanitized => "bzImage modules",
             Self::Tiny => "vmlinux",
         }
     }
