@@ -123,9 +123,11 @@ static void let_gone_sleep(void)
 	}
 }
 
-/* UEFI's functions lie in memory that the image does not have. */
+/* UEFI's functions lie in memory that the image does not have. Kernels without EFI have no `efi` either. */
 static void change_firmware(void)
 {
+	if (!IS_ENABLED(CONFIG_EFI))
+		return;
 	if (has_monitor())
 		guest.had_firmware |= test_and_clear_bit(EFI_RUNTIME_SERVICES, &efi.flags);
 	else if (guest.had_firmware)
