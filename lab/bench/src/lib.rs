@@ -149,6 +149,7 @@ struct Figures {
     peers: Peers,
     /// Exits on VMX.
     intel: Intel,
+    papers: papers::Papers,
     kvm: Kvm,
     previrtualization: Previrtualization,
     checkpoint: Checkpoint,
@@ -266,8 +267,7 @@ pub fn run(part: Part, depth: Depth) -> Result<()> {
             previrtualization::verdict(&figures)
         }
         Part::Papers => {
-            let plan = if depth == Depth::Full { papers::Plan::FULL } else { papers::Plan::QUICK };
-            let figures = papers::measure(plan)?;
+            let figures = papers::measure(papers::Plan::of(depth))?;
             replace(papers::HEADING, &papers::section(&figures), papers::KEY, &pretty(&figures)?)
         }
         Part::Hosted => {
@@ -389,6 +389,7 @@ fn measure(plan: &Plan, depth: Depth) -> Result<Figures> {
     let timed = timed(plan)?;
     live::say("Exits on Intel, in Bochs");
     let intel = intel::measure(plan.intel)?;
+    let papers = papers::measure(papers::Plan::of(depth))?;
     let kvm = kvm::measure(plan.kvm)?;
     let previrtualization = previrtualized(&Release::ALL, depth)?;
     let checkpoint = checkpoint::measure(depth)?;
@@ -411,6 +412,7 @@ fn measure(plan: &Plan, depth: Depth) -> Result<Figures> {
         paper,
         peers: JAILHOUSE,
         intel,
+        papers,
         kvm,
         previrtualization,
         checkpoint,
