@@ -91,15 +91,17 @@ int mercury_shared_map(struct vm_area_struct *vma)
 	return err;
 }
 
-/* Adds a chunk from which `pages` can be carved, as large as is needed and can be had. */
+/*
+ * Adds a chunk from which `pages` can be carved: as large as can be had, and no larger than is needed. What
+ * it lacks comes in smaller ones, so that rounding up does not double the whole.
+ */
 static struct chunk *add_chunk(unsigned int pages)
 {
 	int least = get_order(pages << PAGE_SHIFT);
-	int order = min(get_order(remaining << PAGE_SHIFT), CHUNK_ORDER_MAX);
+	int order = max(min(ilog2(remaining | 1), CHUNK_ORDER_MAX), least);
 	struct chunk *chunk = &chunks[chunk_count];
 	unsigned int i;
 
-	order = remaining ? max(order, least) : least;
 	if (chunk_count == CHUNKS_MAX)
 		return NULL;
 	for (chunk->page = NULL; order >= least && !chunk->page; order--) {
