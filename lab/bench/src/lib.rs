@@ -149,7 +149,6 @@ struct Figures {
     peers: Peers,
     /// Exits on VMX.
     intel: Intel,
-    papers: papers::Papers,
     kvm: Kvm,
     previrtualization: Previrtualization,
     checkpoint: Checkpoint,
@@ -389,7 +388,6 @@ fn measure(plan: &Plan, depth: Depth) -> Result<Figures> {
     let timed = timed(plan)?;
     live::say("Exits on Intel, in Bochs");
     let intel = intel::measure(plan.intel)?;
-    let papers = papers::measure(papers::Plan::of(depth))?;
     let kvm = kvm::measure(plan.kvm)?;
     let previrtualization = previrtualized(&Release::ALL, depth)?;
     let checkpoint = checkpoint::measure(depth)?;
@@ -412,7 +410,6 @@ fn measure(plan: &Plan, depth: Depth) -> Result<Figures> {
         paper,
         peers: JAILHOUSE,
         intel,
-        papers,
         kvm,
         previrtualization,
         checkpoint,

@@ -523,7 +523,7 @@ fn applications_table(applications: &[&Measured]) -> String {
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
-pub(super) mod tests {
+mod tests {
     use super::*;
 
     const OS: &str = r#"{"benchmarks": [{"name": "fork", "us": {"median": 100.0}, "paper": {
@@ -571,7 +571,7 @@ pub(super) mod tests {
         }
     }
 
-    pub(in super::super) fn figures() -> Papers {
+    fn figures() -> Papers {
         let Pass { costs, report } = read(&said(), &Plan::QUICK).unwrap();
         let times =
             |factor: f64| costs.iter().map(|(name, cost)| (name.clone(), cost * factor)).collect::<Costs>();

@@ -1,6 +1,6 @@
 //! The page docs/benchmarks.md, and the check of the promises.
 
-use super::{Compared, Figures, checkpoint, kvm, migration, papers, previrtualization, switch};
+use super::{Compared, Figures, checkpoint, kvm, migration, previrtualization, switch};
 use mercury_lab::{
     error::{Error, Result},
     markdown::{table, thousands},
@@ -18,7 +18,6 @@ pub fn page(figures: &Figures) -> String {
         timed(figures),
         times(figures),
         memory(figures),
-        papers::section(&figures.papers),
         kvm::section(&figures.kvm),
         previrtualization::section(&figures.previrtualization),
         checkpoint::section(&figures.checkpoint),
@@ -125,7 +124,7 @@ fn counted(figures: &Figures) -> String {
         and two\n\
         more. The protection fault includes its signal. dbench and a small build work in tmpfs. \
         iperf3 and ping use\n\
-        the loopback. A disk and network cards are in the section on the papers' tables.\n",
+        the loopback. No disk and no network card is measured here.\n",
         figures.machine.counted_on,
         table(&header, &rows)
     )
@@ -297,7 +296,6 @@ mod tests {
             },
             peers: JAILHOUSE,
             intel: intel(),
-            papers: papers::tests::figures(),
             kvm: kvm::kept_promises(),
             previrtualization: previrtualization::tests::figures(),
             checkpoint: checkpoint::kept_promises(),
