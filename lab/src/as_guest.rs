@@ -17,6 +17,7 @@ use crate::{
     kernel::Kernel,
     link::{Link, System},
     machine::Machine,
+    moving::pairing,
     operator, restart,
     spec::{Bus, Nic, Qemu, Spec},
 };
@@ -108,7 +109,12 @@ pub fn checkpoint_with(source: &Machine, options: &str) -> Result<()> {
 pub fn host(kernel: Kernel, source: &Machine) -> Spec {
     // The source's QEMU: another version has another processor.
     let spec = Spec::new(kernel).cpus(2).memory_mib(1280).qemu_version(Qemu::Newer);
-    let spec = with_disk(spec, "image", &qcow2(&source.link().scene.dir().join(file::disk(0))));
+    with_ports(with_disk(spec, "image", &qcow2(&source.link().scene.dir().join(file::disk(0)))))
+}
+
+/// Adds the ports that lead to a guest in a machine.
+#[must_use]
+pub fn with_ports(spec: Spec) -> Spec {
     PORTS.iter().fold(spec, |spec, (_, port)| {
         let socket = format!("socket,id={port},path={port},server=on,wait=off,logfile={port}.log");
         let device = format!("virtserialport,chardev={port},name={port}");
@@ -171,31 +177,65 @@ impl<'a> Guest<'a> {
     /// # Errors
     /// If the command ends, or the agent does not answer.
     pub fn start(host: &'a Machine, options: &str) -> Result<Self> {
+        let line = format!("exec mercury restore {IMAGE} --as-guest --name {NAME} {options}");
+        let mut guest = Self::of(host, &line)?;
+        guest.wait()?;
+        Ok(guest)
+    }
+
+    /// Lets a host in use wait for a machine that moves to it. Returns the words for `mercury migrate` too.
+    /// `options` are for the command.
+    ///
+    /// # Errors
+    /// If the command does not wait.
+    pub fn receive(host: &'a Machine, options: &str) -> Result<(Self, String)> {
+        let line = format!("exec mercury receive --beside --name {NAME} {options}");
+        let mut guest = Self::of(host, &line)?;
+        let words = pairing(&mut guest.monitor)?;
+        Ok((guest, words))
+    }
+
+    /// Starts the command that runs a guest, and what leads from the guest to the lab.
+    fn of(host: &'a Machine, line: &str) -> Result<Self> {
         host.sh("modprobe kvm_amd")?;
         let client = Client::new(connect(host, file::GUEST_AGENT)?)?;
         let link = Link::new(client, host.link().scene.clone(), None, 0);
-        let line = format!("exec mercury restore {IMAGE} --as-guest --name {NAME} {options}");
-        let mut guest = Self { host, link, monitor: host.spawn(&line)? };
+        let guest = Self { host, link, monitor: host.spawn(line)? };
         host.put("/run/relay", RELAY.as_bytes(), 0o755)?;
         for (socket, port) in PORTS {
             host.sh(&format!(
                 "setsid /run/relay /run/mercury/guests/{NAME}/{socket} {port} > /run/{port} 2>&1 &"
             ))?;
         }
-        let up = wait_for("the guest to go on", patient(LIMIT), || {
-            guest.refuse_ended()?;
-            guest.link.client.send(&Request::Hello)?;
-            guest.link.client.hello_after(0, Duration::from_secs(1))
-        });
-        up.map_err(|error| host.blame(error))?;
         Ok(guest)
+    }
+
+    /// Waits until the agent in the guest answers.
+    ///
+    /// # Errors
+    /// If the command ends, or the agent does not answer in time.
+    pub fn wait(&mut self) -> Result<()> {
+        let up = wait_for("the guest to go on", patient(LIMIT), || {
+            self.refuse_ended()?;
+            self.link.client.send(&Request::Hello)?;
+            self.link.client.hello_after(0, Duration::from_secs(1))
+        });
+        up.map(drop).map_err(|error| self.host.blame(error))
+    }
+
+    /// Returns what the command that runs the guest has printed.
+    ///
+    /// # Errors
+    /// If the host does not answer.
+    pub fn printed(&mut self) -> Result<String> {
+        Ok(self.monitor.output_so_far()? + &self.monitor.errors_so_far()?)
     }
 
     fn refuse_ended(&mut self) -> Result<()> {
         if !self.monitor.has_ended()? {
             return Ok(());
         }
-        let said = self.monitor.output_so_far()? + &self.monitor.errors_so_far()?;
+        let said = self.printed()?;
         Err(Error::Gone(format!("the guest's monitor ended: {said}")))
     }
 
@@ -232,6 +272,16 @@ impl<'a> Guest<'a> {
         self.link.sh(&format!("setsid sh -c '{KEYS}' > /dev/null 2>&1 &"))?;
         let ended = self.monitor.wait(LIMIT)?.check()?;
         Ok(format!("{}{}", ended.stdout, ended.stderr))
+    }
+
+    /// Waits for the end of the command that runs the guest, whose machine powers itself off. Returns the
+    /// command's words.
+    ///
+    /// # Errors
+    /// If the command does not end, or fails.
+    pub fn ends(self) -> Result<String> {
+        let ended = self.monitor.wait(LIMIT)?.check()?;
+        Ok(ended.stdout + &ended.stderr)
     }
 
     /// Ends the guest as a power cut would, and waits for the end of the command that runs the guest. Returns

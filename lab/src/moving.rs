@@ -284,15 +284,23 @@ pub fn receive_after(destination: &Machine, address: &str, delay: &str) -> Resul
 pub fn receive_with(destination: &Machine, address: &str, options: &str) -> Result<String> {
     let before = times(destination, WAITS);
     let mut receive = destination.spawn(&format!("mercury receive --listen {address} {options}"))?;
+    let words = pairing(&mut receive)?;
+    wait_more(destination, WAITS, before)?;
+    Ok(words)
+}
+
+/// Returns the words for `mercury migrate` that `mercury receive` prints: the address and the pairing token.
+///
+/// # Errors
+/// If the command prints none.
+pub fn pairing(receive: &mut Background) -> Result<String> {
     receive.wait_output("--key mercury-receive-1-", LIMIT)?;
     thread::sleep(Duration::from_millis(200));
     let said = receive.output_so_far()?;
     let words = said.split_once("mercury migrate ").and_then(|(_, words)| words.lines().next());
-    let words = words
-        .ok_or_else(|| Error::Host(format!("`mercury receive` printed no pairing token: {said}")))?
-        .to_owned();
-    wait_more(destination, WAITS, before)?;
-    Ok(words)
+    words
+        .map(str::to_owned)
+        .ok_or_else(|| Error::Host(format!("`mercury receive` printed no pairing token: {said}")))
 }
 
 /// Returns the command that moves a machine of the lab to the destination of `words`, which

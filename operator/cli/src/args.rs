@@ -117,7 +117,10 @@ pub enum Command {
         that the next one may come.\n\nThe network is that of one Ethernet card, as it is now. Both \
         machines must be on the same network, and reach the same disks or network file systems. Local \
         disks of the source can move too: give disks of this machine for them (--disk), which overwrites \
-        the given disks.")]
+        the given disks.\n\nWith --beside this system stays as it is and in use, and the machine goes on in \
+        it as a virtual machine. It need not be equal then: its processor must be one that this host's KVM \
+        can offer, and no file system may be mounted from a local disk. The command ends with the guest; \
+        `mercury guests` shows and stops it.")]
     Receive(ReceiveArgs),
     /// Move this machine, with everything that runs on it, to another one
     #[command(

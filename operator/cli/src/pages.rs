@@ -280,10 +280,14 @@ pub const PAGES: &[Page] = &[
                 "Make an entry in the boot menu that waits for a machine to come back",
                 "mercury receive --prepare /boot/mercury-receive --boot-menu --lifetime 720h",
             ),
+            example(
+                "Let the machine go on as a guest of this system, on the bridge of a tap interface",
+                "mercury receive --beside --net tap=tap0 --console socket",
+            ),
         ],
     )
-    .files(&[KERNEL, INITRD, MENU])
-    .see(&["kexec(8)"]),
+    .files(&[KERNEL, INITRD, MENU, GUESTS])
+    .see(&["kexec(8)", "mercury-guests(8)", "passt(1)"]),
     Page::of(
         "migrate",
         Group::Move,
@@ -381,6 +385,18 @@ pub const PAGES: &[Page] = &[
         &[example("Log in to a guest; Ctrl-A x leaves", "mercury guests console node7")],
     )
     .files(&[GUESTS]),
+    Page::new(
+        "guests adopt",
+        &[example("Let a machine go on whose source is dead for certain", "mercury guests adopt node7")],
+    )
+    .files(&[GUESTS])
+    .see(&["mercury-receive(8)", "mercury-tombstone(8)"]),
+    Page::new(
+        "guests discard",
+        &[example("Discard a machine on its way here", "mercury guests discard node7")],
+    )
+    .files(&[GUESTS])
+    .see(&["mercury-receive(8)"]),
     Page::new("guests stop", &[example("End a guest as a power cut would", "mercury guests stop node7")])
         .files(&[GUESTS]),
     Page::of(

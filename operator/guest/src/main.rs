@@ -1,6 +1,8 @@
-//! The program `mercury-guest`: it runs the machine of a checkpoint as a guest of KVM on this host. It needs
-//! no root if the user may open `/dev/kvm`.
+//! The program `mercury-guest`: it runs a machine as a guest of KVM on this host, one of a checkpoint or one
+//! that moves here. It needs no root if the user may open `/dev/kvm`.
 
+mod beside;
+mod receive;
 mod signals;
 
 use clap::{Args, Parser, Subcommand};
@@ -14,20 +16,22 @@ use mercury_devices::NetOption;
 use mercury_guest::{
     disks::{self, OwnDisk},
     platform::End,
-    run::{self, Disk, Guest, Options},
+    run::{self, Disk, Guest, Options, Running},
 };
-use mercury_guests::{Console, Folder, GuestArgs, Name, Phase, Root, Status};
+use mercury_guests::{Console, Folder, GuestArgs, Keeper, LifeArgs, Name, Phase, Root, Status};
 use mercury_hosted_options::net::Uplink;
+use mercury_image::Machine;
+use receive::ReceiveArgs;
 use serde::Serialize;
 use signals::Signals;
 use std::{
-    fs,
+    fs, io,
     path::PathBuf,
     process::ExitCode,
     time::{SystemTime, UNIX_EPOCH},
 };
 
-/// Runs the machine of a checkpoint as a guest on this host
+/// Runs a machine as a guest on this host
 #[derive(Debug, Parser)]
 #[command(name = "mercury-guest", version, max_term_width = 100, after_help = TABLE)]
 struct Cli {
@@ -42,6 +46,9 @@ struct Cli {
 enum GuestCommand {
     /// Lets the machine of an image go on as a guest, until it powers itself off or is stopped
     Run(RunArgs),
+    /// Waits for a machine that moves here, and lets it go on as a guest, until it powers itself off or is
+    /// stopped
+    Receive(ReceiveArgs),
 }
 
 #[derive(Debug, Args)]
@@ -55,9 +62,11 @@ struct RunArgs {
 fn main() -> ExitCode {
     let cli = Cli::parse();
     let format = if cli.json { Format::Json } else { Format::Text };
-    let GuestCommand::Run(args) = &cli.command;
-    let name = "guest run";
-    let result = run(args, format).map(|ended| {
+    let (name, ended) = match &cli.command {
+        GuestCommand::Run(args) => ("guest run", run(args, format)),
+        GuestCommand::Receive(args) => ("receive", receive::run(args, format)),
+    };
+    let result = ended.map(|ended| {
         Say { format, name }.done(&ended);
         ended.exit()
     });
@@ -68,43 +77,66 @@ fn run(args: &RunArgs, format: Format) -> Result<Ended> {
     // Before any thread, so that each has the signals blocked.
     let signals = Signals::block()?;
     let guest = Guest::prepare(&args.image, &own_disks(&args.guest.disk))?;
-    let machine = guest.machine();
-    let name = args.guest.name.clone().unwrap_or_else(|| Name::of_machine(&machine.host));
+    let life = &args.guest.life;
+    let name = life.name.clone().unwrap_or_else(|| Name::of_machine(&guest.machine().host));
     let mut folder = claim(&name)?;
-    folder.entrust().map_err(|error| {
-        Error::new(
-            Exit::Impossible,
-            format!("cannot start a process that looks after the guest's folder: {error}"),
-        )
-    })?;
-    let mut status = Status {
+    folder.entrust(start_keeper()?).map_err(no_keeper)?;
+    let mut status = status(&name, guest.machine(), guest.memory());
+    status.image = Some(fs::canonicalize(&args.image).unwrap_or_else(|_| args.image.clone()));
+    tell(&folder, &status)?;
+    let stopping = signals.watch()?;
+    let disks = args.guest.disk.iter().filter(|disk| disks::parse(disk).is_none());
+    let disks = disks.map(|disk| disk_of(disk)).collect();
+    let running = guest.start(&options(life, disks, &folder))?;
+    stopping.hold().hand_over(running.handle());
+    status.phase = Phase::Running;
+    tell(&folder, &status)?;
+    say_that_it_goes_on(&name, life, format);
+    running.confine()?;
+    Ok(finish(running, name))
+}
+
+fn say_that_it_goes_on(name: &Name, life: &LifeArgs, format: Format) {
+    if format == Format::Text && life.console == Console::Socket {
+        eprintln!("{name} goes on as a guest; `mercury guests console {name}` is its console");
+    }
+}
+
+/// Waits for the guest's end.
+fn finish(running: Running, name: Name) -> Ended {
+    let monitor = running.handle();
+    let end = running.wait();
+    Ended::new(name, &end, monitor.own_memory())
+}
+
+/// Starts the process that removes the guest's folder. This process must have one thread.
+fn start_keeper() -> Result<Keeper> {
+    Keeper::start().map_err(no_keeper)
+}
+
+fn no_keeper(error: io::Error) -> Error {
+    let text = format!("cannot start a process that looks after the guest's folder: {error}");
+    Error::new(Exit::Impossible, text)
+}
+
+/// Returns the state of a guest that is about to be loaded.
+fn status(name: &Name, machine: &Machine, memory_bytes: u64) -> Status {
+    Status {
         name: name.clone(),
         pid: std::process::id(),
         phase: Phase::Loading,
-        image: fs::canonicalize(&args.image).unwrap_or_else(|_| args.image.clone()),
+        image: None,
         machine: machine.host.clone(),
         kernel: machine.release.clone(),
         cpus: machine.cpus.len() as u32,
-        memory_bytes: guest.memory(),
+        memory_bytes,
         since: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
-    };
-    let write = |status: &Status| {
-        let wrong = |error| Error::new(Exit::Failed, format!("cannot write the state of the guest: {error}"));
-        folder.write(status).map_err(wrong)
-    };
-    write(&status)?;
-    let stopping = signals.watch()?;
-    let running = guest.start(&options(&args.guest, &folder))?;
-    stopping.hand_over(running.handle());
-    status.phase = Phase::Running;
-    write(&status)?;
-    if format == Format::Text && args.guest.console == Console::Socket {
-        eprintln!("{name} goes on as a guest; `mercury guests console {name}` is its console");
     }
-    let monitor = running.handle();
-    running.confine()?;
-    let end = running.wait();
-    Ok(Ended::new(name, &end, monitor.own_memory()))
+}
+
+fn tell(folder: &Folder, status: &Status) -> Result<()> {
+    let wrong = |error| Error::new(Exit::Failed, format!("cannot write the state of the guest: {error}"));
+    folder.write(status).map_err(wrong)
 }
 
 /// Makes the folder of the guest.
@@ -121,16 +153,11 @@ fn claim(name: &Name) -> Result<Folder> {
     })
 }
 
-fn options(args: &GuestArgs, folder: &Folder) -> Options {
+fn options(args: &LifeArgs, disks: Vec<Disk>, folder: &Folder) -> Options {
     let net = |uplink: Uplink| NetOption { uplink, mac: args.mac, forwards: args.forward.clone() };
     let second = folder.second_port();
     Options {
-        disks: args
-            .disk
-            .iter()
-            .filter(|disk| disks::parse(disk).is_none())
-            .map(|disk| disk_of(disk))
-            .collect(),
+        disks,
         net: args.net.clone().map(net),
         console: match args.console {
             Console::Terminal => run::Console::Terminal { second },
@@ -206,12 +233,14 @@ mod tests {
             let all = ["mercury-guest", "run", "image"].iter().chain(words);
             Cli::try_parse_from(all).map(|cli| match cli.command {
                 GuestCommand::Run(args) => args,
+                GuestCommand::Receive(_) => panic!("another command"),
             })
         };
-        assert_eq!(parse(&[]).expect("options").guest.console, Console::Terminal);
+        assert_eq!(parse(&[]).expect("options").guest.life.console, Console::Terminal);
         let args =
             parse(&["--net", "tap=tap0", "--console", "socket", "--disk", "a,ro"]).expect("options").guest;
-        assert_eq!((args.console, args.net), (Console::Socket, Some(Uplink::Tap("tap0".into()))));
+        let life = args.life;
+        assert_eq!((life.console, life.net), (Console::Socket, Some(Uplink::Tap("tap0".into()))));
         assert_eq!(disk_of(&args.disk[0]), Disk { path: "a".into(), read_only: true });
         assert_eq!(disk_of("/dev/sdb"), Disk { path: "/dev/sdb".into(), read_only: false });
         assert!(parse(&["--net", "bridge"]).is_err() && parse(&["--console", "vga"]).is_err());

@@ -6,7 +6,7 @@ use mercury_control::{
 };
 use mercury_devices::signals::start_thread;
 use mercury_guest::run::Handle;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 const SIGNALS: [libc::c_int; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
 
@@ -59,12 +59,23 @@ impl Signals {
 }
 
 /// The guest that a signal ends.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub struct Stopping(Arc<Mutex<Option<Handle>>>);
 
 impl Stopping {
-    /// Lets signals end this guest.
-    pub fn hand_over(&self, guest: Handle) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(guest);
+    /// Holds signals back while this value lives. A guest that is handed over by it is ended by a signal of
+    /// that time.
+    pub fn hold(&self) -> Held<'_> {
+        Held(self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// Signals that are held back.
+pub struct Held<'a>(MutexGuard<'a, Option<Handle>>);
+
+impl Held<'_> {
+    /// Lets signals end this guest from now on.
+    pub fn hand_over(mut self, guest: Handle) {
+        *self.0 = Some(guest);
     }
 }

@@ -13,11 +13,24 @@ use clap::{Args, ValueEnum};
 use mercury_hosted_options::net::{Forward, Mac, Uplink};
 
 pub use name::Name;
-pub use state::{Folder, Guest, Phase, Root, Status};
+pub use state::{Folder, Guest, Keeper, Phase, Root, Status};
 
 /// The options of a guest.
 #[derive(Debug, Default, Args)]
 pub struct GuestArgs {
+    /// The options that do not depend on where the guest comes from.
+    #[command(flatten)]
+    pub life: LifeArgs,
+    /// A disk: a file or a block device, with `,ro` appended if the guest may only read it. After
+    /// the name of a disk of the machine, such as nvme0n1, it is the content of that disk, which the
+    /// guest goes on with. Without a name the guest finds it as a new virtio disk
+    #[arg(long, value_name = "[NAME=]FILE[,ro]")]
+    pub disk: Vec<String>,
+}
+
+/// The options of a guest wherever it comes from.
+#[derive(Clone, Debug, Default, Args)]
+pub struct LifeArgs {
     /// The guest's name on this host [default: the machine's host name]
     #[arg(long, value_name = "NAME")]
     pub name: Option<Name>,
@@ -32,11 +45,6 @@ pub struct GuestArgs {
     /// 127.0.0.1/2222:22
     #[arg(long, value_name = "[udp:]PORT[:PORT]", requires = "net")]
     pub forward: Vec<Forward>,
-    /// A disk: a file or a block device, with `,ro` appended if the guest may only read it. After
-    /// the name of a disk of the machine, such as nvme0n1, it is the content of that disk, which the
-    /// guest goes on with. Without a name the guest finds it as a new virtio disk
-    #[arg(long, value_name = "[NAME=]FILE[,ro]")]
-    pub disk: Vec<String>,
     /// The other end of the guest's first serial port: this terminal, or a socket for `mercury
     /// guests console`
     #[arg(long, value_enum, default_value_t = Console::Terminal)]

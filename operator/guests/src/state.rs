@@ -6,13 +6,22 @@
 //! status.json   the guest's state
 //! console.sock  the guest's first serial port, unless that is a terminal
 //! serial1.sock  the guest's second serial port
+//! decision      a pipe for the operator's word about a machine that arrives
 //! ```
 
 use std::{
-    env, fs,
+    env,
+    ffi::OsStr,
+    fs,
     fs::{DirBuilder, File, TryLockError},
-    io::{self, PipeWriter, Read},
-    os::unix::fs::{DirBuilderExt, MetadataExt},
+    io::{self, PipeReader, PipeWriter, Read, Write},
+    os::{
+        fd::AsRawFd,
+        unix::{
+            ffi::OsStrExt,
+            fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
+        },
+    },
     path::{Path, PathBuf},
     thread,
     time::Duration,
@@ -26,6 +35,7 @@ const LOCK: &str = "lock";
 const STATUS: &str = "status.json";
 const CONSOLE: &str = "console.sock";
 const SECOND_PORT: &str = "serial1.sock";
+const DECISION: &str = "decision";
 
 /// Attempts to lock a folder, and the time between two of them.
 const ATTEMPTS: u32 = 10;
@@ -37,6 +47,8 @@ const MOMENT: Duration = Duration::from_millis(10);
 pub enum Phase {
     /// The monitor reads the image.
     Loading,
+    /// The machine moves here.
+    Arriving,
     /// The guest's processors run.
     Running,
 }
@@ -48,7 +60,9 @@ pub struct Status {
     /// The process ID of the monitor.
     pub pid: u32,
     pub phase: Phase,
-    pub image: PathBuf,
+    /// The image's file. `None`: the machine has moved here.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image: Option<PathBuf>,
     /// The host name in the image.
     pub machine: String,
     pub kernel: String,
@@ -130,7 +144,7 @@ impl Root {
     pub fn claim(&self, name: &Name) -> io::Result<Option<Folder>> {
         let path = self.0.join(name.as_str());
         let Some(lock) = take_lock(&path)? else { return Ok(None) };
-        for left in [STATUS, CONSOLE, SECOND_PORT] {
+        for left in [STATUS, CONSOLE, SECOND_PORT, DECISION] {
             remove(&path.join(left))?;
         }
         Ok(Some(Folder { path, _lock: lock, keeper: None }))
@@ -150,6 +164,17 @@ impl Guest {
         self.path.join(CONSOLE)
     }
 
+    /// Passes the operator's word about a machine that arrives to the monitor.
+    ///
+    /// # Errors
+    /// If no machine arrives.
+    pub fn decide(&self, word: &str) -> io::Result<()> {
+        // Without a reader the pipe cannot be opened, and nothing waits.
+        let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
+        let mut pipe = File::options().write(true).custom_flags(flags).open(self.path.join(DECISION))?;
+        pipe.write_all(format!("{word}\n").as_bytes())
+    }
+
     /// Returns true if the guest's monitor lives.
     ///
     /// # Errors
@@ -164,8 +189,7 @@ impl Guest {
 pub struct Folder {
     path: PathBuf,
     _lock: File,
-    /// The pipe to the process that removes the folder when this process has ended.
-    keeper: Option<PipeWriter>,
+    keeper: Option<Keeper>,
 }
 
 impl Folder {
@@ -181,6 +205,18 @@ impl Folder {
         self.path.join(SECOND_PORT)
     }
 
+    /// Makes the pipe for the operator's word, and returns its path.
+    ///
+    /// # Errors
+    /// If it cannot be made.
+    pub fn decision(&self) -> io::Result<PathBuf> {
+        let path = self.path.join(DECISION);
+        remove(&path)?;
+        let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+        rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, mode, 0)?;
+        Ok(path)
+    }
+
     /// Writes the guest's state. A reader finds the old state or the new one.
     ///
     /// # Errors
@@ -193,38 +229,25 @@ impl Folder {
 }
 
 impl Folder {
-    /// Starts a process that removes the folder when this process has ended, however it ends. Until then the
-    /// folder is locked. Call it before this process has a second thread.
+    /// Lets the keeper remove the folder. This process may have lost the right to do it by then.
     ///
     /// # Errors
-    /// If there can be no process.
-    pub fn entrust(&mut self) -> io::Result<()> {
-        let (mut reader, writer) = io::pipe()?;
-        // SAFETY: The child calls what a process with one thread may call, and ends without the parent's
-        // destructors.
-        match unsafe { libc::fork() } {
-            -1 => Err(io::Error::last_os_error()),
-            0 => {
-                drop(writer);
-                // Readers of the parent's output wait for its end.
-                for standard in 0..3 {
-                    // SAFETY: The child does not use these descriptors any more.
-                    unsafe { libc::close(standard) };
-                }
-                while reader.read(&mut [0]).is_err_and(|error| error.kind() == io::ErrorKind::Interrupted) {}
-                self.remove();
-                // SAFETY: It ends the process.
-                unsafe { libc::_exit(0) }
-            }
-            _ => {
-                self.keeper = Some(writer);
-                Ok(())
-            }
-        }
+    /// If the keeper has ended.
+    pub fn entrust(&mut self, mut keeper: Keeper) -> io::Result<()> {
+        keeper.tell(self.path.as_os_str().as_bytes())?;
+        self.keeper = Some(keeper);
+        Ok(())
+    }
+
+    /// Removes the folder now, and returns its keeper for another one.
+    pub fn dismiss(mut self) -> Option<Keeper> {
+        let mut keeper = self.keeper.take()?;
+        keeper.tell(b"").ok()?;
+        Some(keeper)
     }
 
     fn remove(&self) {
-        for file in [STATUS, "status.new", CONSOLE, SECOND_PORT, LOCK] {
+        for file in [STATUS, "status.new", CONSOLE, SECOND_PORT, DECISION, LOCK] {
             let _ = remove(&self.path.join(file));
         }
         let _ = fs::remove_dir(&self.path);
@@ -237,6 +260,66 @@ impl Drop for Folder {
             self.remove();
         }
     }
+}
+
+/// A process that removes the folder of a guest when this process has ended, however it ends.
+#[derive(Debug)]
+pub struct Keeper(PipeWriter);
+
+impl Keeper {
+    /// Starts the process. Call it before this process has a second thread.
+    ///
+    /// # Errors
+    /// If there can be no process.
+    pub fn start() -> io::Result<Self> {
+        let (reader, writer) = io::pipe()?;
+        // SAFETY: The child calls what a process with one thread may call, and ends without the parent's
+        // destructors.
+        match unsafe { libc::fork() } {
+            -1 => Err(io::Error::last_os_error()),
+            0 => {
+                drop(writer);
+                close_others(&reader);
+                let _ = keep(reader);
+                // SAFETY: It ends the process.
+                unsafe { libc::_exit(0) }
+            }
+            _ => Ok(Self(writer)),
+        }
+    }
+
+    /// Names the folder to be removed, or none.
+    fn tell(&mut self, path: &[u8]) -> io::Result<()> {
+        self.0.write_all(&[path, &[0]].concat())
+    }
+}
+
+/// Closes all descriptors of this process but one: readers of the parent's output wait for the output's end,
+/// and the parent's locks are the parent's.
+fn close_others(one: &PipeReader) {
+    let kept = one.as_raw_fd().cast_unsigned();
+    // SAFETY: The child uses none of these descriptors.
+    unsafe {
+        if let Some(before) = kept.checked_sub(1) {
+            libc::close_range(0, before, 0);
+        }
+        libc::close_range(kept + 1, u32::MAX, 0);
+    }
+}
+
+/// Waits for the parent's end, and removes the folder that it named last, unless another guest has it.
+fn keep(mut from: PipeReader) -> io::Result<()> {
+    let mut named = Vec::new();
+    from.read_to_end(&mut named)?;
+    let last = named.split(|byte| *byte == 0).rev().nth(1).unwrap_or_default();
+    let path = Path::new(OsStr::from_bytes(last));
+    if last.is_empty() || !path.exists() {
+        return Ok(());
+    }
+    if let Some(lock) = take_lock(path)? {
+        Folder { path: path.to_owned(), _lock: lock, keeper: None }.remove();
+    }
+    Ok(())
 }
 
 /// Makes the folder, and locks it. Returns `None` if another process holds the lock.
@@ -299,7 +382,7 @@ mod tests {
             name: name.clone(),
             pid: 7,
             phase: Phase::Running,
-            image: "/x".into(),
+            image: Some("/x".into()),
             machine: "db".into(),
             kernel: "6.1".into(),
             cpus: 2,
@@ -326,6 +409,39 @@ mod tests {
         assert!(!guests[0].lives().unwrap());
         assert!(root.guests().unwrap().is_empty());
         assert!(root.claim(&name).unwrap().is_some());
+    }
+
+    #[test]
+    fn a_folder_that_is_dismissed_goes_at_once() {
+        let place = tempfile::tempdir().unwrap();
+        let root = Root::at(place.path());
+        let name: Name = "db".parse().unwrap();
+        let mut first = root.claim(&name).unwrap().unwrap();
+        first.entrust(Keeper::start().unwrap()).unwrap();
+        let keeper = first.dismiss().unwrap();
+        assert!(!place.path().join("db").exists());
+        let mut again = root.claim(&name).unwrap().unwrap();
+        again.entrust(keeper).unwrap();
+        drop(again);
+        assert!(comes(|| !place.path().join("db").exists()), "the folder is left");
+    }
+
+    #[test]
+    fn the_operator_s_word_reaches_the_monitor() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = Root::at(folder.path());
+        let name: Name = "db".parse().unwrap();
+        let held = root.claim(&name).unwrap().unwrap();
+        held.write(&status(&name)).unwrap();
+        let guest = root.find(&name).unwrap().unwrap();
+        assert!(guest.decide("adopt").is_err(), "no machine arrives");
+        let path = held.decision().unwrap();
+        assert!(guest.decide("adopt").is_err(), "the monitor does not wait");
+        let mut monitors = File::options().read(true).write(true).open(path).unwrap();
+        guest.decide("adopt").unwrap();
+        let mut word = [0; 6];
+        monitors.read_exact(&mut word).unwrap();
+        assert_eq!(&word, b"adopt\n");
     }
 
     #[test]
@@ -364,7 +480,7 @@ mod tests {
         assert!(child >= 0);
         if child == 0 {
             let mut folder = root.claim(&name).unwrap().unwrap();
-            folder.entrust().unwrap();
+            folder.entrust(Keeper::start().unwrap()).unwrap();
             fs::write(folder.console(), "a socket").unwrap();
             thread::sleep(Duration::from_secs(60));
             // SAFETY: It ends the process.

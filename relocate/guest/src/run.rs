@@ -31,7 +31,7 @@ use mercury_devices::{
     terminal,
     virtio::Device,
 };
-use mercury_image::Machine;
+use mercury_image::{Machine, Timers};
 use std::{
     fs,
     io::Read,
@@ -182,6 +182,12 @@ impl Prepared {
         &self.view
     }
 
+    /// Takes the values of clocks at the instant, which a machine that moves has only then.
+    pub fn set_timers(&mut self, timers: Option<Timers>) {
+        let (Some(own), Some(timers)) = (&mut self.plan.machine.timers, timers) else { return };
+        own.tsc = timers.tsc;
+    }
+
     /// Lets the machine go on, whose memory is complete. It runs until [`Running::wait`] returns.
     ///
     /// # Errors
@@ -287,8 +293,15 @@ impl Running {
     /// # Errors
     /// The host does not take the rights away.
     pub fn confine(&self) -> Result<()> {
-        let listeners: Vec<_> = self.wires.iter().filter_map(|wire| wire.listener()).collect();
-        sandbox::confine(&listeners, &self.rings)
+        self.confinement().begin()
+    }
+
+    /// Returns the rights that the monitor needs on, for another thread that lets the process give up the
+    /// others.
+    #[must_use]
+    pub fn confinement(&self) -> Confinement {
+        let listeners = self.wires.iter().filter_map(|wire| wire.listener()).collect();
+        Confinement { listeners, rings: self.rings.clone() }
     }
 
     /// Waits for the guest's end, and ends its processors and devices.
@@ -315,6 +328,23 @@ impl Running {
         self.wires.iter().for_each(|wire| wire.finish(LAST_WORDS));
         terminal::restore();
         if unsafe_disks.is_empty() { end } else { End::Failed(unsafe_disks.join("; ")) }
+    }
+}
+
+/// The rights that a monitor needs while its guest runs.
+#[derive(Clone, Debug)]
+pub struct Confinement {
+    listeners: Vec<RawFd>,
+    rings: Vec<RawFd>,
+}
+
+impl Confinement {
+    /// Gives up all other rights of this process, as [`Running::confine`] does.
+    ///
+    /// # Errors
+    /// The host does not take the rights away.
+    pub fn begin(&self) -> Result<()> {
+        sandbox::confine(&self.listeners, &self.rings)
     }
 }
 
@@ -418,6 +448,14 @@ impl Lines for Chip {
         // It fails only for an address at which no processor has an interrupt controller.
         let _ = self.0.signal_msi(kvm_msi { address_lo, address_hi, data, ..kvm_msi::default() });
     }
+}
+
+/// Checks that this host can have guests at all.
+///
+/// # Errors
+/// KVM is missing, or this user may not use it.
+pub fn need_kvm() -> Result<()> {
+    open_kvm().map(drop)
 }
 
 fn open_kvm() -> Result<Kvm> {

@@ -1,7 +1,15 @@
 //! The readiness of a machine for another life as a guest, where its own devices are gone and virtio devices
-//! come. What they need cannot be read then: a root on the network comes back with the card.
+//! come, and for the way back. What they need cannot be read then: a root on the network comes back with the
+//! card.
 
-use crate::ethernet::takeover::{self, Configuration};
+use crate::{
+    describe,
+    ethernet::{
+        self,
+        takeover::{self, Configuration},
+    },
+    metal::Metal,
+};
 use mercury_abi::guest::{
     MERCURY_GUEST_LEAF, MERCURY_GUEST_SIGNATURE_EBX, MERCURY_GUEST_SIGNATURE_ECX, MERCURY_GUEST_SIGNATURE_EDX,
 };
@@ -21,6 +29,10 @@ const DRIVERS: [&str; 4] = ["virtio_mmio", "virtio_blk", "virtio_net", "virtio_r
 #[derive(Debug)]
 pub struct Readiness {
     network: io::Result<Configuration>,
+    /// The hardware, which a guest remembers.
+    metal: Metal,
+    /// True if the machine is a guest now.
+    was_guest: bool,
     /// Modules, the newest first, as the kernel lists them.
     loaded: Vec<String>,
 }
@@ -36,20 +48,30 @@ impl Readiness {
         // A driver may be built in, or missing.
         let _ = modprobe.stdout(Stdio::null()).stderr(Stdio::null()).status();
         let loaded = names(sysroot).into_iter().filter(|name| !before.contains(name)).collect();
-        Self { network: takeover::keep(sysroot), loaded }
+        let here = || Metal { devices: describe::devices(sysroot), cards: ethernet::cards(sysroot) };
+        let metal = Metal::recall(sysroot).unwrap_or_else(here);
+        Self { network: takeover::keep(sysroot), metal, was_guest: is_guest(), loaded }
     }
 
-    /// In the machine that goes on from the image, before its applications do: lets the cards that came take
-    /// over the network. Returns what did not succeed.
-    pub fn arrive(&mut self, sysroot: &Sysroot) -> Vec<String> {
-        if !is_guest() {
-            return Vec::new();
-        }
-        self.stay();
+    /// In the machine that has arrived, before its applications go on: lets the cards that came take over the
+    /// network. They are the monitor's in a guest, and the machine's own again after a life as a guest.
+    /// Returns `None` if the machine has gone from metal to metal, and otherwise what did not succeed.
+    pub fn arrive(&mut self, sysroot: &Sysroot) -> Option<Vec<String>> {
+        let done = match (is_guest(), self.was_guest) {
+            (true, _) => {
+                self.stay();
+                self.metal.remember(sysroot)
+            }
+            (false, true) => self.metal.come_back(sysroot).and_then(|()| Metal::forget(sysroot)),
+            (false, false) => return None,
+        };
+        let mut failures: Vec<_> =
+            done.err().map(|error| format!("its hardware: {error}")).into_iter().collect();
         match &self.network {
-            Ok(network) => network.take_over(sysroot),
-            Err(error) => vec![format!("the network has no configuration: {error}")],
+            Ok(network) => failures.extend(network.take_over(&self.metal.cards, sysroot)),
+            Err(error) => failures.push(format!("the network has no configuration: {error}")),
         }
+        Some(failures)
     }
 
     /// Lets the drivers stay: devices need them, or the machine ends.

@@ -105,9 +105,12 @@ mod tests {
             .filter(|cpu| allowed.is_set(*cpu as usize))
             .take(1)
             .collect();
-        // Other threads may have the CPU for a while.
-        let ((), gaps) = during(&cpus, 1_000_000, || thread::sleep(std::time::Duration::from_millis(400)));
-        assert_eq!(gaps.len(), 1);
-        assert!(gaps[0].ticks > 0);
+        // On a busy host other threads may have the CPU for all of the time.
+        let sees_one = || {
+            let ((), gaps) =
+                during(&cpus, 1_000_000, || thread::sleep(std::time::Duration::from_millis(400)));
+            gaps.len() == 1 && gaps[0].ticks > 0
+        };
+        assert!((0..20).any(|_| sees_one()));
     }
 }

@@ -47,6 +47,16 @@ pub enum GuestsCommand {
         leave. Ctrl-A x leaves; Ctrl-A Ctrl-A types Ctrl-A. One terminal at a time can have the console."
     )]
     Console(ConsoleArgs),
+    /// Let a machine go on that has arrived whole, and whose source is silent
+    #[command(
+        long_about = "Lets a machine go on that has arrived whole, and whose source has fallen silent \
+        before it said if the machine is to go on here. First make sure that the machine does not run at \
+        its source and never will: its console says that it waits for this host, or it is off and its \
+        tombstone says `committed`. A source that is only dead may have gone on before it died."
+    )]
+    Adopt(AdoptArgs),
+    /// Discard a machine that arrives; it goes on at its source
+    Discard(DiscardArgs),
     /// End a guest at once, as a power cut would
     #[command(
         long_about = "Ends a guest at once, as a power cut would end a machine. To shut it down in order, \
@@ -62,13 +72,25 @@ pub struct ConsoleArgs {
 }
 
 #[derive(Debug, Args)]
+pub struct AdoptArgs {
+    /// The guest that is to be
+    pub name: Name,
+}
+
+#[derive(Debug, Args)]
+pub struct DiscardArgs {
+    /// The guest that is to be
+    pub name: Name,
+}
+
+#[derive(Debug, Args)]
 pub struct StopArgs {
     /// The guest
     pub name: Name,
 }
 
-/// Replaces this process by `mercury-guest`, which runs the image's machine. The options have been
-/// checked.
+/// Replaces this process by `mercury-guest`, which runs the machine of an image, or one that moves here. The
+/// options have been checked.
 ///
 /// # Errors
 /// If the program cannot be started.
@@ -76,14 +98,18 @@ pub fn start() -> Result<Exit> {
     become_program(PROGRAM, monitors_words(std::env::args_os().skip(1)))
 }
 
-/// Returns the words for `mercury-guest`: `run` in place of `restore`, without `--as-guest`. No option
-/// before the command has a value.
+/// Returns the words for `mercury-guest`: `run` in place of `restore`, without `--as-guest` or `--beside`. No
+/// option before the command has a value.
 fn monitors_words(words: impl Iterator<Item = OsString>) -> Vec<OsString> {
     let mut words: Vec<OsString> = words.collect();
-    if let Some(command) = words.iter_mut().find(|word| *word == OsStr::new("restore")) {
+    let is_command = |word: &&mut OsString| *word == OsStr::new("restore") || *word == OsStr::new("receive");
+    let Some(command) = words.iter_mut().find(is_command) else { return words };
+    let mut option = "--beside";
+    if *command == OsStr::new("restore") {
         *command = "run".into();
+        option = "--as-guest";
     }
-    if let Some(at) = words.iter().position(|word| word == OsStr::new("--as-guest")) {
+    if let Some(at) = words.iter().position(|word| word == OsStr::new(option)) {
         words.remove(at);
     }
     words
@@ -98,6 +124,8 @@ pub fn run(command: &GuestsCommand, say: Say<'_>) -> Result<Exit> {
     match command {
         GuestsCommand::List => list(&root).map(|guests| say.done(&guests)),
         GuestsCommand::Console(args) => visit(&root, &args.name, say),
+        GuestsCommand::Adopt(args) => decide(&root, &args.name, "adopt").map(|told| say.done(&told)),
+        GuestsCommand::Discard(args) => decide(&root, &args.name, "discard").map(|told| say.done(&told)),
         GuestsCommand::Stop(args) => stop(&root, &args.name).map(|stopped| say.done(&stopped)),
     }
 }
@@ -135,6 +163,20 @@ fn visit(root: &Root, name: &Name, say: Say<'_>) -> Result<Exit> {
         Left::ByGuest => eprintln!("\r\n{name} has ended"),
     }
     Ok(Exit::Done)
+}
+
+/// Passes the operator's word about a machine that arrives.
+fn decide(root: &Root, name: &Name, word: &'static str) -> Result<Decided> {
+    let guest = find(root, name)?;
+    if guest.status.phase != Phase::Arriving {
+        let text = format!("{name} is not on its way here: it is {}", phase(guest.status.phase));
+        return Err(Error::new(Exit::State, text).hint("`mercury guests list` shows what arrives"));
+    }
+    guest.decide(word).map_err(|error| {
+        Error::new(Exit::Failed, format!("cannot tell the monitor of {name}: {error}"))
+            .hint("the machine may just have begun to run: see `mercury guests list`")
+    })?;
+    Ok(Decided { name: name.clone(), word })
 }
 
 fn stop(root: &Root, name: &Name) -> Result<Stopped> {
@@ -178,23 +220,42 @@ struct Guests {
 impl Render for Guests {
     fn render(&self, text: &mut Text) {
         if self.guests.is_empty() {
-            text.line("no guest runs: `mercury restore --as-guest IMAGE` starts one");
+            text.line("no guest runs: `mercury restore --as-guest IMAGE` starts one, and");
+            text.line("`mercury receive --beside` waits for a machine that moves here");
             return;
         }
         let heading =
             ["guest", "state", "CPUs", "memory", "kernel", "PID", "image"].map(str::to_owned).to_vec();
         let row = |one: &Status| {
             let memory = format!("{} MiB", one.memory_bytes >> 20);
-            let image = one.image.display().to_string();
+            let image = one.image.as_ref().map_or("moved here".into(), |image| image.display().to_string());
             let (cpus, pid) = (one.cpus.to_string(), one.pid.to_string());
-            let state = match one.phase {
-                Phase::Loading => "loading",
-                Phase::Running => "running",
-            };
-            vec![one.name.to_string(), state.to_owned(), cpus, memory, one.kernel.clone(), pid, image]
+            let state = phase(one.phase).to_owned();
+            vec![one.name.to_string(), state, cpus, memory, one.kernel.clone(), pid, image]
         };
         let rows: Vec<_> = [heading].into_iter().chain(self.guests.iter().map(row)).collect();
         text.table(&rows);
+    }
+}
+
+fn phase(phase: Phase) -> &'static str {
+    match phase {
+        Phase::Loading => "loading",
+        Phase::Arriving => "arriving",
+        Phase::Running => "running",
+    }
+}
+
+/// The operator's word, passed to a monitor.
+#[derive(Debug, Serialize)]
+struct Decided {
+    name: Name,
+    word: &'static str,
+}
+
+impl Render for Decided {
+    fn render(&self, text: &mut Text) {
+        text.line(format!("{}: its monitor was told to {} it", self.name, self.word));
     }
 }
 
@@ -223,7 +284,7 @@ mod tests {
             name: "db".parse().unwrap(),
             pid,
             phase: Phase::Running,
-            image: "/net/db".into(),
+            image: Some("/net/db".into()),
             machine: "db1".into(),
             kernel: "6.1.0-56-amd64".into(),
             cpus: 2,
@@ -239,7 +300,26 @@ mod tests {
         let passed = |line: &str| monitors_words(line.split(' ').map(OsString::from)).join(OsStr::new(" "));
         assert_eq!(passed("restore --as-guest --net passt x"), "run --net passt x");
         assert_eq!(passed("--json restore restore --as-guest"), "--json run restore");
+        assert_eq!(passed("receive --beside --net tap=restore"), "receive --net tap=restore");
         assert_eq!(passed("restore --as-guest -- --as-guest"), "run -- --as-guest");
+    }
+
+    #[test]
+    fn only_a_machine_that_arrives_is_decided_about() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = Root::at(folder.path());
+        let name: Name = "db".parse().unwrap();
+        assert_eq!(decide(&root, &name, "adopt").unwrap_err().exit, Exit::State);
+        let held = held(&root, 7);
+        let refused = decide(&root, &name, "adopt").unwrap_err();
+        assert!(refused.message.contains("it is running"), "{refused}");
+        let mut status = root.find(&name).unwrap().unwrap().status;
+        status.phase = Phase::Arriving;
+        held.write(&status).unwrap();
+        assert_eq!(decide(&root, &name, "adopt").unwrap_err().exit, Exit::Failed, "no monitor listens");
+        let pipe = held.decision().unwrap();
+        let _monitors = std::fs::File::options().read(true).write(true).open(pipe).unwrap();
+        assert_eq!(decide(&root, &name, "discard").unwrap().word, "discard");
     }
 
     #[test]

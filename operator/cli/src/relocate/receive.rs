@@ -3,10 +3,12 @@
 use crate::shared::ModuleArgs;
 use clap::Args;
 use mercury_control::{size::mebibytes, span::Span};
+use mercury_guests::LifeArgs;
 use mercury_relocation::{options::ReceiveOptions, restore::MEMORY_LEAST_MIB, values::Listen};
 use std::path::PathBuf;
 
 #[derive(Debug, Default, Args)]
+#[command(mut_group("LifeArgs", |group| group.requires("beside")))]
 pub struct ReceiveArgs {
     /// Address to wait at: an IPv4 address of this machine, with or without a port (4747) [default:
     /// the address on the network with a gateway, or the only one]
@@ -45,8 +47,21 @@ pub struct ReceiveArgs {
     /// Wait now: this is the restore environment
     #[arg(long, hide = true)]
     pub here: bool,
+    /// Let the machine go on as a virtual machine of this system, which stays as it is and in use. Needs KVM,
+    /// and no root if you may open /dev/kvm
+    #[arg(
+        long,
+        conflicts_with_all = ["prepare", "boot_menu", "delay", "disk", "force_disk", "memory", "here"]
+    )]
+    pub beside: bool,
     #[command(flatten)]
     pub module: ModuleArgs,
+    /// Refuse a machine with more memory: 4G
+    #[arg(long, value_name = "SIZE", requires = "beside", value_parser = mebibytes(1..=1 << 30))]
+    #[arg(help_heading = "Options with --beside")]
+    pub memory_limit: Option<u64>,
+    #[command(flatten, next_help_heading = "Options with --beside")]
+    pub life: LifeArgs,
 }
 
 impl From<&ReceiveArgs> for ReceiveOptions {

@@ -8,7 +8,8 @@ use mercury_relocation::{options::RestoreOptions, restore::MEMORY_LEAST_MIB};
 use std::path::PathBuf;
 
 #[derive(Debug, Default, Args)]
-#[command(mut_group("GuestArgs", |group| group.requires("as_guest")))]
+#[command(mut_arg("disk", |arg| arg.requires("as_guest")))]
+#[command(mut_group("LifeArgs", |group| group.requires("as_guest")))]
 pub struct RestoreArgs {
     /// The image: a block device, or a file on NFS, or on ext4, XFS, btrfs or FAT on a partition
     pub image: PathBuf,

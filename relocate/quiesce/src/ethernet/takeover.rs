@@ -49,9 +49,6 @@ const RTA_VIA: u16 = 18;
 /// `struct ndmsg`: a neighbour that an operator has named.
 const STATE_AT: usize = 8;
 const NUD_PERMANENT: u16 = 0x80;
-/// Part of the path of a card that came: the bus of virtio devices with registers in memory.
-const COMES_BY: &str = "virtio-mmio";
-
 /// A message of the kernel's: its type and its payload.
 type Message = (u16, Vec<u8>);
 
@@ -96,23 +93,15 @@ pub fn keep(sysroot: &Sysroot) -> io::Result<Configuration> {
 }
 
 impl Configuration {
-    /// Gives new cards the names and the configuration of cards that are gone, in their order, those that
-    /// were up first. Returns what did not succeed.
+    /// Gives new cards the names and the configuration of cards that are gone. A card at the place that
+    /// `metal` has for a name gets that one; the others come in their order, those that were up first.
+    /// Returns what did not succeed.
     #[must_use]
-    pub fn take_over(&self, sysroot: &Sysroot) -> Vec<String> {
+    pub fn take_over(&self, metal: &[Card], sysroot: &Sysroot) -> Vec<String> {
         let now = cards(sysroot);
-        let is_gone = |kept: &&Kept| !now.iter().any(|card| card.index == kept.card.index);
-        let mut gone: Vec<_> = self.0.iter().filter(is_gone).collect();
-        gone.sort_by_key(|kept| !kept.card.up);
-        let came = |card: &&Card| {
-            let device = std::fs::canonicalize(sysroot.path(&format!("sys/class/net/{}/device", card.name)));
-            let is_known = self.0.iter().any(|kept| kept.card.index == card.index);
-            !is_known && device.is_ok_and(|path| path.to_string_lossy().contains(COMES_BY))
-        };
-        let mut new = now.iter().filter(came);
         let mut told = Vec::new();
-        for kept in gone {
-            match new.next() {
+        for (kept, card) in self.pairs(&now, metal) {
+            match card {
                 Some(card) => told.extend(kept.move_to(card)),
                 None if kept.card.up => {
                     told.push(format!("no network card came in the place of {}", kept.card.name));
@@ -121,6 +110,26 @@ impl Configuration {
             }
         }
         told
+    }
+
+    /// Pairs the cards that are gone with cards that came.
+    fn pairs<'a>(&'a self, now: &'a [Card], metal: &[Card]) -> Vec<(&'a Kept, Option<&'a Card>)> {
+        let is_gone = |kept: &&Kept| !now.iter().any(|card| card.index == kept.card.index);
+        let mut gone: Vec<_> = self.0.iter().filter(is_gone).collect();
+        gone.sort_by_key(|kept| !kept.card.up);
+        let came = |card: &&Card| !self.0.iter().any(|kept| kept.card.index == card.index);
+        let mut new: Vec<&Card> = now.iter().filter(came).collect();
+        let place = |name: &str| metal.iter().find(|card| card.name == name).map(|card| &card.place);
+        let at_its_place: Vec<_> = gone
+            .iter()
+            .map(|kept| {
+                let wanted = place(&kept.card.name)?;
+                let at = new.iter().position(|card| card.place == *wanted)?;
+                Some(new.remove(at))
+            })
+            .collect();
+        let mut rest = new.into_iter();
+        gone.into_iter().zip(at_its_place).map(|(kept, card)| (kept, card.or_else(|| rest.next()))).collect()
     }
 }
 
@@ -352,6 +361,37 @@ mod tests {
         let mut torn = by_hand.clone();
         torn.1.truncate(torn.1.len() - 1);
         assert!(!belongs(&torn, 7));
+    }
+
+    #[test]
+    fn cards_come_back_at_their_places() {
+        let card = |name: &str, index, place: &str, up| Card {
+            name: name.into(),
+            index,
+            place: place.into(),
+            up,
+            ..Card::default()
+        };
+        let kept = |card: Card| Kept { card, mtu: 0, whole: None, messages: Vec::new() };
+        let paired = |metal: &[Card], now: &[Card]| -> Vec<(String, Option<i32>)> {
+            let guest = [card("down", 2, "", false), card("a", 3, "", true), card("b", 4, "", true)];
+            let configuration = Configuration(guest.map(kept).into());
+            let pairs = configuration.pairs(now, metal);
+            pairs
+                .into_iter()
+                .map(|(kept, card)| (kept.card.name.clone(), card.map(|card| card.index)))
+                .collect()
+        };
+        let pair = |name: &str, index| (name.to_owned(), index);
+        let now = [card("eth0", 7, "x", false), card("eth1", 8, "y", false)];
+        // In a guest the places are new: cards come in their order.
+        assert_eq!(paired(&[], &now), [pair("a", Some(7)), pair("b", Some(8)), pair("down", None)]);
+        // On the machine's own hardware each has its place.
+        let metal = [card("a", 1, "y", true), card("down", 1, "x", false)];
+        assert_eq!(paired(&metal, &now), [pair("a", Some(8)), pair("b", None), pair("down", Some(7))]);
+        // A card that is still there keeps its own.
+        let now = [card("a", 3, "", true), card("eth1", 8, "y", false)];
+        assert_eq!(paired(&[], &now), [pair("b", Some(8)), pair("down", None)]);
     }
 
     #[test]

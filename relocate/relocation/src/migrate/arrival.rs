@@ -11,6 +11,7 @@ use mercury_migration::{
 };
 use mercury_quiesce::{
     ethernet::{self, Card, Mac, packets},
+    guest::Readiness,
     undo::UndoProcess,
 };
 use rustix::event::{PollFd, PollFlags};
@@ -71,15 +72,23 @@ impl Arrival {
     /// A card that fails is no reason to stop. If this process does not get so far, its undo
     /// process lets the machine go on. Messages come last, because their readers stand still until
     /// then. Tests observe each step by `step`.
-    pub fn settle(&mut self, held: Held, guard: &mut UndoProcess, step: &mut dyn FnMut(&str)) {
+    pub fn settle(
+        &mut self,
+        held: Held,
+        guard: &mut UndoProcess,
+        readiness: &mut Readiness,
+        step: &mut dyn FnMut(&str),
+    ) {
         guard.hear();
         step("Arrived");
-        let followers = self.followers();
-        let mut told = self.tell_cards();
-        told.extend(followers.iter().filter_map(|(name, mac)| {
-            let refused = ethernet::set_mac(name, *mac).err()?;
-            Some(format!("{name} does not accept the address of its card: {refused}"))
-        }));
+        let sysroot = Sysroot::default();
+        let mut told = match readiness.arrive(&sysroot) {
+            Some(told) => {
+                self.cards = ethernet::cards(&sysroot);
+                told
+            }
+            None => self.tell_all_cards(),
+        };
         self.announce();
         drop(held);
         guard.is_undone();
@@ -88,11 +97,22 @@ impl Arrival {
         step("Started");
         // From here on this machine may have moved before, and this is the machine it moved back
         // to: clear the tombstone.
-        told.extend(tombstone::clear_here(&Sysroot::default()));
+        told.extend(tombstone::clear_here(&sysroot));
         for text in told {
             // A message without a reader is no reason to fail.
             let _ = writeln!(std::io::stderr(), "mercury migrate: {text}");
         }
+    }
+
+    /// Gives each card and the bridges that follow it their addresses, and returns the failures.
+    fn tell_all_cards(&mut self) -> Vec<String> {
+        let followers = self.followers();
+        let mut told = self.tell_cards();
+        told.extend(followers.iter().filter_map(|(name, mac)| {
+            let refused = ethernet::set_mac(name, *mac).err()?;
+            Some(format!("{name} does not accept the address of its card: {refused}"))
+        }));
+        told
     }
 
     /// Returns the bridges that were given the address of a source card, each with the address of

@@ -37,6 +37,8 @@ use mercury_quiesce::{
     disks::{self, Still},
     ethernet::{self, made},
     fence,
+    guest::Readiness,
+    hardware,
     mounts::Mounted,
     patient, pool, swap, this_process,
     undo::{Step, Undo, UndoProcess},
@@ -93,6 +95,8 @@ pub struct Here<'a> {
     quiesce_failures: u64,
     /// True if standard output can be written to while everything stands still.
     may_write: bool,
+    /// What the machine needs if its destination runs it as a guest.
+    readiness: Readiness,
 }
 
 fn failed(what: &str, error: &std::io::Error) -> Error {
@@ -127,6 +131,8 @@ impl<'a> Here<'a> {
         let pool = pool::pages(args.pool, pool::GROWING_MOST_MIB, sysroot)?;
         let least = POOL_LEAST + mirror.memory_there();
         let pool = if args.pool.is_some() { pool } else { pool.max(least << 8) };
+        // Before the first page is sent: a guest may not be able to read drivers.
+        let readiness = Readiness::prepare(sysroot);
         // Before the first page is sent, because pages that are read back are sent too.
         let swap = swap::Off::switch(with.guard, sysroot)?;
         let proof = args.verify_instant.then(Proof::default);
@@ -135,6 +141,7 @@ impl<'a> Here<'a> {
         let mounts = disks::all(sysroot)?;
         let mut machine = describe::describe(sysroot);
         describe::add_restart(&mut machine, &device.snapshot_machine()?);
+        hardware::add_hardware(&mut machine, sysroot, device)?;
         let compared = disks::to_be_compared(&mounts, sysroot);
         machine.file_systems = compared.iter().map(disks::name).collect();
         let disks = mirror.offered(&mounts);
@@ -150,6 +157,7 @@ impl<'a> Here<'a> {
             silence: Silence::prepare(),
             quiesce_failures: 0,
             may_write: this_process::may_be_written(sysroot),
+            readiness,
             with,
         };
         let operator = Operator::at_console();
@@ -170,10 +178,10 @@ impl<'a> Here<'a> {
         Ok((here, departure))
     }
 
-    /// Returns what is still held, and true if standard output can be written to then.
+    /// Returns what is still held, true if standard output can be written to then, and what a guest needs.
     #[must_use]
-    pub fn into_remains(self) -> (Held, bool) {
-        (self.held, self.may_write)
+    pub fn into_remains(self) -> (Held, bool, Readiness) {
+        (self.held, self.may_write, self.readiness)
     }
 }
 

@@ -128,13 +128,13 @@ fn leave(args: &MigrateOptions, say: Say<'_>, deferred: &Deferred) -> Result<rep
     let outcome = mover.run();
     let report = mover.report();
     let Remains { failure, mut operator, mut pause } = mover.into_remains();
-    let (held, may_write) = here.into_remains();
+    let (held, may_write, mut readiness) = here.into_remains();
     match outcome {
         Outcome::Arrived(mut arrived) => {
             // The destination has no hypervisor beneath this machine.
             attached.forget();
             watchdogs::arm_again(&sysroot);
-            arrived.settle(held, &mut guard, &mut |step| {
+            arrived.settle(held, &mut guard, &mut readiness, &mut |step| {
                 if let Some(text) = pause.reached(step) {
                     operator.tell(&text);
                     pause::hold(|| ());
@@ -146,6 +146,7 @@ fn leave(args: &MigrateOptions, say: Say<'_>, deferred: &Deferred) -> Result<rep
             attached.forget();
             // From here on nothing on this machine may go on.
             std::mem::forget(held);
+            readiness.stay();
             power_off(say, &report, operator, may_write)
         }
         Outcome::Resumed => {

@@ -69,10 +69,10 @@ impl Door {
     /// # Errors
     ///
     /// Returns an error if nothing can be received any more.
-    pub fn serve(self, spare: Box<dyn Spare>, operator: Operator, hold_for_ever: bool) -> Result<()> {
+    pub fn serve(self, spare: Box<dyn Spare>, hold_for_ever: bool) -> Result<()> {
         let hold = (!hold_for_ever).then_some(HOLD);
         let patience = Patience { running: RUNNING, hold, ..Patience::default() };
-        Host::new(self.receiver, self.listener, spare, patience, operator).serve_beside()
+        Host::new(self.receiver, self.listener, spare, patience, Operator::default()).serve_beside()
     }
 }
 

@@ -262,6 +262,22 @@ impl Destination {
         Self { seen, token, to, end, host: Some(host) }
     }
 
+    /// Starts a destination whose system goes on beside the machine.
+    fn beside(progress: Progress) -> Self {
+        let (receiver, token) = Receiver::new(Duration::from_secs(600)).expect("a receiver");
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let to = listener.local_addr().expect("its address");
+        let seen = Arc::<Mutex<Seen>>::default();
+        let spare = Fake(Arc::clone(&seen));
+        spare.seen().progress = Some(progress);
+        let host = thread::spawn(move || {
+            let patience = Patience { running: LIMIT, frozen: LIMIT, hold: None, ..Patience::default() };
+            let host = Host::new(receiver, listener, Box::new(spare), patience, Operator::default());
+            host.serve_beside().expect("it goes on");
+        });
+        Self { seen, token, to, end: Arc::default(), host: Some(host) }
+    }
+
     fn connect(&self, attempt: u8) -> Source<'_> {
         let mut link = Link::connect(self.to, &self.token, LIMIT).expect("taken");
         let attempt = Attempt([attempt; 16]);
@@ -563,6 +579,34 @@ fn absurd_offers_are_refused() {
         drop(source);
         destination.takes_the_next();
     }
+}
+
+/// A machine that goes on beside the destination's system is said to have started when it gives a sign, and
+/// to be lost if it ends. The source hears it on its connection, and again when it asks.
+#[test]
+fn a_machine_beside_the_system_has_an_answer() {
+    let destination = Destination::beside(Progress::Starting);
+    let mut source = destination.connect(1);
+    source.is_verified();
+    source.say(Word::Commit);
+    destination.until("it is started", |seen| seen.started == 1);
+    thread::sleep(Duration::from_millis(50));
+    destination.seen(|seen| seen.progress = Some(Progress::Running));
+    assert_eq!(source.hear().map(|(word, _)| word), Some(Word::Started));
+    source.say(Word::Commit);
+    assert_eq!(source.hear().map(|(word, _)| word), Some(Word::Started));
+    destination.seen(|seen| seen.progress = Some(Progress::Ended));
+    assert_eq!(source.hear().map(|(word, _)| word), Some(Word::Lost));
+    drop(source);
+    assert_eq!(destination.end(), 1);
+
+    let destination = Destination::beside(Progress::Ended);
+    let mut source = destination.connect(2);
+    source.is_verified();
+    source.say(Word::Commit);
+    assert_eq!(source.hear().map(|(word, _)| word), Some(Word::Lost));
+    drop(source);
+    assert_eq!(destination.end(), 1);
 }
 
 #[test]

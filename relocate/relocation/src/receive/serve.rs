@@ -234,7 +234,9 @@ impl Host {
 
     /// Returns the operator's decision, if one is possible now.
     fn decision(&mut self) -> Option<Event> {
-        let decision = match self.operator.word(&["adopt", "discard"])? {
+        const WORDS: [&str; 2] = ["adopt", "discard"];
+        let word = self.operator.word(&WORDS).or_else(|| self.spare.word(&WORDS))?;
+        let decision = match word {
             "adopt" if self.destination.may_adopt() => Decision::Adopt,
             "discard" if self.destination.may_discard() => Decision::Discard,
             word => {
@@ -597,6 +599,7 @@ impl Host {
         if known(&last) != known(&arrival.offer) {
             return Err("its disks are others than the offered ones".into());
         }
+        self.spare.describe(&last.machine);
         self.spare.complete_disks(&last.disks, attempt)?;
         let changed = self.spare.changed_disks(&last.machine.file_systems);
         if !changed.is_empty() {

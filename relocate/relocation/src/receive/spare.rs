@@ -19,7 +19,7 @@ use mercury_control::{
     error::{Error, Result},
     sysroot::Sysroot,
 };
-use mercury_image::FileSystem;
+use mercury_image::{FileSystem, Machine};
 use mercury_migration::{announcement::ETHER_TYPE, protocol::Attempt, wire::Chunks};
 use mercury_quiesce::{
     describe,
@@ -98,6 +98,9 @@ pub trait Spare {
     /// Returns the reason if they do not.
     fn complete_disks(&mut self, offered: &[OfferedDisk], attempt: Attempt) -> Result<(), String>;
 
+    /// Takes the description of the machine at its instant. The machine is the offered one.
+    fn describe(&mut self, _: &Machine) {}
+
     /// Goes on in the machine that has arrived. Returns only if that fails, or if this system goes on beside
     /// it.
     ///
@@ -105,6 +108,11 @@ pub trait Spare {
     ///
     /// Returns the reason why none of its instructions has run.
     fn go(&mut self) -> Result<()>;
+
+    /// Returns the word of these that the operator has said in another way than at the console.
+    fn word(&mut self, _: &[&'static str]) -> Option<&'static str> {
+        None
+    }
 
     /// Returns the progress of a machine that was started beside this system.
     fn progress(&self) -> Progress {

@@ -15,6 +15,7 @@ use mercury_control::{
     exit::Exit,
 };
 use mercury_migration::{protocol::source::Event, rounds::Limits};
+use mercury_quiesce::hardware;
 use std::{
     thread,
     time::{Duration, Instant},
@@ -122,6 +123,7 @@ impl Mover<'_> {
         if self.system.take_instant()? == system::After::Arrived {
             return Ok(Step::Arrived);
         }
+        hardware::note_instant(&mut self.offer.machine);
         self.mirror.is_still()?;
         for (disk, digest) in self.offer.disks.iter_mut().zip(self.mirror.digests(self.attempt)) {
             disk.digest = digest;

@@ -1,0 +1,136 @@
+//! Bare machines that move to a host in use, where they go on as guests (`mercury receive --beside`), and
+//! back to their own hardware.
+
+#![allow(clippy::unwrap_used)]
+
+use mercury_lab::{
+    Kernel, Machine, Platform, Result, Spec, System, Vendor,
+    as_guest::{self, Guest, NAME},
+    moving::{LIMIT, PEER, Switch, migrate, receive, said},
+    restart::{
+        boot_id, comes_further, count, is_well, nothing_wrong,
+        script::{CLOCK, TALK},
+        start,
+    },
+};
+
+fn need_kvm() -> Result<()> {
+    Platform::need(Vendor::Amd, "the lab has no host with KVM on Intel")
+}
+
+/// A machine like metal, and a host in use, on one network with a third machine.
+struct Scene {
+    switch: Switch,
+    source: Machine,
+    host: Machine,
+}
+
+/// Returns a machine like metal with room for a restore environment beside what arrives.
+fn metal(kernel: Kernel, cpus: u32) -> Spec {
+    as_guest::metal(kernel, cpus).memory_mib(768)
+}
+
+impl Scene {
+    fn new(kernel: Kernel, cpus: u32) -> Result<Self> {
+        let switch = Switch::boot()?;
+        let source = switch.boot_other(switch.plug_metal(as_guest::in_ram(metal(kernel, cpus))))?;
+        let host = switch.plugged(Kernel::BookwormCloud, 2, 1536, 3);
+        let host = switch.boot_other(as_guest::with_ports(host))?;
+        as_guest::bridge(&host, "10.9.0.3")?;
+        plug_metal_in(&source, "10.9.0.2")?;
+        start(&source, "clock", CLOCK, "")?;
+        start(&source, "talk", TALK, PEER)?;
+        Ok(Self { switch, source, host })
+    }
+}
+
+fn plug_metal_in(machine: &Machine, address: &str) -> Result<()> {
+    machine.sh("modprobe e1000e; udevadm settle || true")?;
+    let card = "card=$(ls /sys/class/net | grep -v lo | head -1)";
+    machine.sh(&format!("{card}; ip address add {address}/24 dev $card && ip link set $card up")).map(drop)
+}
+
+/// Moves the machine to the host, where it goes on as a guest at the end.
+fn moves_in<'a>(source: &Machine, host: &'a Machine, boot_id: &str) -> Result<Guest<'a>> {
+    let (mut guest, words) = Guest::receive(host, "--net tap=tap0 --console socket --listen 10.9.0.3")?;
+    let mut moving = source.spawn(&migrate(&words, "--max-throttle 0"))?;
+    if let Err(error) = source.wait_shutdown(LIMIT) {
+        println!("{:?} {:?}", moving.output_so_far(), moving.errors_so_far());
+        println!("{:?}\n{}\n{}", guest.printed(), guest.console(), said(source));
+        return Err(error);
+    }
+    guest.wait()?;
+    println!("{}\n{}", said(source), guest.printed()?);
+    is_well(&guest, boot_id)?;
+    println!("{}", guest.sh("ip address; ip route; dmesg | tail -40")?);
+    Ok(guest)
+}
+
+/// Checks that the connection with the third machine lives.
+fn talks(machine: &impl System, peer: &Machine) -> Result<()> {
+    comes_further(machine, "talk", count(machine, "talk")? + 5)?;
+    nothing_wrong(peer)
+}
+
+/// Moves a running machine like metal to a host in use, where it goes on as a guest. Its connection with a
+/// third machine lives on.
+#[test]
+#[ignore = "long"]
+fn a_bare_machine_moves_to_a_host_in_use() -> Result<()> {
+    need_kvm()?;
+    let Scene { switch, source, host } = Scene::new(Kernel::BookwormGeneric, 1)?;
+    let work = host.start_work()?;
+    let guest = moves_in(&source, &host, &boot_id(&source)?)?;
+    talks(&guest, &switch.peer)?;
+    guest.check_log()?;
+    is_seen_and_stopped(&host, guest)?;
+    work.finish()?;
+    host.check_health()
+}
+
+/// Moves a machine like metal to a host in use, and from there back to its own hardware: there are the same
+/// devices, names and addresses again, and it is native.
+#[test]
+#[ignore = "long"]
+fn a_machine_comes_back_from_a_host_in_use() -> Result<()> {
+    need_kvm()?;
+    let Scene { switch, source, host } = Scene::new(Kernel::BookwormGeneric, 1)?;
+    let boot_id = boot_id(&source)?;
+    let devices = "cd /sys/bus/pci/devices; grep -H . */vendor */device; ls /sys/class/net; ip -4 -o address";
+    let before = source.sh(devices)?;
+    let guest = moves_in(&source, &host, &boot_id)?;
+    talks(&guest, &switch.peer)?;
+
+    // The root in RAM has no kernel for a restore environment.
+    let repaired = source.start_as(switch.plug_metal(metal(Kernel::BookwormGeneric, 1)))?;
+    plug_metal_in(&repaired, "10.9.0.4")?;
+    let words = receive(&repaired, "10.9.0.4")?;
+    let boots = repaired.boots();
+    let mut moving = guest.link().spawn(&migrate(&words, "--max-throttle 0"))?;
+    if let Err(error) = repaired.wait_other(boots) {
+        println!("{:?} {:?} {}", moving.output_so_far(), moving.errors_so_far(), guest.console());
+        return Err(error);
+    }
+    println!("{}", guest.ends()?);
+    is_well(&repaired, &boot_id)?;
+    assert_eq!(repaired.sh(devices)?, before);
+    talks(&repaired, &switch.peer)?;
+    repaired.sh("mercury verify")?;
+    println!("{}", repaired.sh("dmesg | tail -40")?);
+    host.check_health()?;
+    repaired.check_next_attach()
+}
+
+/// Checks that the commands about guests show the guest, and end it.
+fn is_seen_and_stopped(host: &Machine, guest: Guest<'_>) -> Result<()> {
+    let listed = host.mercury("guests list")?;
+    let one = &listed["guests"][0];
+    assert_eq!((one["name"].as_str(), one["phase"].as_str()), (Some(NAME), Some("running")), "{listed}");
+    comes_further(&guest, "clock", count(&guest, "clock")?)?;
+    let said = guest.stop()?;
+    assert!(said.contains(&format!("stopped {NAME}")), "{said}");
+    assert_eq!(host.mercury("guests list")?["guests"].as_array().unwrap().len(), 0);
+    let again = host.mercury_refused(&format!("guests stop {NAME}"))?;
+    assert_eq!(again.exit, 5, "{again:?}");
+    Ok(())
+}

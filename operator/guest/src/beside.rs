@@ -1,0 +1,280 @@
+//! The destination of a move on a host that stays in use. Pages that arrive go into the memory of a guest that
+//! has not begun. The source's `Commit` starts it.
+
+use crate::{claim, no_keeper, options, signals::Stopping, status, tell};
+use mercury_abi::restart::{LoadEntry, MERCURY_LOAD_ZERO};
+use mercury_control::{
+    error::{Error, Result},
+    exit::Exit,
+    sysroot::Sysroot,
+};
+use mercury_devices::memory::{View, read, write};
+use mercury_guest::run::{Handle, Plan, Prepared, Running};
+use mercury_guests::{Folder, Keeper, LifeArgs, Name, Phase, Status};
+use mercury_image::{FileSystem, Machine, PAGE};
+use mercury_migration::{announcement::ETHER_TYPE, protocol::Attempt, wire::Chunks};
+use mercury_quiesce::ethernet::{self, Card, packets::Packets};
+use mercury_relocation::{
+    migrate::offer::{Offer, OfferedDisk},
+    operator::Operator,
+    receive::spare::{Memory, Progress, Spare},
+};
+use std::{
+    os::fd::{AsFd, BorrowedFd},
+    sync::Arc,
+};
+
+/// A machine that has arrived, and runs.
+pub struct Arrived {
+    pub running: Running,
+    pub folder: Folder,
+    pub name: Name,
+}
+
+/// A machine on its way.
+struct Arrival {
+    name: Name,
+    folder: Folder,
+    status: Status,
+    prepared: Prepared,
+    operator: Operator,
+}
+
+/// The means of this process that a guest gets.
+pub struct Means {
+    pub stopping: Stopping,
+    /// Removes the guest's folder.
+    pub keeper: Keeper,
+}
+
+/// This host as a destination.
+pub struct Beside {
+    life: LifeArgs,
+    /// Largest memory of a machine in MiB.
+    memory_limit: Option<u64>,
+    stopping: Stopping,
+    /// The keeper, unless it has a folder.
+    keeper: Option<Keeper>,
+    /// Takes the machine that runs. Returns false if nobody waits for it.
+    take: Box<dyn Fn(Arrived) -> bool + Send>,
+    arrival: Option<Arrival>,
+    /// The machine that was started.
+    started: Option<Handle>,
+    packets: Option<Packets>,
+    cards: Vec<Card>,
+}
+
+impl Beside {
+    /// Makes the destination. `take` gets the machine when it runs, and returns true if it keeps it.
+    pub fn new(
+        life: LifeArgs,
+        memory_limit: Option<u64>,
+        Means { stopping, keeper }: Means,
+        take: impl Fn(Arrived) -> bool + Send + 'static,
+    ) -> Self {
+        Self {
+            life,
+            memory_limit,
+            stopping,
+            keeper: Some(keeper),
+            take: Box::new(take),
+            arrival: None,
+            started: None,
+            // Without them, only the connection carries words to the source.
+            packets: Packets::open(ETHER_TYPE).ok(),
+            cards: ethernet::cards(&Sysroot::default()),
+        }
+    }
+
+    fn admit(&mut self, offer: &Offer) -> Result<Arrival> {
+        let refused = |text: String| Error::new(Exit::Impossible, text);
+        if !offer.disks.is_empty() {
+            return Err(refused("its disks cannot move to a host in use yet: leave --with-disk out".into()));
+        }
+        if offer.cpus != offer.machine.cpus.len() {
+            return Err(refused("its offer does not name all of its processors".into()));
+        }
+        let plan = Plan::of(offer.machine.clone())?;
+        let mib = plan.memory() >> 20;
+        if let Some(limit) = self.memory_limit.filter(|limit| mib > *limit) {
+            return Err(refused(format!(
+                "it has {mib} MiB of memory, and --memory-limit allows {limit} MiB"
+            )));
+        }
+        let name = self.life.name.clone().unwrap_or_else(|| Name::of_machine(&offer.machine.host));
+        let mut folder = claim(&name)?;
+        let mut status = status(&name, plan.machine(), plan.memory());
+        status.phase = Phase::Arriving;
+        tell(&folder, &status)?;
+        let pipe = folder.decision().map_err(|error| {
+            Error::new(Exit::Failed, format!("cannot make a pipe for the operator's word: {error}"))
+        })?;
+        let prepared = plan.prepare(&options(&self.life, Vec::new(), &folder))?;
+        if let Some(keeper) = self.keeper.take() {
+            folder.entrust(keeper).map_err(no_keeper)?;
+        }
+        Ok(Arrival { name, folder, status, prepared, operator: Operator::at_pipe(&pipe) })
+    }
+
+    /// Forgets a machine of which no instruction has run.
+    fn discard(&mut self) {
+        if let Some(arrival) = self.arrival.take() {
+            self.keeper = arrival.folder.dismiss();
+        }
+    }
+}
+
+impl Spare for Beside {
+    fn prepare(&mut self, offer: &Offer) -> std::result::Result<(), String> {
+        self.discard();
+        let arrival = self.admit(offer).map_err(|error| error.message)?;
+        eprintln!("mercury: {} would go on here as the guest {}", offer.machine.host, arrival.name);
+        self.arrival = Some(arrival);
+        Ok(())
+    }
+
+    fn memory(&self) -> Arc<dyn Memory> {
+        let view = self.arrival.as_ref().map(|arrival| arrival.prepared.memory().clone());
+        Arc::new(Room(view.unwrap_or_default()))
+    }
+
+    fn write_disk(&mut self, _: &Chunks) -> Result<()> {
+        Err(Error::new(Exit::Failed, "chunks of a disk have arrived that was not offered"))
+    }
+
+    fn complete_disks(&mut self, offered: &[OfferedDisk], _: Attempt) -> std::result::Result<(), String> {
+        if offered.is_empty() { Ok(()) } else { Err("its disks were not offered before".into()) }
+    }
+
+    fn describe(&mut self, machine: &Machine) {
+        if let Some(arrival) = &mut self.arrival {
+            arrival.prepared.set_timers(machine.timers.clone());
+        }
+    }
+
+    fn go(&mut self) -> Result<()> {
+        // A signal that comes meanwhile ends the guest, and not a machine whose source has given it up.
+        let held = self.stopping.hold();
+        let arrival = self.arrival.take().ok_or_else(|| Error::fault("no machine has arrived"))?;
+        let Arrival { name, folder, mut status, prepared, .. } = arrival;
+        let running = prepared.start()?;
+        held.hand_over(running.handle());
+        self.started = Some(running.handle());
+        status.phase = Phase::Running;
+        // The state is for other commands only.
+        if let Err(error) = tell(&folder, &status) {
+            eprintln!("mercury: {error}");
+        }
+        if !(self.take)(Arrived { running, folder, name }) {
+            eprintln!("mercury: the command is about to end, and the machine with it");
+        }
+        Ok(())
+    }
+
+    fn word(&mut self, words: &[&'static str]) -> Option<&'static str> {
+        self.arrival.as_mut()?.operator.word(words)
+    }
+
+    fn progress(&self) -> Progress {
+        match &self.started {
+            Some(machine) if machine.has_ended() => Progress::Ended,
+            Some(machine) if machine.is_awake() => Progress::Running,
+            _ => Progress::Starting,
+        }
+    }
+
+    fn release(&mut self) -> Result<()> {
+        self.discard();
+        Ok(())
+    }
+
+    /// The machine's file systems are on servers: [`Plan`] refuses those on disks.
+    fn changed_disks(&self, _: &[FileSystem]) -> Vec<String> {
+        Vec::new()
+    }
+
+    /// The machine gets the monitor's card in place of its own ([`ethernet::takeover`]).
+    fn cards(&self) -> Vec<Card> {
+        Vec::new()
+    }
+
+    fn announce(&self, frame: &[u8]) {
+        let Some(packets) = &self.packets else { return };
+        for card in self.cards.iter().filter(|card| card.up) {
+            // If the announcement fails, a connection may still carry the word.
+            let _ = packets.say(card, frame);
+        }
+    }
+
+    fn hear(&self) -> Option<Vec<u8>> {
+        self.packets.as_ref()?.hear()
+    }
+
+    fn ear(&self) -> Option<BorrowedFd<'_>> {
+        self.packets.as_ref().map(AsFd::as_fd)
+    }
+}
+
+/// The memory of a guest that has not begun.
+struct Room(View);
+
+impl Memory for Room {
+    fn load(&self, entries: &[LoadEntry], data: &[u8]) -> Result<()> {
+        let mut pages = data.chunks_exact(PAGE);
+        for entry in entries {
+            let phys = entry.frame_phys;
+            let put = match entry.source {
+                MERCURY_LOAD_ZERO => self.clear(phys),
+                _ => pages.next().and_then(|page| write(&self.0, phys, page)),
+            };
+            put.ok_or_else(|| outside(phys))?;
+        }
+        Ok(())
+    }
+
+    fn read_back(&self, entries: &[LoadEntry]) -> Result<Vec<u8>> {
+        let mut data = vec![0; entries.len() * PAGE];
+        for (entry, page) in entries.iter().zip(data.chunks_exact_mut(PAGE)) {
+            read(&self.0, entry.frame_phys, page).ok_or_else(|| outside(entry.frame_phys))?;
+        }
+        Ok(data)
+    }
+}
+
+impl Room {
+    /// Clears a page. One that is clear is not written, so that the host need not have it.
+    fn clear(&self, phys: u64) -> Option<()> {
+        let mut page = [0; PAGE];
+        read(&self.0, phys, &mut page)?;
+        if page.iter().all(|byte| *byte == 0) { Some(()) } else { write(&self.0, phys, &[0; PAGE]) }
+    }
+}
+
+fn outside(phys: u64) -> Error {
+    Error::new(Exit::Failed, format!("a page has arrived for {phys:#x}, where the machine has no memory"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mercury_abi::restart::MERCURY_LOAD_DATA;
+
+    #[test]
+    fn pages_go_to_their_addresses_and_come_back() {
+        let room =
+            Room(View::from_ranges(&[(vm_memory::GuestAddress(0x10_0000), 4 * PAGE)]).expect("memory"));
+        let entry = |frame_phys, source| LoadEntry { frame_phys, source };
+        let both = [entry(0x10_1000, MERCURY_LOAD_DATA), entry(0x10_2000, MERCURY_LOAD_ZERO)];
+        room.load(&both, &[7; PAGE]).expect("loaded");
+        assert_eq!(room.read_back(&both).expect("read"), [[7; PAGE], [0; PAGE]].concat());
+        // A page that became zeros again.
+        let again = [entry(0x10_1000, MERCURY_LOAD_ZERO)];
+        room.load(&again, &[]).expect("loaded");
+        assert_eq!(room.read_back(&again).expect("read"), [0; PAGE]);
+        for outside in [0, 0x10_4000, !0xFFF] {
+            assert!(room.load(&[entry(outside, MERCURY_LOAD_ZERO)], &[]).is_err());
+            assert!(room.load(&[entry(outside, MERCURY_LOAD_DATA)], &[1; PAGE]).is_err());
+            assert!(room.read_back(&[entry(outside, MERCURY_LOAD_DATA)]).is_err());
+        }
+    }
+}

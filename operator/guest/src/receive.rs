@@ -1,0 +1,115 @@
+//! `mercury receive --beside`: waits for a machine that moves here, and lets it go on as a guest.
+
+use crate::{
+    Ended,
+    beside::{Arrived, Beside, Means},
+    finish, say_that_it_goes_on,
+    signals::Signals,
+    start_keeper,
+};
+use clap::Args;
+use mercury_control::{
+    error::{Error, Result},
+    exit::Exit,
+    output::Format,
+    say::Say,
+    size::mebibytes,
+    span::Span,
+};
+use mercury_guest::run::{self, Confinement};
+use mercury_guests::LifeArgs;
+use mercury_relocation::{receive::beside::Door, values::Listen};
+use std::{
+    sync::{
+        Arc, Mutex, PoisonError,
+        mpsc::{self, Sender},
+    },
+    thread::{self, JoinHandle},
+};
+
+/// Options of the command. `mercury receive` has checked them.
+#[derive(Debug, Args)]
+pub struct ReceiveArgs {
+    /// Address to wait at, with or without a port (4747) [default: all addresses]
+    #[arg(long, value_name = "ADDRESS")]
+    listen: Option<Listen>,
+    /// Lifetime of the pairing token
+    #[arg(long, value_name = "TIME", default_value = "24h")]
+    lifetime: Span,
+    /// Keep a complete arrival for ever if its source falls silent, not only for ten minutes
+    #[arg(long)]
+    hold_for_ever: bool,
+    /// Refuse a machine with more memory
+    #[arg(long, value_name = "SIZE", value_parser = mebibytes(1..=1 << 30))]
+    memory_limit: Option<u64>,
+    #[command(flatten)]
+    life: LifeArgs,
+}
+
+/// A message from the thread that receives.
+enum News {
+    Arrived(Box<Arrived>),
+    /// Nothing can be received any more.
+    Failed(Error),
+}
+
+/// Waits for a machine, and then for its end.
+///
+/// # Errors
+/// Nothing can be received here. A machine that did not fit was told so, and this command waits on.
+pub fn run(args: &ReceiveArgs, format: Format) -> Result<Ended> {
+    // Both before any thread. Each thread has the signals blocked then.
+    let signals = Signals::block()?;
+    let keeper = start_keeper()?;
+    run::need_kvm()?;
+    let door = Door::open(args.listen, args.lifetime.0)?;
+    Say { format, name: "receive" }.one_of_many(door.report());
+    if format == Format::Text {
+        eprintln!("this system stays in use; the machine goes on as its guest. Ctrl-C ends the wait");
+        if args.life.net.is_none() {
+            eprintln!("without --net the machine will have no network, and its connections end");
+        }
+    }
+    let stopping = signals.watch()?;
+    let (to, news) = mpsc::channel();
+    let receiver = begin(args, door, Means { stopping, keeper }, to)?;
+    let first = news.recv().map_err(|_| Error::fault("the thread that receives has ended"))?;
+    // The folder goes with this process.
+    let Arrived { running, folder: _folder, name } = match first {
+        News::Arrived(arrived) => *arrived,
+        News::Failed(error) => return Err(error),
+    };
+    say_that_it_goes_on(&name, &args.life, format);
+    let ended = finish(running, name);
+    // The thread tells a source that still asks, if the machine has ended too early.
+    let _ = receiver.join();
+    Ok(ended)
+}
+
+/// Starts the thread that receives. When no source can ask any more, this process gives up its rights.
+fn begin(args: &ReceiveArgs, door: Door, means: Means, to: Sender<News>) -> Result<JoinHandle<()>> {
+    let arrived = to.clone();
+    let confinement = Arc::new(Mutex::new(None));
+    let kept = Arc::clone(&confinement);
+    let take = move |one: Arrived| {
+        *kept.lock().unwrap_or_else(PoisonError::into_inner) = Some(one.running.confinement());
+        arrived.send(News::Arrived(Box::new(one))).is_ok()
+    };
+    let beside = Beside::new(args.life.clone(), args.memory_limit, means, take);
+    let hold_for_ever = args.hold_for_ever;
+    let serve = move || {
+        let served = door.serve(Box::new(beside), hold_for_ever).and_then(|()| {
+            let confinement = confinement.lock().unwrap_or_else(PoisonError::into_inner);
+            confinement.as_ref().map_or(Ok(()), Confinement::begin)
+        });
+        if let Err(error) = served {
+            // Without a reader the machine runs, and no source asks any more.
+            let _ = to.send(News::Failed(error));
+        }
+    };
+    // It starts the guest's processors, which take signals: so this thread does.
+    thread::Builder::new()
+        .name("receiver".into())
+        .spawn(serve)
+        .map_err(|error| Error::new(Exit::Failed, format!("cannot start a thread: {error}")))
+}
