@@ -11,7 +11,7 @@ use mercury_lab::{
     moving::{MOVING, PEER, Switch},
     restart::{
         boot_id, comes_further, count, is_well, knows_the_time,
-        script::{ANNOUNCED, ATTACH_BLOCKS, BLOCKS, CLOCK, ECHO, HEAR, TALK},
+        script::{ANNOUNCED, ATTACH_BLOCKS, BLOCKS, CLOCK, ECHO, HEAR, READS, TALK},
         start,
     },
 };
@@ -274,6 +274,29 @@ fn a_disk_on_a_network_goes_on_with_a_bare_machine_as_a_guest() -> Result<()> {
     let write = "cat /mnt/before; echo after > /mnt/after && sync -f /mnt/after && umount /mnt && echo done";
     assert_eq!(guest.sh(write)?, "before\ndone");
     println!("{}", switch.peer.sh("e2fsck -f -n /run/blocks.disk 2>&1")?);
+    guest.check_log()?;
+    guest.stop()?;
+    switch.peer.check_health()
+}
+
+/// Lets a machine go on whose root is on another machine, by NFS.
+#[test]
+#[ignore = "long"]
+fn a_bare_machine_with_its_root_on_nfs_goes_on_as_a_guest() -> Result<()> {
+    need_kvm()?;
+    let switch = Switch::boot_with(Kernel::BookwormGeneric, 1)?;
+    let spec = as_guest::metal(Kernel::BookwormGeneric, 1).kernel_arg(&format!("lab.nfs={PEER},{MOVING}"));
+    let source = boot_on(&switch, spec)?;
+    assert_eq!(source.sh("findmnt -no FSTYPE /; findmnt -rno TARGET -t ext4 || true")?, "nfs4");
+    start(&source, "reads", READS, "")?;
+    let boot_id = boot_id(&source)?;
+    as_guest::checkpoint(&source)?;
+
+    let host = boot_host_on(&switch, &source)?;
+    let guest = Guest::start(&host, "--json --console socket --net tap=tap0")?;
+    is_well(&guest, &boot_id)?;
+    comes_further(&guest, "reads", count(&guest, "reads")? + 1)?;
+    assert_eq!(switch.peer.sh("cat /root/after")?, "written");
     guest.check_log()?;
     guest.stop()?;
     switch.peer.check_health()

@@ -106,7 +106,7 @@ fn a_machine_comes_back_from_a_host_in_use() -> Result<()> {
     plug_metal_in(&repaired, "10.9.0.4")?;
     let words = receive(&repaired, "10.9.0.4")?;
     let boots = repaired.boots();
-    let mut moving = guest.link().spawn(&migrate(&words, "--max-throttle 0"))?;
+    let mut moving = guest.link().spawn(&migrate(&words, "--max-throttle 0 --pool 384M"))?;
     if let Err(error) = repaired.wait_other(boots) {
         println!("{:?} {:?} {}", moving.output_so_far(), moving.errors_so_far(), guest.console());
         return Err(error);

@@ -5,7 +5,7 @@
 use crate::{
     describe,
     ethernet::{
-        self,
+        self, Card,
         takeover::{self, Configuration},
     },
     metal::Metal,
@@ -57,21 +57,29 @@ impl Readiness {
     /// network. They are the monitor's in a guest, and the machine's own again after a life as a guest.
     /// Returns `None` if the machine has gone from metal to metal, and otherwise what did not succeed.
     pub fn arrive(&mut self, sysroot: &Sysroot) -> Option<Vec<String>> {
-        let done = match (is_guest(), self.was_guest) {
+        let failures: Vec<String> = match (is_guest(), self.was_guest) {
             (true, _) => {
                 self.stay();
-                self.metal.remember(sysroot)
+                let told = self.take_over(takeover::links());
+                // The root may be behind the card, and each path is looked up there.
+                told.into_iter().chain(failure(self.metal.remember(sysroot))).collect()
             }
-            (false, true) => self.metal.come_back(sysroot).and_then(|()| Metal::forget(sysroot)),
+            (false, true) => {
+                let back = failure(self.metal.come_back(sysroot));
+                let told = self.take_over(Ok(ethernet::cards(sysroot)));
+                back.into_iter().chain(told).chain(failure(Metal::forget(sysroot))).collect()
+            }
             (false, false) => return None,
         };
-        let mut failures: Vec<_> =
-            done.err().map(|error| format!("its hardware: {error}")).into_iter().collect();
-        match &self.network {
-            Ok(network) => failures.extend(network.take_over(&self.metal.cards, sysroot)),
-            Err(error) => failures.push(format!("the network has no configuration: {error}")),
-        }
         Some(failures)
+    }
+
+    fn take_over(&self, cards: io::Result<Vec<Card>>) -> Vec<String> {
+        match (&self.network, cards) {
+            (Ok(network), Ok(cards)) => network.take_over(&self.metal.cards, &cards),
+            (Err(error), _) => vec![format!("the network has no configuration: {error}")],
+            (_, Err(error)) => vec![format!("the network cards are unknown: {error}")],
+        }
     }
 
     /// Lets the drivers stay: devices need them, or the machine ends.
@@ -87,6 +95,10 @@ impl Drop for Readiness {
             let _ = rustix::system::delete_module(&name, OFlags::NONBLOCK.bits().cast_signed());
         }
     }
+}
+
+fn failure(result: io::Result<()>) -> Option<String> {
+    result.err().map(|error| format!("its hardware: {error}"))
 }
 
 fn names(sysroot: &Sysroot) -> Vec<String> {

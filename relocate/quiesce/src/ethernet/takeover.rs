@@ -16,6 +16,7 @@ use std::{
 const NLMSG_ERROR: u16 = 2;
 const NLMSG_DONE: u16 = 3;
 const RTM_NEWLINK: u16 = 16;
+const RTM_GETLINK: u16 = 18;
 const RTM_NEWADDR: u16 = 20;
 const RTM_GETADDR: u16 = 22;
 const RTM_NEWROUTE: u16 = 24;
@@ -31,7 +32,11 @@ const NLM_F_CREATE: u16 = 0x400;
 const HEADER: usize = 16;
 /// Length of `struct ifinfomsg`, and its attributes.
 const LINK: usize = 16;
+const IFLA_ADDRESS: u16 = 1;
 const IFLA_IFNAME: u16 = 3;
+const IFLA_LINKINFO: u16 = 18;
+/// Offset of the flags in `struct ifinfomsg`.
+const LINK_FLAGS_AT: usize = 8;
 const IFLA_MTU: u16 = 4;
 const IFLA_MASTER: u16 = 10;
 /// Lengths of `struct ifaddrmsg` and `struct ndmsg`.
@@ -97,10 +102,9 @@ impl Configuration {
     /// `metal` has for a name gets that one; the others come in their order, those that were up first.
     /// Returns what did not succeed.
     #[must_use]
-    pub fn take_over(&self, metal: &[Card], sysroot: &Sysroot) -> Vec<String> {
-        let now = cards(sysroot);
+    pub fn take_over(&self, metal: &[Card], now: &[Card]) -> Vec<String> {
         let mut told = Vec::new();
-        for (kept, card) in self.pairs(&now, metal) {
+        for (kept, card) in self.pairs(now, metal) {
             match card {
                 Some(card) => told.extend(kept.move_to(card)),
                 None if kept.card.up => {
@@ -177,6 +181,38 @@ fn with_nul(name: &str) -> Vec<u8> {
     [name.as_bytes(), &[0]].concat()
 }
 
+/// Lists the Ethernet cards by the kernel's messages, without their places. No path is looked up: the root may
+/// be behind a card that has no address yet.
+///
+/// # Errors
+///
+/// Returns an error if the kernel does not tell them.
+pub fn links() -> io::Result<Vec<Card>> {
+    let all = Netlink::open()?.dump(RTM_GETLINK, LINK)?;
+    Ok(all.iter().filter_map(|(kind, payload)| link_of(*kind, payload)).collect())
+}
+
+/// Parses a message about an Ethernet card. Interfaces that a driver makes without a device say so.
+fn link_of(kind: u16, payload: &[u8]) -> Option<Card> {
+    let ethernet = [libc::ARPHRD_ETHER as u8, 0];
+    if kind != RTM_NEWLINK || payload.get(2..4)? != ethernet {
+        return None;
+    }
+    let found = attributes(payload, LINK);
+    let value = |wanted| found.iter().find(|(kind, _)| *kind == wanted).map(|(_, at)| &payload[at.clone()]);
+    if value(IFLA_LINKINFO).is_some() {
+        return None;
+    }
+    let name = value(IFLA_IFNAME)?.split(|byte| *byte == 0).next()?;
+    Some(Card {
+        name: String::from_utf8_lossy(name).into_owned(),
+        mac: value(IFLA_ADDRESS)?.try_into().ok()?,
+        index: word(payload, 4)?.cast_signed(),
+        up: word(payload, LINK_FLAGS_AT)? & libc::IFF_UP.cast_unsigned() != 0,
+        ..Card::default()
+    })
+}
+
 /// Returns a message that changes a link.
 fn link(index: i32, attributes: &[(u16, &[u8])]) -> Message {
     let mut payload = vec![0; LINK];
@@ -194,10 +230,9 @@ fn word(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
 }
 
-/// Returns the offsets of the attributes of a route: kind, and where the value lies.
-fn attributes(payload: &[u8]) -> Vec<(u16, std::ops::Range<usize>)> {
+/// Returns the offsets of the attributes after a structure of this length: kind, and where the value lies.
+fn attributes(payload: &[u8], mut at: usize) -> Vec<(u16, std::ops::Range<usize>)> {
     let mut found = Vec::new();
-    let mut at = ROUTE;
     while let Some(head) = word(payload, at) {
         // Length and kind are halves of one word.
         let head = head.to_ne_bytes();
@@ -224,7 +259,7 @@ fn index_at(message: &Message) -> Option<usize> {
         RTM_NEWROUTE => {
             let is_kept = *payload.get(PROTOCOL_AT)? != RTPROT_KERNEL
                 && word(payload, ROUTE_FLAGS_AT)? & RTM_F_CLONED == 0;
-            let place = attributes(payload).into_iter().find(|(kind, _)| *kind == RTA_OIF);
+            let place = attributes(payload, ROUTE).into_iter().find(|(kind, _)| *kind == RTA_OIF);
             place.map(|(_, value)| value.start).filter(|_| is_kept)
         }
         _ => None,
@@ -247,7 +282,7 @@ fn moved(message: &Message, from: u32, to: u32) -> Message {
 /// Puts routes to neighbours before routes by gateways, which the kernel refuses while it cannot reach them.
 fn by_way(mut routes: Vec<Message>) -> Vec<Message> {
     let by_gateway = |(_, payload): &Message| {
-        attributes(payload).iter().any(|(kind, _)| matches!(*kind, RTA_GATEWAY | RTA_VIA))
+        attributes(payload, ROUTE).iter().any(|(kind, _)| matches!(*kind, RTA_GATEWAY | RTA_VIA))
     };
     routes.sort_by_key(by_gateway);
     routes
@@ -361,6 +396,38 @@ mod tests {
         let mut torn = by_hand.clone();
         torn.1.truncate(torn.1.len() - 1);
         assert!(!belongs(&torn, 7));
+    }
+
+    #[test]
+    fn the_kernel_lists_cards_and_no_other_interface() {
+        let mut payload = vec![0; LINK];
+        (payload[2], payload[4], payload[LINK_FLAGS_AT]) = (1, 7, 1);
+        let add = |payload: &mut Vec<u8>, kind: u16, value: &[u8]| {
+            payload.extend((value.len() as u16 + 4).to_ne_bytes());
+            payload.extend(kind.to_ne_bytes());
+            payload.extend(value);
+            payload.resize(payload.len().next_multiple_of(4), 0);
+        };
+        add(&mut payload, IFLA_IFNAME, b"eth0\0");
+        add(&mut payload, IFLA_ADDRESS, &[2, 0, 0, 0, 0, 9]);
+        let card = link_of(RTM_NEWLINK, &payload).expect("a card");
+        assert_eq!((card.name.as_str(), card.index, card.up, card.mac[5]), ("eth0", 7, true, 9));
+        assert_eq!(link_of(RTM_NEWADDR, &payload), None);
+        let mut loopback = payload.clone();
+        (loopback[2], loopback[3]) = (4, 3);
+        assert_eq!(link_of(RTM_NEWLINK, &loopback), None);
+        for cut in 0..payload.len() {
+            let _ = link_of(RTM_NEWLINK, &payload[..cut]);
+        }
+        add(&mut payload, IFLA_LINKINFO, b"bridge");
+        assert_eq!(link_of(RTM_NEWLINK, &payload), None);
+        // On this host: the same cards as by the file system, if it shows its devices.
+        let by_files = cards(&Sysroot::default());
+        let by_messages = links().expect("the kernel tells");
+        for card in by_files {
+            let same = by_messages.iter().find(|one| one.index == card.index).expect("it");
+            assert_eq!((&same.name, same.mac, same.up), (&card.name, card.mac, card.up));
+        }
     }
 
     #[test]
