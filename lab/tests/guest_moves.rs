@@ -52,7 +52,7 @@ fn plug_metal_in(machine: &Machine, address: &str) -> Result<()> {
 
 /// Moves the machine to the host, where it goes on as a guest at the end.
 fn moves_in<'a>(source: &Machine, host: &'a Machine, boot_id: &str) -> Result<Guest<'a>> {
-    let (mut guest, words) = Guest::receive(host, "--net tap=tap0 --console socket --listen 10.9.0.3")?;
+    let (mut guest, words) = Guest::receive(host, "--net tap=tap0 --listen 10.9.0.3")?;
     let mut moving = source.spawn(&migrate(&words, "--max-throttle 0"))?;
     if let Err(error) = source.wait_shutdown(LIMIT) {
         println!("{:?} {:?}", moving.output_so_far(), moving.errors_so_far());

@@ -30,6 +30,6 @@ pub mod virtio;
 
 pub use bell::Bell;
 pub use block::{Block, open_disk};
-pub use net::Net;
+pub use net::{Net, Witness};
 pub use rng::Rng;
 pub use uplink::{NetOption, Opened as OpenUplink};

@@ -165,6 +165,14 @@ impl Link {
     }
 }
 
+/// The descriptor is closed when the thread has noticed.
+impl Drop for Link {
+    fn drop(&mut self) {
+        self.shared.ended.store(true, Ordering::Release);
+        self.shared.bell.ring();
+    }
+}
+
 /// The thread that waits.
 struct Listening {
     file: File,

@@ -18,7 +18,9 @@ const FEATURE_STATUS: u64 = 1 << 16;
 /// Before each frame: of its fields only the last is used, the number of buffers.
 const HEADER: usize = 12;
 
-#[derive(Debug)]
+/// Sees each frame that the guest sends, without delaying it.
+pub type Witness = Box<dyn Fn(&[u8]) + Send>;
+
 pub struct Net {
     link: Link,
     mac: Mac,
@@ -26,6 +28,13 @@ pub struct Net {
     is_up: bool,
     /// Received, and without a buffer yet.
     waiting: Option<Vec<u8>>,
+    witness: Option<Witness>,
+}
+
+impl std::fmt::Debug for Net {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Net").field("link", &self.link).field("mac", &self.mac).finish_non_exhaustive()
+    }
 }
 
 /// A buffer for receiving: its first descriptor, and the memory of it that is there.
@@ -60,7 +69,13 @@ impl Net {
     /// Makes a card. `mtu` is the longest packet that its network takes.
     #[must_use]
     pub fn new(link: Link, mac: Mac, mtu: u16) -> Self {
-        Self { link, mac, mtu, is_up: true, waiting: None }
+        Self { link, mac, mtu, is_up: true, waiting: None, witness: None }
+    }
+
+    /// Shows the witness each frame that the guest sends.
+    #[must_use]
+    pub fn witnessed(self, witness: Option<Witness>) -> Self {
+        Self { witness, ..self }
     }
 
     fn receive(&mut self, ring: &mut Ring<'_>, memory: &View, merged: bool) {
@@ -77,8 +92,11 @@ impl Net {
             let Some(chain) = ring.pop() else { return };
             let head = chain.head_index();
             let frame = self.link.begin();
+            let start = frame.len();
             if gather(frame, chain.readable(), memory).is_none() {
                 frame.clear();
+            } else if let Some(witness) = &self.witness {
+                witness(&frame[start..]);
             }
             self.link.send();
             ring.used(head, 0);

@@ -282,7 +282,7 @@ pub const PAGES: &[Page] = &[
             ),
             example(
                 "Let the machine go on as a guest of this system, on the bridge of a tap interface",
-                "mercury receive --beside --net tap=tap0 --console socket",
+                "mercury receive --beside --net tap=tap0",
             ),
         ],
     )

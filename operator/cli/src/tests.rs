@@ -203,7 +203,7 @@ fn options_of_a_guest_that_moves_here_need_one() {
     let read = |line: &str| Cli::try_parse_from(format!("mercury receive {line}").split(' '));
     for right in [
         "--beside",
-        "--beside --name db --net tap=tap0 --memory-limit 4G --console socket",
+        "--beside --name db --net tap=tap0 --memory-limit 4G",
         "--beside --listen 10.9.0.3:99 --lifetime 1h --hold-for-ever",
     ] {
         assert!(read(right).is_ok(), "{right}: {:?}", read(right).err());
@@ -211,7 +211,7 @@ fn options_of_a_guest_that_moves_here_need_one() {
     for wrong in [
         "--name db",
         "--net passt",
-        "--console socket",
+        "--beside --console socket",
         "--memory-limit 4G",
         "--beside --disk /dev/sda",
         "--beside --memory 256M",

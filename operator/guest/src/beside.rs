@@ -8,9 +8,12 @@ use mercury_control::{
     exit::Exit,
     sysroot::Sysroot,
 };
-use mercury_devices::memory::{View, read, write};
-use mercury_guest::run::{Handle, Plan, Prepared, Running};
-use mercury_guests::{Folder, Keeper, LifeArgs, Name, Phase, Status};
+use mercury_devices::{
+    Witness,
+    memory::{View, read, write},
+};
+use mercury_guest::run::{self, Handle, Plan, Prepared, Running};
+use mercury_guests::{Console, Folder, Keeper, LifeArgs, Name, Phase, Status};
 use mercury_image::{FileSystem, Machine, PAGE};
 use mercury_migration::{announcement::ETHER_TYPE, protocol::Attempt, wire::Chunks};
 use mercury_quiesce::ethernet::{self, Card, packets::Packets};
@@ -20,9 +23,24 @@ use mercury_relocation::{
     receive::spare::{Memory, Progress, Spare},
 };
 use std::{
+    collections::VecDeque,
     os::fd::{AsFd, BorrowedFd},
-    sync::Arc,
+    sync::{Arc, Mutex, PoisonError},
 };
+
+/// Prints a line for the operator. A reader that is gone is no reason to fail.
+macro_rules! note {
+    ($($text:tt)*) => {{
+        // The tests' harness keeps what is printed by the macro.
+        #[cfg(test)]
+        eprintln!($($text)*);
+        #[cfg(not(test))]
+        {
+            use std::io::Write;
+            let _ = writeln!(std::io::stderr(), $($text)*);
+        }
+    }};
+}
 
 /// A machine that has arrived, and runs.
 pub struct Arrived {
@@ -62,6 +80,25 @@ pub struct Beside {
     started: Option<Handle>,
     packets: Option<Packets>,
     cards: Vec<Card>,
+    /// Announcements that the guest has sent.
+    frames: Frames,
+}
+
+/// Payloads of announcements.
+type Frames = Arc<Mutex<VecDeque<Vec<u8>>>>;
+
+/// Keeps a frame of the guest's that is an announcement. A guest that sends them without end displaces its own.
+fn keep_announcement(frames: &Frames, frame: &[u8]) {
+    const HEADER: usize = 14;
+    const MOST: usize = 64;
+    if frame.get(HEADER - 2..HEADER) != Some(&ETHER_TYPE.to_be_bytes()) {
+        return;
+    }
+    let mut frames = frames.lock().unwrap_or_else(PoisonError::into_inner);
+    if frames.len() == MOST {
+        frames.pop_front();
+    }
+    frames.push_back(frame[HEADER..].to_vec());
 }
 
 impl Beside {
@@ -83,7 +120,13 @@ impl Beside {
             // Without them, only the connection carries words to the source.
             packets: Packets::open(ETHER_TYPE).ok(),
             cards: ethernet::cards(&Sysroot::default()),
+            frames: Frames::default(),
         }
+    }
+
+    /// Returns true if this process may announce words on the network.
+    pub fn can_announce(&self) -> bool {
+        self.packets.is_some()
     }
 
     fn admit(&mut self, offer: &Offer) -> Result<Arrival> {
@@ -101,6 +144,14 @@ impl Beside {
                 "it has {mib} MiB of memory, and --memory-limit allows {limit} MiB"
             )));
         }
+        let available = run::available_memory()?;
+        if self.memory_limit.is_none() && plan.memory() > available {
+            return Err(refused(format!(
+                "it has {mib} MiB of memory, and the host has {} MiB available; `receive --memory-limit {mib}M` \
+                 takes it all the same",
+                available >> 20
+            )));
+        }
         let name = self.life.name.clone().unwrap_or_else(|| Name::of_machine(&offer.machine.host));
         let mut folder = claim(&name)?;
         let mut status = status(&name, plan.machine(), plan.memory());
@@ -109,7 +160,10 @@ impl Beside {
         let pipe = folder.decision().map_err(|error| {
             Error::new(Exit::Failed, format!("cannot make a pipe for the operator's word: {error}"))
         })?;
-        let prepared = plan.prepare(&options(&self.life, Vec::new(), &folder))?;
+        let frames = Arc::clone(&self.frames);
+        let witness: Witness = Box::new(move |frame| keep_announcement(&frames, frame));
+        let options = options(&self.life, Console::Socket, Vec::new(), &folder);
+        let prepared = plan.prepare(&options, Some(witness))?;
         if let Some(keeper) = self.keeper.take() {
             folder.entrust(keeper).map_err(no_keeper)?;
         }
@@ -127,8 +181,11 @@ impl Beside {
 impl Spare for Beside {
     fn prepare(&mut self, offer: &Offer) -> std::result::Result<(), String> {
         self.discard();
-        let arrival = self.admit(offer).map_err(|error| error.message)?;
-        eprintln!("mercury: {} would go on here as the guest {}", offer.machine.host, arrival.name);
+        let arrival = self.admit(offer).map_err(|error| {
+            let hint = error.hint.map(|hint| format!(" ({hint})")).unwrap_or_default();
+            error.message + &hint
+        })?;
+        note!("mercury: {} would go on here as the guest {}", offer.machine.host, arrival.name);
         self.arrival = Some(arrival);
         Ok(())
     }
@@ -157,16 +214,22 @@ impl Spare for Beside {
         let held = self.stopping.hold();
         let arrival = self.arrival.take().ok_or_else(|| Error::fault("no machine has arrived"))?;
         let Arrival { name, folder, mut status, prepared, .. } = arrival;
-        let running = prepared.start()?;
+        let running = match prepared.start() {
+            Ok(running) => running,
+            Err(error) => {
+                self.keeper = folder.dismiss();
+                return Err(error);
+            }
+        };
         held.hand_over(running.handle());
         self.started = Some(running.handle());
         status.phase = Phase::Running;
         // The state is for other commands only.
         if let Err(error) = tell(&folder, &status) {
-            eprintln!("mercury: {error}");
+            note!("mercury: {error}");
         }
         if !(self.take)(Arrived { running, folder, name }) {
-            eprintln!("mercury: the command is about to end, and the machine with it");
+            note!("mercury: the command is about to end, and the machine with it");
         }
         Ok(())
     }
@@ -178,7 +241,8 @@ impl Spare for Beside {
     fn progress(&self) -> Progress {
         match &self.started {
             Some(machine) if machine.has_ended() => Progress::Ended,
-            Some(machine) if machine.is_awake() => Progress::Running,
+            // With a card, the machine announces that its applications go on.
+            Some(machine) if self.life.net.is_none() && machine.is_awake() => Progress::Running,
             _ => Progress::Starting,
         }
     }
@@ -207,7 +271,8 @@ impl Spare for Beside {
     }
 
     fn hear(&self) -> Option<Vec<u8>> {
-        self.packets.as_ref()?.hear()
+        let seen = self.frames.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
+        seen.or_else(|| self.packets.as_ref()?.hear())
     }
 
     fn ear(&self) -> Option<BorrowedFd<'_>> {
@@ -258,6 +323,22 @@ fn outside(phys: u64) -> Error {
 mod tests {
     use super::*;
     use mercury_abi::restart::MERCURY_LOAD_DATA;
+
+    #[test]
+    fn announcements_of_the_guest_are_kept_and_no_other_frame() {
+        let frames = Frames::default();
+        let frame = |kind: u16, text: &[u8]| [&[0; 12][..], &kind.to_be_bytes(), text].concat();
+        for (kind, text) in [(0x0800, &b"packet"[..]), (ETHER_TYPE, b"started"), (ETHER_TYPE, b"")] {
+            keep_announcement(&frames, &frame(kind, text));
+        }
+        keep_announcement(&frames, b"short");
+        assert_eq!(*frames.lock().expect("no panic"), [b"started".to_vec(), Vec::new()]);
+        for number in 0..100_u8 {
+            keep_announcement(&frames, &frame(ETHER_TYPE, &[number]));
+        }
+        let frames = frames.lock().expect("no panic");
+        assert_eq!((frames.len(), frames[63].clone()), (64, vec![99]));
+    }
 
     #[test]
     fn pages_go_to_their_addresses_and_come_back() {

@@ -23,7 +23,7 @@ use mercury_hosted_options::net::Uplink;
 use mercury_image::Machine;
 use receive::ReceiveArgs;
 use serde::Serialize;
-use signals::Signals;
+use signals::{SIGNALS, Signals};
 use std::{
     fs, io,
     path::PathBuf,
@@ -75,7 +75,7 @@ fn main() -> ExitCode {
 
 fn run(args: &RunArgs, format: Format) -> Result<Ended> {
     // Before any thread, so that each has the signals blocked.
-    let signals = Signals::block()?;
+    let signals = Signals::block(&SIGNALS)?;
     let guest = Guest::prepare(&args.image, &own_disks(&args.guest.disk))?;
     let life = &args.guest.life;
     let name = life.name.clone().unwrap_or_else(|| Name::of_machine(&guest.machine().host));
@@ -87,17 +87,17 @@ fn run(args: &RunArgs, format: Format) -> Result<Ended> {
     let stopping = signals.watch()?;
     let disks = args.guest.disk.iter().filter(|disk| disks::parse(disk).is_none());
     let disks = disks.map(|disk| disk_of(disk)).collect();
-    let running = guest.start(&options(life, disks, &folder))?;
+    let running = guest.start(&options(life, args.guest.console, disks, &folder))?;
     stopping.hold().hand_over(running.handle());
     status.phase = Phase::Running;
     tell(&folder, &status)?;
-    say_that_it_goes_on(&name, life, format);
+    say_that_it_goes_on(&name, args.guest.console, format);
     running.confine()?;
     Ok(finish(running, name))
 }
 
-fn say_that_it_goes_on(name: &Name, life: &LifeArgs, format: Format) {
-    if format == Format::Text && life.console == Console::Socket {
+fn say_that_it_goes_on(name: &Name, console: Console, format: Format) {
+    if format == Format::Text && console == Console::Socket {
         eprintln!("{name} goes on as a guest; `mercury guests console {name}` is its console");
     }
 }
@@ -153,13 +153,13 @@ fn claim(name: &Name) -> Result<Folder> {
     })
 }
 
-fn options(args: &LifeArgs, disks: Vec<Disk>, folder: &Folder) -> Options {
+fn options(args: &LifeArgs, console: Console, disks: Vec<Disk>, folder: &Folder) -> Options {
     let net = |uplink: Uplink| NetOption { uplink, mac: args.mac, forwards: args.forward.clone() };
     let second = folder.second_port();
     Options {
         disks,
         net: args.net.clone().map(net),
-        console: match args.console {
+        console: match console {
             Console::Terminal => run::Console::Terminal { second },
             Console::Socket => run::Console::Sockets { first: folder.console(), second },
         },
@@ -236,11 +236,13 @@ mod tests {
                 GuestCommand::Receive(_) => panic!("another command"),
             })
         };
-        assert_eq!(parse(&[]).expect("options").guest.life.console, Console::Terminal);
+        assert_eq!(parse(&[]).expect("options").guest.console, Console::Terminal);
         let args =
             parse(&["--net", "tap=tap0", "--console", "socket", "--disk", "a,ro"]).expect("options").guest;
-        let life = args.life;
-        assert_eq!((life.console, life.net), (Console::Socket, Some(Uplink::Tap("tap0".into()))));
+        assert_eq!(
+            (args.console, args.life.net.clone()),
+            (Console::Socket, Some(Uplink::Tap("tap0".into())))
+        );
         assert_eq!(disk_of(&args.disk[0]), Disk { path: "a".into(), read_only: true });
         assert_eq!(disk_of("/dev/sdb"), Disk { path: "/dev/sdb".into(), read_only: false });
         assert!(parse(&["--net", "bridge"]).is_err() && parse(&["--console", "vga"]).is_err());

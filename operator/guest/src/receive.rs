@@ -17,7 +17,7 @@ use mercury_control::{
     span::Span,
 };
 use mercury_guest::run::{self, Confinement};
-use mercury_guests::LifeArgs;
+use mercury_guests::{Console, LifeArgs};
 use mercury_relocation::{receive::beside::Door, values::Listen};
 use std::{
     sync::{
@@ -59,13 +59,17 @@ enum News {
 /// Nothing can be received here. A machine that did not fit was told so, and this command waits on.
 pub fn run(args: &ReceiveArgs, format: Format) -> Result<Ended> {
     // Both before any thread. Each thread has the signals blocked then.
-    let signals = Signals::block()?;
+    // A machine that has moved here does not end with the terminal of the command.
+    let signals = Signals::block(&[libc::SIGTERM])?;
     let keeper = start_keeper()?;
     run::need_kvm()?;
     let door = Door::open(args.listen, args.lifetime.0)?;
     Say { format, name: "receive" }.one_of_many(door.report());
     if format == Format::Text {
-        eprintln!("this system stays in use; the machine goes on as its guest. Ctrl-C ends the wait");
+        eprintln!(
+            "this system stays in use; the machine goes on as its guest. Ctrl-C ends the wait, and `mercury guests \
+             stop` the guest"
+        );
         if args.life.net.is_none() {
             eprintln!("without --net the machine will have no network, and its connections end");
         }
@@ -79,7 +83,7 @@ pub fn run(args: &ReceiveArgs, format: Format) -> Result<Ended> {
         News::Arrived(arrived) => *arrived,
         News::Failed(error) => return Err(error),
     };
-    say_that_it_goes_on(&name, &args.life, format);
+    say_that_it_goes_on(&name, Console::Socket, format);
     let ended = finish(running, name);
     // The thread tells a source that still asks, if the machine has ended too early.
     let _ = receiver.join();
@@ -96,6 +100,12 @@ fn begin(args: &ReceiveArgs, door: Door, means: Means, to: Sender<News>) -> Resu
         arrived.send(News::Arrived(Box::new(one))).is_ok()
     };
     let beside = Beside::new(args.life.clone(), args.memory_limit, means, take);
+    if !beside.can_announce() {
+        eprintln!(
+            "without CAP_NET_RAW this host hears and tells the source by its connection only: if that is cut in the \
+             hand-over, the operators decide"
+        );
+    }
     let hold_for_ever = args.hold_for_ever;
     let serve = move || {
         let served = door.serve(Box::new(beside), hold_for_ever).and_then(|()| {

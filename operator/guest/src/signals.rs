@@ -8,17 +8,22 @@ use mercury_devices::signals::start_thread;
 use mercury_guest::run::Handle;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-const SIGNALS: [libc::c_int; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
+/// Signals that end the program, or its guest.
+pub const SIGNALS: [libc::c_int; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
 
 /// The signals, blocked in this thread and in all that it starts.
-pub struct Signals(libc::sigset_t);
+pub struct Signals {
+    set: libc::sigset_t,
+    /// Those that end a guest that runs. The others are for the time before.
+    ending: &'static [libc::c_int],
+}
 
 impl Signals {
     /// Blocks them.
     ///
     /// # Errors
     /// The host does not.
-    pub fn block() -> Result<Self> {
+    pub fn block(ending: &'static [libc::c_int]) -> Result<Self> {
         // SAFETY: The set is filled before it is used.
         let (set, refused) = unsafe {
             let mut set = std::mem::zeroed();
@@ -31,7 +36,7 @@ impl Signals {
         if refused != 0 {
             return Err(Error::new(Exit::Failed, "cannot block signals"));
         }
-        Ok(Self(set))
+        Ok(Self { set, ending })
     }
 
     /// Starts the thread. Until a guest is handed over, a signal ends the program: nothing has gone on.
@@ -45,9 +50,10 @@ impl Signals {
             loop {
                 let mut signal = 0;
                 // SAFETY: The set was made by `block`.
-                unsafe { libc::sigwait(&raw const self.0, &raw mut signal) };
+                unsafe { libc::sigwait(&raw const self.set, &raw mut signal) };
                 match &*guest.lock().unwrap_or_else(PoisonError::into_inner) {
-                    Some(guest) => guest.stop(),
+                    Some(guest) if self.ending.contains(&signal) => guest.stop(),
+                    Some(_) => {}
                     // The folder of the guest has a process that removes it.
                     None => std::process::exit(Exit::Interrupted as i32),
                 }

@@ -26,6 +26,10 @@ pub struct GuestArgs {
     /// guest goes on with. Without a name the guest finds it as a new virtio disk
     #[arg(long, value_name = "[NAME=]FILE[,ro]")]
     pub disk: Vec<String>,
+    /// The other end of the guest's first serial port: this terminal, or a socket for `mercury
+    /// guests console`
+    #[arg(long, value_enum, default_value_t = Console::Terminal)]
+    pub console: Console,
 }
 
 /// The options of a guest wherever it comes from.
@@ -45,10 +49,6 @@ pub struct LifeArgs {
     /// 127.0.0.1/2222:22
     #[arg(long, value_name = "[udp:]PORT[:PORT]", requires = "net")]
     pub forward: Vec<Forward>,
-    /// The other end of the guest's first serial port: this terminal, or a socket for `mercury
-    /// guests console`
-    #[arg(long, value_enum, default_value_t = Console::Terminal)]
-    pub console: Console,
 }
 
 /// The other end of a guest's first serial port.

@@ -130,7 +130,7 @@ pub fn reasons(
 pub fn refuse(reasons: &[Reason]) -> Result<()> {
     let Some(first) = reasons.first() else { return Ok(()) };
     let all: Vec<String> = reasons.iter().map(Reason::to_string).collect();
-    let text = format!("the machine of the image cannot be a guest here:\n  {}", all.join("\n  "));
+    let text = format!("the machine cannot be a guest here:\n  {}", all.join("\n  "));
     let refused = Error { code: Some(first.code), ..Error::new(Exit::Impossible, text) };
     Err(refused.hint(
         "`mercury explain CODE` says more of each; restore the machine on its own hardware (`mercury \

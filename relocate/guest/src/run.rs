@@ -25,7 +25,7 @@ use mercury_control::{
     exit::Exit,
 };
 use mercury_devices::{
-    Bell, Block, NetOption, Rng,
+    Bell, Block, NetOption, Rng, Witness,
     memory::{View, write},
     signals::{Waker, start_thread},
     terminal,
@@ -141,15 +141,16 @@ impl Plan {
         self.layout.bytes()
     }
 
-    /// Opens the guest's devices, and maps its memory with the firmware's content.
+    /// Opens the guest's devices, and maps its memory with the firmware's content. The witness sees each frame
+    /// that the guest sends by its network card.
     ///
     /// # Errors
     /// A disk, the network or the host's memory is in the way.
-    pub fn prepare(self, options: &Options) -> Result<Prepared> {
+    pub fn prepare(self, options: &Options, witness: Option<Witness>) -> Result<Prepared> {
         let bell = Arc::new(Bell::new().map_err(failed)?);
         let ring = Arc::clone(&bell);
         let waker: Waker = Arc::new(move || ring.ring());
-        let (devices, rings) = open_devices(options, &waker)?;
+        let (devices, rings) = open_devices(options, witness, &waker)?;
         let wires = open_wires(&options.console, &waker)?;
         let view = memory::map(&self.layout)?;
         image::load_firmware(&self.firmware, &view)?;
@@ -262,7 +263,7 @@ impl Guest {
     /// # Errors
     /// A disk, the network, the image or KVM is in the way. The machine has not gone on.
     pub fn start(mut self, options: &Options) -> Result<Running> {
-        let prepared = self.plan.prepare(options)?;
+        let prepared = self.plan.prepare(options, None)?;
         self.image.load(prepared.memory())?;
         prepared.start()
     }
@@ -487,11 +488,12 @@ fn make_vm(kvm: &Kvm, view: &View) -> Result<VmFd> {
 /// Devices, and the descriptors of the rings that disks use.
 type Opened = (Vec<Box<dyn Device>>, Vec<RawFd>);
 
-fn open_devices(options: &Options, waker: &Waker) -> Result<Opened> {
+fn open_devices(options: &Options, witness: Option<Witness>, waker: &Waker) -> Result<Opened> {
     let mut rings = Vec::new();
     let mut devices: Vec<Box<dyn Device>> = Vec::new();
     if let Some(net) = &options.net {
-        devices.push(Box::new(net.open().and_then(|open| open.start(Arc::clone(waker))).map_err(failed)?));
+        let card = net.open().and_then(|open| open.start(Arc::clone(waker))).map_err(failed)?;
+        devices.push(Box::new(card.witnessed(witness)));
     }
     for (disk, number) in options.disks.iter().zip(0_usize..) {
         let block = Block::open(&disk.path, disk.read_only).map_err(failed)?;
@@ -555,7 +557,10 @@ fn describe(view: &View, description: &GuestDescription) -> Result<()> {
 }
 
 /// Returns the host's memory that is available, in bytes.
-fn available_memory() -> Result<u64> {
+///
+/// # Errors
+/// The host does not say.
+pub fn available_memory() -> Result<u64> {
     const FILE: &str = "/proc/meminfo";
     let wrong = |why: &str| Error::new(Exit::Impossible, format!("cannot read {FILE}: {why}"));
     let text = fs::read_to_string(FILE).map_err(|error| wrong(&error.to_string()))?;

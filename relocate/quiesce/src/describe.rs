@@ -1,7 +1,7 @@
 //! The description of a machine in its image: the part from /proc and /sys, without the driver's
 //! part.
 
-use super::{boot_map, metal::Metal};
+use super::{boot_map, guest};
 use mercury_abi::restart::{MERCURY_RANGE_KEPT, MERCURY_RESTART_FIVE_LEVEL, MERCURY_RESTART_X2APIC};
 use mercury_control::{device::Restart, sysroot::Sysroot};
 use mercury_image::{Cpu, Device, FirmwareRange, Iommu, Kind, Machine, Processor, Range, Resume, VmCoreInfo};
@@ -107,7 +107,7 @@ fn vmcoreinfo(text: &str) -> Option<VmCoreInfo> {
 /// Describes the PCI devices. A guest's description has those of its hardware too, which it will need again.
 pub fn devices(sysroot: &Sysroot) -> Vec<Device> {
     let mut found = present(sysroot);
-    if let Some(metal) = Metal::recall(sysroot) {
+    if let Some(metal) = guest::recalled(sysroot) {
         found.extend(metal.absent(&found));
         found.sort_by(|one, other| one.address.cmp(&other.address));
     }

@@ -25,6 +25,18 @@ use std::{
 /// Drivers of the devices that come.
 const DRIVERS: [&str; 4] = ["virtio_mmio", "virtio_blk", "virtio_net", "virtio_rng"];
 
+/// The drivers and what they need. Other drivers that have come meanwhile are for other devices.
+const TAKEN_OUT: [&str; 8] = [
+    "virtio_mmio",
+    "virtio_blk",
+    "virtio_net",
+    "virtio_rng",
+    "net_failover",
+    "failover",
+    "virtio_ring",
+    "virtio",
+];
+
 /// Drivers and facts for a life as a guest. Its end takes the drivers out again that were not there before.
 #[derive(Debug)]
 pub struct Readiness {
@@ -47,9 +59,10 @@ impl Readiness {
         modprobe.args(["-q", "-a"]).args(DRIVERS).stdin(Stdio::null());
         // A driver may be built in, or missing.
         let _ = modprobe.stdout(Stdio::null()).stderr(Stdio::null()).status();
-        let loaded = names(sysroot).into_iter().filter(|name| !before.contains(name)).collect();
+        let is_new = |name: &String| !before.contains(name) && TAKEN_OUT.contains(&name.as_str());
+        let loaded = names(sysroot).into_iter().filter(is_new).collect();
         let here = || Metal { devices: describe::devices(sysroot), cards: ethernet::cards(sysroot) };
-        let metal = Metal::recall(sysroot).unwrap_or_else(here);
+        let metal = recalled(sysroot).unwrap_or_else(here);
         Self { network: takeover::keep(sysroot), metal, was_guest: is_guest(), loaded }
     }
 
@@ -95,6 +108,12 @@ impl Drop for Readiness {
             let _ = rustix::system::delete_module(&name, OFlags::NONBLOCK.bits().cast_signed());
         }
     }
+}
+
+/// Returns the hardware that a guest remembers. A machine on its hardware has nothing to remember.
+#[must_use]
+pub fn recalled(sysroot: &Sysroot) -> Option<Metal> {
+    is_guest().then(|| Metal::recall(sysroot))?
 }
 
 fn failure(result: io::Result<()>) -> Option<String> {

@@ -13,6 +13,7 @@ use mercury_quiesce::{
     ethernet::{self, Card, Mac, packets},
     guest::Readiness,
     undo::UndoProcess,
+    watchdogs,
 };
 use rustix::event::{PollFd, PollFlags};
 use serde::{Deserialize, Serialize};
@@ -82,13 +83,15 @@ impl Arrival {
         guard.hear();
         step("Arrived");
         let sysroot = Sysroot::default();
-        let mut told = match readiness.arrive(&sysroot) {
+        let mut told = match guard.hear_during(|| readiness.arrive(&sysroot)) {
             Some(told) => {
                 self.cards = ethernet::cards(&sysroot);
                 told
             }
             None => self.tell_all_cards(),
         };
+        // Paths are looked up, which may need the network.
+        watchdogs::arm_again(&sysroot);
         self.announce();
         drop(held);
         guard.is_undone();

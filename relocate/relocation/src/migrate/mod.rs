@@ -60,7 +60,7 @@ use mercury_control::{
     sysroot::Sysroot,
 };
 use mercury_migration::{protocol::Patience, session::PairingToken};
-use mercury_quiesce::{attached::Attached, this_process, undo::UndoProcess, watchdogs};
+use mercury_quiesce::{attached::Attached, this_process, undo::UndoProcess};
 use mover::{Mover, Outcome, Remains};
 use std::{
     io::{Read, Write},
@@ -133,7 +133,6 @@ fn leave(args: &MigrateOptions, say: Say<'_>, deferred: &Deferred) -> Result<rep
         Outcome::Arrived(mut arrived) => {
             // The destination has no hypervisor beneath this machine.
             attached.forget();
-            watchdogs::arm_again(&sysroot);
             arrived.settle(held, &mut guard, &mut readiness, &mut |step| {
                 if let Some(text) = pause.reached(step) {
                     operator.tell(&text);

@@ -94,6 +94,8 @@ struct Seen {
     broken: Vec<String>,
     /// Progress of a machine that is started beside the destination's system; `None`: no machine starts.
     progress: Option<Progress>,
+    /// The operator's word from another command.
+    typed: Option<&'static str>,
 }
 
 impl Seen {
@@ -196,6 +198,10 @@ impl Spare for Fake {
         let mut seen = self.seen();
         seen.judge();
         if seen.progress.is_some() { Ok(()) } else { Err(Error::new(Exit::Failed, "this is only a test")) }
+    }
+
+    fn word(&mut self, words: &[&'static str]) -> Option<&'static str> {
+        self.seen().typed.take().filter(|word| words.contains(word))
     }
 
     fn progress(&self) -> Progress {
@@ -595,10 +601,21 @@ fn a_machine_beside_the_system_has_an_answer() {
     assert_eq!(source.hear().map(|(word, _)| word), Some(Word::Started));
     source.say(Word::Commit);
     assert_eq!(source.hear().map(|(word, _)| word), Some(Word::Started));
+    // Another peer is being turned away, and says nothing. Nothing of it is left when the destination returns:
+    // its process gives up system calls then.
+    let mut silent = TcpStream::connect(destination.to).expect("there");
+    silent.set_read_timeout(Some(LIMIT)).expect("set");
+    thread::sleep(Duration::from_millis(200));
     destination.seen(|seen| seen.progress = Some(Progress::Ended));
     assert_eq!(source.hear().map(|(word, _)| word), Some(Word::Lost));
     drop(source);
     assert_eq!(destination.end(), 1);
+    silent.set_nonblocking(true).expect("set");
+    let left = silent.read(&mut [0]);
+    assert!(
+        left.as_ref().is_ok_and(|count| *count == 0)
+            || left.is_err_and(|error| error.kind() != std::io::ErrorKind::WouldBlock)
+    );
 
     let destination = Destination::beside(Progress::Ended);
     let mut source = destination.connect(2);
@@ -606,6 +623,23 @@ fn a_machine_beside_the_system_has_an_answer() {
     source.say(Word::Commit);
     assert_eq!(source.hear().map(|(word, _)| word), Some(Word::Lost));
     drop(source);
+    assert_eq!(destination.end(), 1);
+}
+
+/// Another command's `adopt` counts only when the source is silent.
+#[test]
+fn a_machine_whose_source_speaks_is_not_adopted() {
+    let destination = Destination::beside(Progress::Starting);
+    let mut source = destination.connect(1);
+    source.is_verified();
+    destination.seen(|seen| seen.typed = Some("adopt"));
+    destination.until("the word is read", |seen| seen.typed.is_none());
+    thread::sleep(Duration::from_millis(100));
+    assert_eq!(destination.seen(|seen| seen.started), 0);
+    source.say(Word::Commit);
+    destination.until("it is started", |seen| seen.started == 1);
+    destination.seen(|seen| seen.progress = Some(Progress::Ended));
+    assert_eq!(source.hear().map(|(word, _)| word), Some(Word::Lost));
     assert_eq!(destination.end(), 1);
 }
 

@@ -241,11 +241,11 @@ impl Shared {
         let (mut link, stream) = match opened {
             Ok(opened) => opened,
             Err(why) => {
-                eprintln!("mercury: {from} was refused: {why}");
+                note!("mercury: {from} was refused: {why}");
                 return;
             }
         };
-        eprintln!("mercury: {from} is connected: stream {stream} of {}", self.expected.streams);
+        note!("mercury: {from} is connected: stream {stream} of {}", self.expected.streams);
         let ended = self.listen(&mut link, stream);
         let (streams, broken) = &mut *self.streams();
         match ended {

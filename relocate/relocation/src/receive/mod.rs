@@ -7,6 +7,20 @@
 //!
 //! [`beside`] is the start of a destination that stays in use: the machine goes on as a guest of it.
 
+/// Prints a line for the operator. A reader that is gone is no reason to fail.
+macro_rules! note {
+    ($($text:tt)*) => {{
+        // The tests' harness keeps what is printed by the macro.
+        #[cfg(test)]
+        eprintln!($($text)*);
+        #[cfg(not(test))]
+        {
+            use std::io::Write;
+            let _ = writeln!(std::io::stderr(), $($text)*);
+        }
+    }};
+}
+
 pub mod beside;
 mod disks;
 mod host;

@@ -21,13 +21,17 @@ use mercury_migration::{
     announcement::{Announcer, Speaker},
     protocol::{
         Attempt, Destination, Digest, Message, Patience, Word,
-        destination::{Action, Decision, Event, Phase, Verdict},
+        destination::{Action, Advice, Decision, Event, Phase, Verdict},
+        source::Asked,
     },
     session::Receiver,
     streams::STREAMS_MAX,
     wire::{Chunks, Frame, Ledger, PAGE, Pages},
 };
-use rustix::event::{PollFd, PollFlags};
+use rustix::{
+    event::{PollFd, PollFlags},
+    net::Shutdown,
+};
 use std::{
     collections::VecDeque,
     net::{SocketAddr, TcpListener, TcpStream},
@@ -64,7 +68,7 @@ pub struct Host {
     pause: Pause,
     eat: Pause,
     /// The thread that turns another peer away.
-    doorman: Option<JoinHandle<()>>,
+    doorman: Option<(TcpStream, JoinHandle<()>)>,
     /// The attempt whose machine was started beside this system.
     begun: Option<Attempt>,
 }
@@ -126,7 +130,7 @@ impl Host {
         let mut answered = None;
         while answered.is_none_or(|end| Instant::now() < end) {
             self.turn(if self.is_starting() { STARTING } else { Duration::from_secs(1) })?;
-            if self.destination.phase() == Some(Phase::Running) {
+            if self.begun.is_some() {
                 answered.get_or_insert_with(|| Instant::now() + ANSWERED);
             }
             if self.begun.is_some() && self.spare.progress() == Progress::Ended {
@@ -134,7 +138,16 @@ impl Host {
                 break;
             }
         }
+        self.dismiss_doorman();
         Ok(())
+    }
+
+    /// Ends the thread that turns another peer away.
+    fn dismiss_doorman(&mut self) {
+        if let Some((socket, doorman)) = self.doorman.take() {
+            let _ = rustix::net::shutdown(&socket, Shutdown::Both);
+            let _ = doorman.join();
+        }
     }
 
     fn is_starting(&self) -> bool {
@@ -146,6 +159,7 @@ impl Host {
         let Some(attempt) = self.begun.take() else { return };
         (self.destination, _) = Destination::restart(&[(attempt, Verdict::Starting)]);
         self.say(Message { attempt, word: Word::Lost });
+        note!("mercury: {}", Advice::Lost);
     }
 
     /// Waits, receives, and goes on in the machine that has arrived. Returns only if that fails.
@@ -181,11 +195,11 @@ impl Host {
         }
         let actions = self.destination.on(event);
         if let Some(text) = self.destination.phase().and_then(|phase| self.pause.reached(phase)) {
-            eprintln!("mercury: {text}");
+            note!("mercury: {text}");
             pause::hold(|| ());
         }
         if self.destination.phase().and_then(|phase| self.eat.reached(phase)).is_some() {
-            eprintln!("mercury: memory is used up");
+            note!("mercury: memory is used up");
             pause::eat();
         }
         actions
@@ -235,17 +249,29 @@ impl Host {
     /// Returns the operator's decision, if one is possible now.
     fn decision(&mut self) -> Option<Event> {
         const WORDS: [&str; 2] = ["adopt", "discard"];
-        let word = self.operator.word(&WORDS).or_else(|| self.spare.word(&WORDS))?;
+        let word = self.operator.word(&WORDS).or_else(|| self.piped(&WORDS))?;
         let decision = match word {
             "adopt" if self.destination.may_adopt() => Decision::Adopt,
             "discard" if self.destination.may_discard() => Decision::Discard,
             word => {
-                eprintln!("mercury: there is nothing to {word}");
+                note!("mercury: there is nothing to {word}");
                 return None;
             }
         };
         self.reason = "its operator decided so".into();
         Some(Event::Operator(decision))
+    }
+
+    /// Returns the operator's word from another command. `adopt` counts only when the source is silent: it may
+    /// have been meant for another moment.
+    fn piped(&mut self, words: &[&'static str]) -> Option<&'static str> {
+        let word = self.spare.word(words)?;
+        let is_silent = matches!(self.destination.phase(), Some(Phase::Ready(_, Asked::Yes)));
+        if word == "adopt" && !is_silent {
+            note!("mercury: the source is not silent: nothing is adopted");
+            return None;
+        }
+        Some(word)
     }
 
     /// Reads the source's next word or data.
@@ -257,7 +283,7 @@ impl Host {
                 None
             }
             Heard::Gone(why) => {
-                eprintln!("mercury: the connection has ended: {why}");
+                note!("mercury: the connection has ended: {why}");
                 self.reason = format!("the connection has ended: {why}");
                 Some(Event::Disconnected)
             }
@@ -291,7 +317,7 @@ impl Host {
                     }
                     if number > 0 {
                         let pages = arrival.intake.as_ref().map_or(0, Intake::pages);
-                        eprintln!("mercury: round {number}; {pages} pages so far");
+                        note!("mercury: round {number}; {pages} pages so far");
                     }
                 }
                 self.heard = Instant::now();
@@ -366,7 +392,7 @@ impl Host {
     }
 
     fn has_free_doorman(&self) -> bool {
-        self.doorman.as_ref().is_none_or(JoinHandle::is_finished)
+        self.doorman.as_ref().is_none_or(|(_, doorman)| doorman.is_finished())
     }
 
     /// Tells a new peer that another one has its place. The work is done in a thread, so the source
@@ -376,16 +402,17 @@ impl Host {
             return;
         }
         let Some((socket, from)) = self.knocking() else { return };
+        let Ok(kept) = socket.try_clone() else { return };
         let receiver = self.receiver.clone();
         let doorman = thread::Builder::new().spawn(move || {
             let why = match Link::turn_away(&receiver, socket, TAKEN) {
                 Ok(()) => TAKEN.to_owned(),
                 Err(error) => error.to_string(),
             };
-            eprintln!("mercury: {from} was refused: {why}");
+            note!("mercury: {from} was refused: {why}");
         });
         // If no thread starts, the peer is not told.
-        self.doorman = doorman.ok();
+        self.doorman = doorman.ok().map(|doorman| (kept, doorman));
     }
 
     /// Returns a peer that wants to connect, if there is one.
@@ -404,17 +431,17 @@ impl Host {
         let linked = Link::accept(&self.receiver, socket, patience);
         match linked.map(|mut link| link.learn(self.patience.running).map(|_| link)) {
             Ok(Ok(link)) => {
-                eprintln!("mercury: {from} is connected");
+                note!("mercury: {from} is connected");
                 self.link = Some(link);
                 self.heard = Instant::now();
                 true
             }
             Ok(Err(error)) => {
-                eprintln!("mercury: {from} was refused: {error}");
+                note!("mercury: {from} was refused: {error}");
                 false
             }
             Err(error) => {
-                eprintln!("mercury: {from} was refused: {error}");
+                note!("mercury: {from} was refused: {error}");
                 false
             }
         }
@@ -425,6 +452,12 @@ impl Host {
         for frame in std::iter::from_fn(|| self.spare.hear()).take(FRAMES) {
             if let Some(message) = self.announcer.hear(Speaker::Source, &frame) {
                 return Some(Event::Heard(message));
+            }
+            // The machine that has arrived says this when its applications go on.
+            let said = self.announcer.hear(Speaker::Destination, &frame);
+            let has_started = |said: Message| said.word == Word::Started && self.begun == Some(said.attempt);
+            if self.is_starting() && said.is_some_and(has_started) {
+                return Some(Event::Arrived);
             }
         }
         None
@@ -450,7 +483,7 @@ impl Host {
                 None
             }
             Action::Start => {
-                eprintln!("mercury: going on in the machine that has arrived");
+                note!("mercury: going on in the machine that has arrived");
                 match self.spare.go() {
                     Ok(()) => None,
                     Err(error) => {
@@ -461,7 +494,7 @@ impl Host {
                 }
             }
             Action::Tell(advice) => {
-                eprintln!("mercury: {advice}");
+                note!("mercury: {advice}");
                 None
             }
         })
@@ -476,7 +509,7 @@ impl Host {
         };
         if matches!(message.word, Word::Refuse | Word::Discarded) {
             let how = if message.word == Word::Refuse { "was refused" } else { "was discarded" };
-            eprintln!("mercury: the machine {how}: {text}");
+            note!("mercury: the machine {how}: {text}");
         }
         if let Some(link) = self.link.as_mut().filter(|link| link.attempt() == Some(message.attempt)) {
             // If the connection is gone, the next read reports it.
@@ -493,7 +526,7 @@ impl Host {
     fn check(&mut self) -> Event {
         match self.prepare() {
             Ok(()) => {
-                eprintln!("mercury: a machine arrives");
+                note!("mercury: a machine arrives");
                 self.reason = "the source was not understood".into();
                 Event::Fits
             }
@@ -558,7 +591,7 @@ impl Host {
             }
             (State::Ended(_), Some(last)) => return Some(Event::Heard(last)),
         };
-        eprintln!("mercury: {reason}");
+        note!("mercury: {reason}");
         self.reason = reason;
         Some(event)
     }
@@ -608,7 +641,7 @@ impl Host {
                 changed.join("; ")
             ));
         }
-        eprintln!("mercury: the machine is here: {} of memory", bytes(ledger.len() as u64 * PAGE as u64));
+        note!("mercury: the machine is here: {} of memory", bytes(ledger.len() as u64 * PAGE as u64));
         Ok(())
     }
 }
