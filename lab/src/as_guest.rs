@@ -262,8 +262,8 @@ impl<'a> Guest<'a> {
         self.link.sh(line)
     }
 
-    /// Lets the guest's kernel write everything to its disks and power the guest off. Returns the words of the
-    /// command that ran the guest.
+    /// Lets the guest's kernel write everything to its disks and power the guest off. Returns the words of
+    /// the command that ran the guest.
     ///
     /// # Errors
     /// If the guest does not end, or the command fails.

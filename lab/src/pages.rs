@@ -10,8 +10,8 @@ use crate::{
 /// The indentation of a line to type.
 const INDENT: &str = "    ";
 
-/// Returns the blocks of commands in a section of a page. The section begins at the line `heading` and ends at
-/// the next heading. Comments are left out, and a line that goes on in the next one is one command.
+/// Returns the blocks of commands in a section of a page. The section begins at the line `heading` and ends
+/// at the next heading. Comments are left out, and a line that goes on in the next one is one command.
 ///
 /// # Errors
 /// If there is no such page or section, or it has no commands.
@@ -66,8 +66,8 @@ mod tests {
 
     #[test]
     fn commands_are_found_by_their_section() {
-        let text = "# A\n\n    before\n\n# B\n\nText.\n\n    one  # why\n    two 'a # b'\n\n    three \\\n        \
-                    --four # why\n# C\n    after\n";
+        let before = "# A\n\n    before\n\n# B\n\nText.\n\n    one  # why\n    two 'a # b'\n\n";
+        let text = &format!("{before}    three \\\n        --four # why\n# C\n    after\n");
         assert_eq!(blocks(text, "# B"), [vec!["one", "two 'a # b'"], vec!["three --four"]]);
         assert!(blocks(text, "# D").is_empty());
     }

@@ -263,7 +263,8 @@ fn a_disk_on_a_network_goes_on_with_a_bare_machine_as_a_guest() -> Result<()> {
     switch.peer.sh("mkfs.ext4 -q -b 4096 /run/blocks.disk && sync")?;
     source.sh("modprobe -a nbd ext4")?;
     start(&source, "attach_blocks", ATTACH_BLOCKS, PEER)?;
-    source.sh("while pgrep -f '[a]ttach_blocks'; do sleep 0.1; done; mount /dev/nbd0 /mnt && echo before > /mnt/before")?;
+    source.sh("while pgrep -f '[a]ttach_blocks'; do sleep 0.1; done")?;
+    source.sh("mount /dev/nbd0 /mnt && echo before > /mnt/before")?;
     let boot_id = boot_id(&source)?;
     // A restore environment would not find the disk.
     as_guest::checkpoint_with(&source, "--force-devices")?;

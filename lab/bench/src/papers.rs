@@ -442,8 +442,8 @@ pub fn section(figures: &Papers) -> String {
     format!(
         "{HEADING}\n\n\
         `cargo run -p mercury-lab-bench -- bench papers{}` writes this section alone. The machine is {}.\n\
-        It counts instructions, and has Linux {}. Each column is the median of {}. The columns after N-L are\n\
-        ratios to N-L. \"noise\" is the largest difference between a pass of N-L and their median.\n\n\
+        It counts instructions, and has Linux {}. Each column is the median of {}. The columns after N-L\n\
+        are ratios to N-L. \"noise\" is the largest difference between a pass of N-L and their median.\n\n\
         - **N-L**: Linux without Mercury.\n\
         - **M-N**: Mercury is loaded, in native mode.\n\
         - **M-V**: Mercury is attached.\n\
@@ -453,19 +453,19 @@ pub fn section(figures: &Papers) -> String {
         X-0, domain 0 of Xen, has no counterpart: the host of KVM is native.\n\n\
         The emulator counts the instructions of all levels: the virtual machine, KVM, QEMU beside it, and\n\
         Mercury. It shows how often a guest leaves, and the code that answers each exit. It does not show\n\
-        nested page walks, TLB misses, and the processor's own work in VMRUN and an exit. On a processor X-U\n\
-        and M-U are larger for that. Xen of the papers had no nested page tables. Its cost of fork, mmap and\n\
-        page faults is code, and would be counted here.\n\n\
+        nested page walks, TLB misses, and the processor's own work in VMRUN and an exit. On a\n\
+        processor X-U and M-U are larger for that. Xen of the papers had no nested page tables. Its cost of\n\
+        fork, mmap and page faults is code, and would be counted here.\n\n\
         {}\n\
         The applications are:\n\n\
         - PostgreSQL, with pgbench's reading transactions;\n\
         - dbench on ext4 on an NVMe disk, which the virtual machine has by virtio;\n\
         - a part of a kernel ({}), built in memory by the release's compiler;\n\
-        - iperf3 by TCP and UDP, and ping, between two virtio network cards on one cable; one of them is in a\n  \
-          network namespace.\n\n\
-        The papers ran other versions, and state these results in words or bars. The last two columns are the\n\
-        losses of domain U in their text. A loss of 20 % is a cost of 1 / 0.8 = 1.25. JCST says \"more than\" of\n\
-        OSDB, ping and iPerf, and does not tell TCP from UDP.\n\n{}",
+        - iperf3 by TCP and UDP, and ping, between two virtio network cards on one cable; one of them is\n  \
+          in a network namespace.\n\n\
+        The papers ran other versions, and state these results in words or bars. The last two columns are\n\
+        the losses of domain U in their text. A loss of 20 % is a cost of 1 / 0.8 = 1.25. JCST says\n\
+        \"more than\" of OSDB, ping and iPerf, and does not tell TCP from UDP.\n\n{}",
         if figures.is_quick { " --quick" } else { "" },
         figures.machine,
         figures.kernel,

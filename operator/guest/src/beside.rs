@@ -1,5 +1,5 @@
-//! The destination of a move on a host that stays in use. Pages that arrive go into the memory of a guest that
-//! has not begun. The source's `Commit` starts it.
+//! The destination of a move on a host that stays in use. Pages that arrive go into the memory of a guest
+//! that has not begun. The source's `Commit` starts it.
 
 use crate::{claim, no_keeper, options, signals::Stopping, status, tell};
 use mercury_abi::restart::{LoadEntry, MERCURY_LOAD_ZERO};
@@ -87,7 +87,8 @@ pub struct Beside {
 /// Payloads of announcements.
 type Frames = Arc<Mutex<VecDeque<Vec<u8>>>>;
 
-/// Keeps a frame of the guest's that is an announcement. A guest that sends them without end displaces its own.
+/// Keeps a frame of the guest's that is an announcement. A guest that sends too many displaces
+/// its own.
 fn keep_announcement(frames: &Frames, frame: &[u8]) {
     const HEADER: usize = 14;
     const MOST: usize = 64;
@@ -147,8 +148,8 @@ impl Beside {
         let available = run::available_memory()?;
         if self.memory_limit.is_none() && plan.memory() > available {
             return Err(refused(format!(
-                "it has {mib} MiB of memory, and the host has {} MiB available; `receive --memory-limit {mib}M` \
-                 takes it all the same",
+                "it has {mib} MiB of memory, and the host has {} MiB available; `receive \
+                 --memory-limit {mib}M` takes it all the same",
                 available >> 20
             )));
         }

@@ -67,8 +67,8 @@ pub fn run(args: &ReceiveArgs, format: Format) -> Result<Ended> {
     Say { format, name: "receive" }.one_of_many(door.report());
     if format == Format::Text {
         eprintln!(
-            "this system stays in use; the machine goes on as its guest. Ctrl-C ends the wait, and `mercury guests \
-             stop` the guest"
+            "this system stays in use; the machine goes on as its guest. Ctrl-C ends the wait, and \
+             `mercury guests stop` the guest"
         );
         if args.life.net.is_none() {
             eprintln!("without --net the machine will have no network, and its connections end");
@@ -102,8 +102,8 @@ fn begin(args: &ReceiveArgs, door: Door, means: Means, to: Sender<News>) -> Resu
     let beside = Beside::new(args.life.clone(), args.memory_limit, means, take);
     if !beside.can_announce() {
         eprintln!(
-            "without CAP_NET_RAW this host hears and tells the source by its connection only: if that is cut in the \
-             hand-over, the operators decide"
+            "without CAP_NET_RAW this host hears and tells the source by its connection only: if that is \
+             cut in the hand-over, the operators decide"
         );
     }
     let hold_for_ever = args.hold_for_ever;

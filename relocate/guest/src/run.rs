@@ -141,8 +141,8 @@ impl Plan {
         self.layout.bytes()
     }
 
-    /// Opens the guest's devices, and maps its memory with the firmware's content. The witness sees each frame
-    /// that the guest sends by its network card.
+    /// Opens the guest's devices, and maps its memory with the firmware's content. The witness sees each
+    /// frame that the guest sends by its network card.
     ///
     /// # Errors
     /// A disk, the network or the host's memory is in the way.
@@ -391,7 +391,7 @@ impl Handle {
             })
             .collect();
         let mut text = String::new();
-        // It is read once, from its beginning. Read alone, a file is asked for its length, which is forbidden.
+        // It is read once, from its beginning. The file's length is not asked for: that is forbidden.
         self.smaps.as_deref()?.take(u64::MAX).read_to_string(&mut text).ok()?;
         Some(resident(&text, &guest))
     }

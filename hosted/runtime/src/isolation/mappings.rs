@@ -405,7 +405,8 @@ mod tests {
             }
             // Pages that are equal there have stayed.
             for (&page, &(to, rights)) in &before {
-                let stays = translate(page * PAGE).is_some_and(|(at, now)| at == to && rights.are_within(now));
+                let is_same = |(at, now): (u64, Rights)| at == to && rights.are_within(now);
+                let stays = translate(page * PAGE).is_some_and(is_same);
                 prop_assert!(!stays || mappings.page(page * PAGE) == Some((to, rights)));
             }
         }

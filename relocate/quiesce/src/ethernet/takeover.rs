@@ -181,8 +181,8 @@ fn with_nul(name: &str) -> Vec<u8> {
     [name.as_bytes(), &[0]].concat()
 }
 
-/// Lists the Ethernet cards by the kernel's messages, without their places. No path is looked up: the root may
-/// be behind a card that has no address yet.
+/// Lists the Ethernet cards by the kernel's messages, without their places. No path is looked up: the root
+/// may be behind a card that has no address yet.
 ///
 /// # Errors
 ///

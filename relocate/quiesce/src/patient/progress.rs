@@ -25,8 +25,8 @@ impl Progress {
         Self { statistics, finished: None, since: Duration::ZERO }
     }
 
-    /// Returns false if the disk has finished no request for `patience`. `elapsed` is the time for which it is
-    /// watched.
+    /// Returns false if the disk has finished no request for `patience`. `elapsed` is the time for which it
+    /// is watched.
     pub fn goes_on(&mut self, elapsed: Duration, patience: Duration, sysroot: &Sysroot) -> bool {
         let finished = sysroot.text(&self.statistics).map(|text| finished(&text));
         if finished != self.finished {

@@ -601,8 +601,8 @@ fn a_machine_beside_the_system_has_an_answer() {
     assert_eq!(source.hear().map(|(word, _)| word), Some(Word::Started));
     source.say(Word::Commit);
     assert_eq!(source.hear().map(|(word, _)| word), Some(Word::Started));
-    // Another peer is being turned away, and says nothing. Nothing of it is left when the destination returns:
-    // its process gives up system calls then.
+    // Another peer is being turned away, and says nothing. Nothing of it is left when the destination
+    // returns: its process gives up system calls then.
     let mut silent = TcpStream::connect(destination.to).expect("there");
     silent.set_read_timeout(Some(LIMIT)).expect("set");
     thread::sleep(Duration::from_millis(200));

@@ -262,8 +262,8 @@ impl Host {
         Some(Event::Operator(decision))
     }
 
-    /// Returns the operator's word from another command. `adopt` counts only when the source is silent: it may
-    /// have been meant for another moment.
+    /// Returns the operator's word from another command. `adopt` counts only when the source is silent: it
+    /// may have been meant for another moment.
     fn piped(&mut self, words: &[&'static str]) -> Option<&'static str> {
         let word = self.spare.word(words)?;
         let is_silent = matches!(self.destination.phase(), Some(Phase::Ready(_, Asked::Yes)));
