@@ -1,15 +1,7 @@
 //! The readiness of a machine for another life as a guest, where its own devices are gone and virtio devices
-//! come, and for the way back. What they need cannot be read then: a root on the network comes back with the
-//! card.
+//! come. What they need cannot be read then: a root on the network comes back with the card.
 
-use crate::{
-    describe,
-    ethernet::{
-        self, Card,
-        takeover::{self, Configuration},
-    },
-    metal::Metal,
-};
+use crate::ethernet::takeover::{self, Configuration};
 use mercury_abi::guest::{
     MERCURY_GUEST_LEAF, MERCURY_GUEST_SIGNATURE_EBX, MERCURY_GUEST_SIGNATURE_ECX, MERCURY_GUEST_SIGNATURE_EDX,
 };
@@ -41,10 +33,6 @@ const TAKEN_OUT: [&str; 8] = [
 #[derive(Debug)]
 pub struct Readiness {
     network: io::Result<Configuration>,
-    /// The hardware, which a guest remembers.
-    metal: Metal,
-    /// True if the machine is a guest now.
-    was_guest: bool,
     /// Modules, the newest first, as the kernel lists them.
     loaded: Vec<String>,
 }
@@ -61,38 +49,21 @@ impl Readiness {
         let _ = modprobe.stdout(Stdio::null()).stderr(Stdio::null()).status();
         let is_new = |name: &String| !before.contains(name) && TAKEN_OUT.contains(&name.as_str());
         let loaded = names(sysroot).into_iter().filter(is_new).collect();
-        let here = || Metal { devices: describe::devices(sysroot), cards: ethernet::cards(sysroot) };
-        let metal = recalled(sysroot).unwrap_or_else(here);
-        Self { network: takeover::keep(sysroot), metal, was_guest: is_guest(), loaded }
+        Self { network: takeover::keep(sysroot), loaded }
     }
 
-    /// In the machine that has arrived, before its applications go on: lets the cards that came take over the
-    /// network. They are the monitor's in a guest, and the machine's own again after a life as a guest.
-    /// Returns `None` if the machine has gone from metal to metal, and otherwise what did not succeed.
-    pub fn arrive(&mut self, sysroot: &Sysroot) -> Option<Vec<String>> {
-        let failures: Vec<String> = match (is_guest(), self.was_guest) {
-            (true, _) => {
-                self.stay();
-                let told = self.take_over(takeover::links());
-                // The root may be behind the card, and each path is looked up there.
-                told.into_iter().chain(failure(self.metal.remember(sysroot))).collect()
-            }
-            (false, true) => {
-                let back = failure(self.metal.come_back(sysroot));
-                let told = self.take_over(Ok(ethernet::cards(sysroot)));
-                back.into_iter().chain(told).chain(failure(Metal::forget(sysroot))).collect()
-            }
-            (false, false) => return None,
-        };
-        Some(failures)
-    }
-
-    fn take_over(&self, cards: io::Result<Vec<Card>>) -> Vec<String> {
-        match (&self.network, cards) {
-            (Ok(network), Ok(cards)) => network.take_over(&self.metal.cards, &cards),
+    /// In the machine that has arrived, before its applications go on: lets the monitor's cards take over the
+    /// network. Returns `None` if the machine is no guest, and otherwise what did not succeed.
+    pub fn arrive(&mut self) -> Option<Vec<String>> {
+        if !is_guest() {
+            return None;
+        }
+        self.stay();
+        Some(match (&self.network, takeover::links()) {
+            (Ok(network), Ok(cards)) => network.take_over(&cards),
             (Err(error), _) => vec![format!("the network has no configuration: {error}")],
             (_, Err(error)) => vec![format!("the network cards are unknown: {error}")],
-        }
+        })
     }
 
     /// Lets the drivers stay: devices need them, or the machine ends.
@@ -108,16 +79,6 @@ impl Drop for Readiness {
             let _ = rustix::system::delete_module(&name, OFlags::NONBLOCK.bits().cast_signed());
         }
     }
-}
-
-/// Returns the hardware that a guest remembers. A machine on its hardware has nothing to remember.
-#[must_use]
-pub fn recalled(sysroot: &Sysroot) -> Option<Metal> {
-    is_guest().then(|| Metal::recall(sysroot))?
-}
-
-fn failure(result: io::Result<()>) -> Option<String> {
-    result.err().map(|error| format!("its hardware: {error}"))
 }
 
 fn names(sysroot: &Sysroot) -> Vec<String> {

@@ -35,7 +35,6 @@ pub mod guest;
 pub mod hardware;
 pub mod hook;
 mod layers;
-pub mod metal;
 pub mod mounts;
 mod nvme;
 pub mod openers;

@@ -98,13 +98,12 @@ pub fn keep(sysroot: &Sysroot) -> io::Result<Configuration> {
 }
 
 impl Configuration {
-    /// Gives new cards the names and the configuration of cards that are gone. A card at the place that
-    /// `metal` has for a name gets that one; the others come in their order, those that were up first.
-    /// Returns what did not succeed.
+    /// Gives new cards the names and the configuration of cards that are gone, in their order, those that
+    /// were up first. Returns what did not succeed.
     #[must_use]
-    pub fn take_over(&self, metal: &[Card], now: &[Card]) -> Vec<String> {
+    pub fn take_over(&self, now: &[Card]) -> Vec<String> {
         let mut told = Vec::new();
-        for (kept, card) in self.pairs(now, metal) {
+        for (kept, card) in self.pairs(now) {
             match card {
                 Some(card) => told.extend(kept.move_to(card)),
                 None if kept.card.up => {
@@ -117,23 +116,13 @@ impl Configuration {
     }
 
     /// Pairs the cards that are gone with cards that came.
-    fn pairs<'a>(&'a self, now: &'a [Card], metal: &[Card]) -> Vec<(&'a Kept, Option<&'a Card>)> {
+    fn pairs<'a>(&'a self, now: &'a [Card]) -> Vec<(&'a Kept, Option<&'a Card>)> {
         let is_gone = |kept: &&Kept| !now.iter().any(|card| card.index == kept.card.index);
         let mut gone: Vec<_> = self.0.iter().filter(is_gone).collect();
         gone.sort_by_key(|kept| !kept.card.up);
         let came = |card: &&Card| !self.0.iter().any(|kept| kept.card.index == card.index);
-        let mut new: Vec<&Card> = now.iter().filter(came).collect();
-        let place = |name: &str| metal.iter().find(|card| card.name == name).map(|card| &card.place);
-        let at_its_place: Vec<_> = gone
-            .iter()
-            .map(|kept| {
-                let wanted = place(&kept.card.name)?;
-                let at = new.iter().position(|card| card.place == *wanted)?;
-                Some(new.remove(at))
-            })
-            .collect();
-        let mut rest = new.into_iter();
-        gone.into_iter().zip(at_its_place).map(|(kept, card)| (kept, card.or_else(|| rest.next()))).collect()
+        let mut new = now.iter().filter(came);
+        gone.into_iter().map(|kept| (kept, new.next())).collect()
     }
 }
 
@@ -431,34 +420,24 @@ mod tests {
     }
 
     #[test]
-    fn cards_come_back_at_their_places() {
-        let card = |name: &str, index, place: &str, up| Card {
-            name: name.into(),
-            index,
-            place: place.into(),
-            up,
-            ..Card::default()
-        };
+    fn cards_that_came_take_the_places_of_those_that_are_gone() {
+        let card = |name: &str, index, up| Card { name: name.into(), index, up, ..Card::default() };
         let kept = |card: Card| Kept { card, mtu: 0, whole: None, messages: Vec::new() };
-        let paired = |metal: &[Card], now: &[Card]| -> Vec<(String, Option<i32>)> {
-            let guest = [card("down", 2, "", false), card("a", 3, "", true), card("b", 4, "", true)];
-            let configuration = Configuration(guest.map(kept).into());
-            let pairs = configuration.pairs(now, metal);
+        let guest = [card("down", 2, false), card("a", 3, true), card("b", 4, true)];
+        let configuration = Configuration(guest.map(kept).into());
+        let paired = |now: &[Card]| -> Vec<(String, Option<i32>)> {
+            let pairs = configuration.pairs(now);
             pairs
                 .into_iter()
                 .map(|(kept, card)| (kept.card.name.clone(), card.map(|card| card.index)))
                 .collect()
         };
         let pair = |name: &str, index| (name.to_owned(), index);
-        let now = [card("eth0", 7, "x", false), card("eth1", 8, "y", false)];
-        // In a guest the places are new: cards come in their order.
-        assert_eq!(paired(&[], &now), [pair("a", Some(7)), pair("b", Some(8)), pair("down", None)]);
-        // On the machine's own hardware each has its place.
-        let metal = [card("a", 1, "y", true), card("down", 1, "x", false)];
-        assert_eq!(paired(&metal, &now), [pair("a", Some(8)), pair("b", None), pair("down", Some(7))]);
+        let now = [card("eth0", 7, false), card("eth1", 8, false)];
+        assert_eq!(paired(&now), [pair("a", Some(7)), pair("b", Some(8)), pair("down", None)]);
         // A card that is still there keeps its own.
-        let now = [card("a", 3, "", true), card("eth1", 8, "y", false)];
-        assert_eq!(paired(&[], &now), [pair("b", Some(8)), pair("down", None)]);
+        let now = [card("a", 3, true), card("eth1", 8, false)];
+        assert_eq!(paired(&now), [pair("b", Some(8)), pair("down", None)]);
     }
 
     #[test]

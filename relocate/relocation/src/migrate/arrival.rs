@@ -83,7 +83,7 @@ impl Arrival {
         guard.hear();
         step("Arrived");
         let sysroot = Sysroot::default();
-        let mut told = match guard.hear_during(|| readiness.arrive(&sysroot)) {
+        let mut told = match guard.hear_during(|| readiness.arrive()) {
             Some(told) => {
                 self.cards = ethernet::cards(&sysroot);
                 told
