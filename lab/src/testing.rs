@@ -39,12 +39,41 @@ pub struct Tally {
     pub failures: Vec<String>,
     /// Names of the tests that the chosen emulator cannot run, each with the reason.
     pub unsupported: Vec<String>,
-    /// The last lines of each test that failed, by name.
-    pub said: BTreeMap<String, VecDeque<String>>,
+    /// The reason and the last lines of each test that failed, by name.
+    pub said: BTreeMap<String, LastWords>,
 }
 
-/// The part of a failed test's output that is repeated: lines, and characters of each.
-const LAST_WORDS: (usize, usize) = (8, 300);
+/// The part of a failed test's output that is repeated.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LastWords {
+    /// The first lines of the error or the panic.
+    reason: Vec<String>,
+    last: VecDeque<String>,
+}
+
+impl LastWords {
+    const REASON_LINES: usize = 4;
+    const LAST_LINES: usize = 8;
+    /// Characters of each line.
+    const WIDTH: usize = 300;
+
+    fn add(&mut self, line: &str) {
+        let is_reason = line.starts_with("Error: ") || line.contains(" panicked at ");
+        let is_going_on = !self.reason.is_empty() && self.reason.len() < Self::REASON_LINES;
+        let short = line.chars().take(Self::WIDTH).collect();
+        if is_going_on || (is_reason && self.reason.is_empty()) {
+            return self.reason.push(short);
+        }
+        if self.last.len() == Self::LAST_LINES {
+            self.last.pop_front();
+        }
+        self.last.push_back(short);
+    }
+
+    fn lines(&self) -> impl Iterator<Item = &String> {
+        self.reason.iter().chain(&self.last)
+    }
+}
 
 impl Tally {
     fn add(&mut self, other: Self) {
@@ -56,13 +85,9 @@ impl Tally {
         self.said.extend(other.said);
     }
 
-    /// Keeps the last lines of a test's output.
+    /// Keeps the reason and the last lines of a test's output.
     fn keep_line(&mut self, name: &str, line: &str) {
-        let said = self.said.entry(name.to_owned()).or_default();
-        if said.len() == LAST_WORDS.0 {
-            said.pop_front();
-        }
-        said.push_back(line.chars().take(LAST_WORDS.1).collect());
+        self.said.entry(name.to_owned()).or_default().add(line);
     }
 
     /// Moves a test that the emulator cannot run from the failed tests to the unsupported ones.
@@ -130,7 +155,7 @@ pub fn run(filter: Option<&str>) -> Result<Tally> {
     tally.unsupported.iter().for_each(|one| println!("SKIPPED {one}"));
     for name in &tally.failures {
         println!("FAILED {name}");
-        tally.said.get(name).into_iter().flatten().for_each(|line| println!("    {line}"));
+        tally.said.get(name).into_iter().flat_map(LastWords::lines).for_each(|line| println!("    {line}"));
     }
     tally.failed -= tally.unsupported.len() as u32;
     tally.skipped += tally.unsupported.len() as u32;
@@ -449,17 +474,17 @@ mod tests {
     }
 
     #[test]
-    fn the_last_words_of_a_failed_test_are_repeated() {
+    fn the_reason_and_the_last_words_of_a_failed_test_are_repeated() {
         let mut running = Command::new("sh");
         running.args([
             "-c",
-            "printf 'test b ... FAILED\\n\\nfailures:\\n\\n---- b stdout ----\\n\\n'; seq 12; \
+            "printf 'test b ... FAILED\\n\\nfailures:\\n\\n---- b stdout ----\\n\\nbefore\\nError: no\\n'; seq 15; \
              printf '\\nfailures:\\n    b\\n\\ntest result: FAILED. 0 passed; 1 failed\\n'; exit 101",
         ]);
         let tally = run_counting("file: ", &mut running).unwrap();
         assert_eq!((tally.failed, &tally.failures), (1, &vec!["file: b".to_owned()]));
-        let lines: Vec<String> = (5..=12).map(|line| line.to_string()).collect();
-        assert_eq!(tally.said["file: b"], lines);
+        let lines: Vec<&String> = tally.said["file: b"].lines().collect();
+        assert_eq!(lines, ["Error: no", "1", "2", "3", "8", "9", "10", "11", "12", "13", "14", "15"]);
     }
 
     #[test]
