@@ -21,6 +21,10 @@ use workloads::{
 /// The message of a command while another process has the driver.
 const BUSY: &str = "controls Mercury";
 
+/// The messages of a move whose applications stand still, and of one that Ctrl-C has ended.
+const STANDS: &str = "applications stand still now";
+const INTERRUPTED: &str = "interrupted: the machine has not moved";
+
 /// Checks that a command is refused at once, with its reason, without another effect.
 fn is_refused(machine: &Machine, line: &str, reason: &str) -> Result<()> {
     let output = machine.command(line).timeout(Duration::from_secs(60)).run()?;
@@ -67,7 +71,7 @@ fn a_second_move_is_refused_with_the_reason() -> Result<()> {
     machine.sh("pkill -INT -f '^mercury migrate'")?;
     let output = first.wait(LIMIT)?;
     println!("{}", output.stderr);
-    assert!(output.stderr.contains("interrupted: the machine has not moved"), "{}", output.stderr);
+    assert!(output.stderr.contains(INTERRUPTED), "{}", output.stderr);
     goes_on(peer, machine)?;
     wait_more(destination, THROWN, 0)?;
     machine.sh("pkill -f '^mercury daemon'")?;
@@ -86,19 +90,15 @@ fn interrupted_at_the_console(
     peer.sh("modprobe sch_netem; for port in $(ls /sys/class/net/switch/brif); do \
              tc qdisc replace dev $port root netem rate 30mbit; done")?;
     let line = migrate(words, "--rounds 0");
-    let (comes, thrown) = (times(destination, COMES), times(destination, THROWN));
-    let inner = format!("{line} > /run/still 2>&1; echo ended >> /run/still");
-    machine.sh(&format!("setsid -c sh -c '{inner}' < /dev/ttyS0 > /dev/null 2>&1 &"))?;
-    wait_more(destination, COMES, comes)?;
-    // The machine that is asked does not answer any more.
-    let stands = (0..60).any(|_| machine.command("true").timeout(Duration::from_secs(1)).run().is_err());
-    assert!(stands, "it never stands still: {}", machine.sh("cat /run/still")?);
+    let thrown = times(destination, THROWN);
+    let (stands, interrupted) = (times(machine, STANDS), times(machine, INTERRUPTED));
+    // The shell survives the Ctrl-C.
+    let inner = format!("trap : INT; {line}; touch /run/ended");
+    machine.sh(&format!("setsid -c sh -c '{inner}' < /dev/ttyS0 > /dev/ttyS0 2>&1 &"))?;
+    wait_more(machine, STANDS, stands)?;
     console(machine)?.write_all(b"\x03").unwrap();
-    machine.command("until grep -q ended /run/still; do sleep 0.1; done").timeout(LIMIT).run()?.check()?;
-    let said = machine.sh("cat /run/still")?;
-    println!("{said}");
-    assert!(said.contains("applications stand still now"), "{said}");
-    assert!(said.contains("interrupted: the machine has not moved"), "{said}");
+    machine.command("until test -e /run/ended; do sleep 0.1; done").timeout(LIMIT).run()?.check()?;
+    wait_more(machine, INTERRUPTED, interrupted)?;
     wait_more(destination, THROWN, thrown)?;
     peer.sh("for port in $(ls /sys/class/net/switch/brif); do tc qdisc del dev $port root; done")?;
     machine.sh("! ls /sys/fs/cgroup | grep mercury")?;
