@@ -312,7 +312,7 @@ fn a_tiny_kernel_is_covered_and_comes_up() -> Result<()> {
     assert_eq!(account["uncovered"], 0);
     assert!(account["sensitive"].as_u64() > Some(1000), "{account}");
     let place = Place::with("tiny", &built)?;
-    let odd = odd::program(&place);
+    let odd = odd::program(&place.directory);
     let init = format!(
         "#!/bin/sh\necho up: $(uname -r) on $(nproc)\nread word\necho read: $word $((6 * 7))\n{}echo tried\n",
         odd::LINES

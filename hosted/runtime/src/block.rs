@@ -11,6 +11,7 @@ use crate::{
     error::Result,
     layout::{BLOCK, PAGE},
     process,
+    selectors::Selectors,
 };
 
 /// EFLAGS.IF, the interrupt flag.
@@ -91,9 +92,8 @@ pub struct Block {
     pub call_segments: Cell<Segments>,
     /// The selectors that the return from a system call loads.
     pub return_segments: Cell<Segments>,
-    /// Selectors without effect in 64-bit mode, by the numbers of the segment registers: ES, CS,
-    /// SS, DS, FS, GS.
-    pub data: [Cell<u16>; 6],
+    /// The selectors of ES, DS, FS and GS, while the guest goes from one process to another.
+    pub data: Cell<Selectors>,
     /// CR2: the address of the last page fault that the guest was given.
     pub cr2: Cell<u64>,
     /// The address at which the kernel takes system calls.
@@ -137,7 +137,6 @@ pub mod at {
     pub const SCRATCH: u64 = BLOCK + offset_of!(Block, scratch) as u64;
     pub const EXTENDED: u64 = BLOCK + offset_of!(Block, extended) as u64;
     pub const SEGMENTS: u64 = BLOCK + offset_of!(Block, segments) as u64;
-    pub const DATA: u64 = BLOCK + offset_of!(Block, data) as u64;
     pub const CR2: u64 = BLOCK + offset_of!(Block, cr2) as u64;
     pub const CALL_SEGMENTS: u64 = BLOCK + offset_of!(Block, call_segments) as u64;
     pub const RETURN_SEGMENTS: u64 = BLOCK + offset_of!(Block, return_segments) as u64;

@@ -15,7 +15,7 @@
 //! - [`machine`]: faults, interrupts and emulated instructions, on [`vcpu`], with [`mmu`] for page
 //!   tables and [`cpuid`].
 //! - [`entry`] and [`signal`]: the ways from the guest to the monitor and back. [`block`] is the
-//!   memory that they share with slots.
+//!   memory that they share with slots. [`selectors`] stay in the CPU.
 //! - [`sites`] decides how programs' system calls are rewritten, in [`patched`] copies of their
 //!   pages.
 //! - [`process`]: the processes of the machine, and which of them show address spaces.
@@ -49,6 +49,7 @@ pub mod patched;
 pub mod process;
 pub mod run;
 mod sandbox;
+pub mod selectors;
 pub mod signal;
 pub mod sites;
 pub mod smp;

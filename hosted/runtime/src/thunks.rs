@@ -12,8 +12,7 @@
 use std::ops::Range;
 
 use iced_x86::{
-    BlockEncoderOptions, Code, Decoder, DecoderOptions, FlowControl, Instruction, MemoryOperand, OpKind,
-    Register,
+    BlockEncoderOptions, Code, Decoder, DecoderOptions, FlowControl, Instruction, MemoryOperand, Register,
     code_asm::{CodeAssembler, CodeLabel, byte_ptr, dword_ptr, qword_ptr, rax, rsp},
 };
 use mercury_afterburner::{
@@ -25,6 +24,7 @@ use crate::{
     block::{RDI, RSI, at},
     error::{Error, Result},
     machine::VISIBLE,
+    selectors,
     vcpu::NESTED,
 };
 
@@ -538,23 +538,20 @@ pub fn build(slot: &Slot<'_>, at: u64, first: usize) -> Result<Thunk> {
     Ok(Thunk { code: done.inner.code_buffer, exits })
 }
 
-/// Returns the instruction for a read of a register that is in the block: CR2, at each fault, and
-/// the selectors that a kernel keeps for each task.
+/// Returns the instruction for a read of CR2, at each fault. CR2 is in the block.
 fn read_of_block(instruction: &Instruction) -> Option<Instruction> {
-    if instruction.op_count() != 2 || instruction.op0_kind() != OpKind::Register {
+    if instruction.op_count() != 2 || instruction.op1_register() != Register::CR2 {
         return None;
     }
-    let (to, from) = (instruction.op0_register(), instruction.op1_register());
-    let (code, place) = match from {
-        Register::CR2 => (Code::Mov_r64_rm64, at::CR2),
-        Register::ES | Register::DS | Register::FS | Register::GS => {
-            let code = if to.size() == 2 { Code::Mov_r16_rm16 } else { Code::Movzx_r32_rm16 };
-            (code, at::DATA + 2 * from.number() as u64)
-        }
-        _ => return None,
-    };
-    let to = if code == Code::Movzx_r32_rm16 { to.full_register32() } else { to };
-    Instruction::with2(code, to, MemoryOperand::with_displ(place, 8)).ok()
+    let place = MemoryOperand::with_displ(at::CR2, 8);
+    Instruction::with2(Code::Mov_r64_rm64, instruction.op0_register(), place).ok()
+}
+
+/// Returns true for a read of the selector of ES, DS, FS or GS.
+fn is_of_data(instruction: &Instruction) -> bool {
+    let from =
+        if instruction.op_count() == 1 { instruction.op0_register() } else { instruction.op1_register() };
+    selectors::REGISTERS.contains(&from)
 }
 
 impl Builder<'_> {
@@ -574,6 +571,8 @@ impl Builder<'_> {
                 // Nothing may come between: HLT looks for what waits.
                 Some(Kind::Sti) if halts => self.interrupts_on_only(),
                 Some(Kind::Clac | Kind::Stac) => Ok(true),
+                // The CPU has the guest's selectors.
+                Some(Kind::StoreSegment) if is_of_data(instruction) => self.copy(instruction, end),
                 Some(kind) if !may_be_executed(kind) => self.emulate(kind, instruction),
                 _ => self.copy(instruction, end),
             }?;
@@ -863,27 +862,27 @@ mod tests {
     }
 
     #[test]
-    fn state_in_the_block_is_read_without_an_exit() {
+    fn cr2_and_selectors_are_read_without_an_exit() {
         let made = |kind: Kind, bytes: &[u8]| {
             let records = [record(kind, 0, bytes.len() as u8, bytes.len() as u8)];
             let thunk = build(&Slot { address: PLACE, bytes, records: &records }, AT, 0).unwrap();
             (thunk.exits.len(), text(&thunk.code)[0])
         };
-        // mov %cr2,%r13 ; mov %ds,%eax ; mov %fs,%r9 ; mov %gs,%ax
-        for (kind, bytes, place, to) in [
-            (Kind::ReadControl, &[0x41, 0x0F, 0x20, 0xD5][..], at::CR2, Register::R13),
-            (Kind::StoreSegment, &[0x8C, 0xD8], at::DATA + 6, Register::EAX),
-            (Kind::StoreSegment, &[0x49, 0x8C, 0xE1], at::DATA + 8, Register::R9D),
-            (Kind::StoreSegment, &[0x66, 0x8C, 0xE8], at::DATA + 10, Register::AX),
-        ] {
-            let (exits, first) = made(kind, bytes);
-            assert_eq!((exits, first.memory_displacement64(), first.op0_register()), (0, place, to));
+        // mov %cr2,%r13
+        let (exits, first) = made(Kind::ReadControl, &[0x41, 0x0F, 0x20, 0xD5]);
+        assert_eq!((exits, first.memory_displacement64(), first.op0_register()), (0, at::CR2, Register::R13));
+        // mov %ds,%eax ; mov %fs,%r9 ; mov %gs,%ax ; mov %ds,(%rdi) ; push %fs
+        for bytes in
+            [&[0x8C, 0xD8][..], &[0x49, 0x8C, 0xE1], &[0x66, 0x8C, 0xE8], &[0x8C, 0x1F], &[0x0F, 0xA0]]
+        {
+            let (exits, first) = made(Kind::StoreSegment, bytes);
+            assert_eq!((exits, first), (0, text(bytes)[0]));
         }
-        // mov %cr3,%rax ; mov %ds,(%rdi) ; mov %ss,%eax
+        // mov %cr3,%rax ; mov %ss,%eax ; mov %cs,%eax
         for (kind, bytes) in [
             (Kind::ReadControl, &[0x0F, 0x20, 0xD8][..]),
-            (Kind::StoreSegment, &[0x8C, 0x1F]),
             (Kind::StoreSegment, &[0x8C, 0xD0]),
+            (Kind::StoreSegment, &[0x8C, 0xC8]),
         ] {
             assert_eq!(made(kind, bytes).0, 1);
         }

@@ -6,9 +6,11 @@
  *	odd stress SEED COUNT [FILE]	random instructions: a number for each hundred. The cases in the file are left out
  *	odd show SEED FIRST COUNT [FILE]	the same, with each result
  *	odd selectors		loads of segments, each with its result
+ *	odd segments		ends with the selectors that a new program has
  */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -432,6 +434,64 @@ static void kept_flags(void)
 	printf("odd: kept flags: %d %d\n", bad, status);
 }
 
+/* Loads selectors into DS, ES and GS, which thread-local data is not in, and yields. Counts the times that they were others. */
+static long lost_selectors(long ds, long es, long gs)
+{
+	long lost = 0;
+
+	asm volatile("mov %0, %%ds; mov %1, %%es; mov %2, %%gs" : : "r"(ds), "r"(es), "r"(gs));
+	for (int i = 0; i < 500; i++) {
+		long now[3] = { 0, 0, 0 };
+
+		usleep(1);
+		asm volatile("mov %%ds, %k0; mov %%es, %k1; mov %%gs, %k2" : "=r"(now[0]), "=r"(now[1]), "=r"(now[2]));
+		lost += now[0] != ds || now[1] != es || now[2] != gs;
+	}
+	asm volatile("mov %0, %%ds; mov %0, %%es; mov %0, %%gs" : : "r"(0));
+	return lost;
+}
+
+static void *lose_selectors(void *unused)
+{
+	return (void *)lost_selectors(0x23, 0, 0x2B);
+}
+
+/* Keeps the selectors of processes and threads apart that yield to one another. A new program has none. */
+static void kept_selectors(void)
+{
+	void *lost_by_thread = (void *)-1;
+	int status, new_program;
+	pid_t child = fork();
+	pthread_t thread;
+	long lost;
+
+	if (!child)
+		_exit(lost_selectors(0x33, 0x2B, 0) != 0);
+	pthread_create(&thread, NULL, lose_selectors, NULL);
+	lost = lost_selectors(0x2B, 0x33, 0x23);
+	pthread_join(thread, &lost_by_thread);
+	waitpid(child, &status, 0);
+	asm volatile("mov %0, %%ds; mov %0, %%es; mov %0, %%gs" : : "r"(0x2B));
+	child = fork();
+	if (!child) {
+		execl("/proc/self/exe", "odd", "segments", NULL);
+		execl("/bin/odd", "odd", "segments", NULL);
+		_exit(127);
+	}
+	asm volatile("mov %0, %%ds; mov %0, %%es; mov %0, %%gs" : : "r"(0));
+	waitpid(child, &new_program, 0);
+	printf("odd: kept selectors: %ld %ld %#x, of a new program %#x\n", lost, (long)lost_by_thread, status, new_program);
+}
+
+/* Returns 0 if there is no selector in DS, ES, FS and GS. */
+static int segments(void)
+{
+	int ds, es, fs, gs;
+
+	asm volatile("mov %%ds, %0; mov %%es, %1; mov %%fs, %2; mov %%gs, %3" : "=r"(ds), "=r"(es), "=r"(fs), "=r"(gs));
+	return (ds | es | fs | gs) & 0xFF;
+}
+
 static const char *outcome(void *got, void *wanted)
 {
 	if (got == MAP_FAILED)
@@ -530,6 +590,7 @@ static void checks(int hosted)
 	traced_flags();
 	traced_selector();
 	kept_flags();
+	kept_selectors();
 	selectors();
 	low_memory();
 	everywhere();
@@ -823,6 +884,12 @@ static void record(int signo, siginfo_t *info, ucontext_t *all)
 		show_case(signo, info, r, memory, floats);
 }
 
+static void skip_left_out(void)
+{
+	while (run->at < run->end && run->left_out[run->at])
+		run->at++;
+}
+
 /* Goes on to the next case, or to the same one without a step if the length of its instruction is known now. */
 static void advance(greg_t *r)
 {
@@ -835,8 +902,7 @@ static void advance(greg_t *r)
 	}
 	run->way = STEPPED;
 	run->at++;
-	while (run->at < run->end && run->left_out[run->at])
-		run->at++;
+	skip_left_out();
 	if (run->at == run->end)
 		leave(0);
 }
@@ -870,10 +936,14 @@ static void result(int signo, siginfo_t *info, void *context)
 /* Runs all cases in children, since a child may end at any case. */
 static void go_through(void)
 {
-	while (run->at < run->end) {
+	for (;;) {
 		int status;
 		pid_t child;
 
+		/* The first case, and the one after the end of a child, may be left out. */
+		skip_left_out();
+		if (run->at == run->end)
+			return;
 		fflush(stdout);
 		child = fork();
 		if (child == 0) {
@@ -1013,8 +1083,6 @@ static int stress(unsigned long seed, unsigned long count, const char *list)
 	/* The machine appends its own options to the kernel's command line. They arrive here as further arguments. */
 	if (list && list[0] == '/')
 		leave_out(list);
-	while (run->left_out[run->at])
-		run->at++;
 	while (run->at < count) {
 		run->end = run->at + 100 < count ? run->at + 100 : count;
 		go_through();
@@ -1033,8 +1101,12 @@ static int show(unsigned long seed, unsigned long first, unsigned long count, co
 	if (list && list[0] == '/')
 		leave_out(list);
 	run->shows = 1;
-	run->end = first + count;
-	go_through();
+	while (run->at < first + count) {
+		/* A child for each hundred cases, as in stress(). */
+		run->end = run->at - run->at % 100 + 100 < first + count ? run->at - run->at % 100 + 100 : first + count;
+		go_through();
+		printf("odd: %lu %lu: %lx\n", seed, run->at, run->sum);
+	}
 	return 0;
 }
 
@@ -1051,6 +1123,8 @@ int main(int count, char **words)
 		selectors();
 		return 0;
 	}
+	if (count > 1 && !strcmp(words[1], "segments"))
+		return segments();
 	if (count > 4 && !strcmp(words[1], "show"))
 		return show(strtoul(words[2], NULL, 0), strtoul(words[3], NULL, 0), strtoul(words[4], NULL, 0), count > 5 ? words[5] : NULL);
 	checks(hosted);

@@ -1,7 +1,6 @@
 //! The machine as gdb sees and changes it.
 
 use std::{
-    cell::Cell,
     collections::{BTreeMap, BTreeSet},
     ops::Range,
     ptr::{self, NonNull},
@@ -35,6 +34,7 @@ use crate::{
     machine::Machine,
     memory::Memory,
     mmu::{Access, Privilege},
+    selectors,
 };
 
 const INT3: u8 = 0xCC;
@@ -255,7 +255,7 @@ impl SingleThreadBase for Target {
         for (value, number) in state.general.iter_mut().zip(ORDER) {
             *value = block.registers.general[number].get();
         }
-        let [es, _, _, ds, fs, gs] = machine.block().data.each_ref().map(Cell::get);
+        let [es, ds, fs, gs] = selectors::read();
         state.segments = [block.segments.get().cs, block.segments.get().ss, ds, es, fs, gs].map(u32::from);
         state.bases = [block.fs.get(), block.gs.get()];
         state.flags = machine.flags() as u32;

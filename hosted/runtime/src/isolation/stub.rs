@@ -31,6 +31,7 @@ use crate::{
     error::{Error, Result},
     layout::{self, PAGE, STUB, STUB_STATE, STUB_STATE_SIZE},
     machine::VISIBLE,
+    selectors::{self, Selectors},
     signal::{self, Fault, ORDER},
     vcpu::{IDENTIFICATION, NESTED, PROGRAMS_OWN, USER_CODE, USER_CODE_32, USER_STACK},
 };
@@ -69,6 +70,7 @@ struct State {
     frame: u64,
     fs: u64,
     gs: u64,
+    selectors: Selectors,
     signal: u64,
     /// The flags that the return from a signal does not change.
     kept_flags: u64,
@@ -124,6 +126,10 @@ global_asm!(
     "mov qword ptr [{fs}], rax",
     "rdgsbase rax",
     "mov qword ptr [{gs}], rax",
+    "mov word ptr [{selectors}], es",
+    "mov word ptr [{selectors} + 2], ds",
+    "mov word ptr [{selectors} + 4], fs",
+    "mov word ptr [{selectors} + 6], gs",
     "mov qword ptr [{signal}], rdi",
     "mov qword ptr [{frame}], rsp",
     // A program may have written to this word.
@@ -171,6 +177,11 @@ global_asm!(
     "4:",
     "cmp byte ptr [{again}], 0",
     "jne 5b",
+    // Loads of FS and GS change the bases.
+    "mov es, word ptr [{selectors}]",
+    "mov ds, word ptr [{selectors} + 2]",
+    "mov fs, word ptr [{selectors} + 4]",
+    "mov gs, word ptr [{selectors} + 6]",
     "mov rax, qword ptr [{fs}]",
     "wrfsbase rax",
     "mov rax, qword ptr [{gs}]",
@@ -199,6 +210,7 @@ global_asm!(
     frame = const STUB_STATE + offset_of!(State, frame) as u64,
     fs = const STUB_STATE + offset_of!(State, fs) as u64,
     gs = const STUB_STATE + offset_of!(State, gs) as u64,
+    selectors = const STUB_STATE + offset_of!(State, selectors) as u64,
     signal = const STUB_STATE + offset_of!(State, signal) as u64,
     kept_flags = const STUB_STATE + offset_of!(State, kept_flags) as u64,
     failed = const STUB_STATE + offset_of!(State, failed) as u64,
@@ -518,6 +530,7 @@ impl Stub {
             to.add(self.extended).cast::<u32>().write_unaligned(MAGIC_BEHIND);
             (*self.state()).fs = block.fs.get();
             (*self.state()).gs = block.gs.get();
+            (*self.state()).selectors = selectors::read();
             (*self.state()).kept_flags = flags & (NESTED | IDENTIFICATION) | 2;
         }
     }
@@ -533,6 +546,7 @@ impl Stub {
         // SAFETY: The area is mapped for as long as the monitor lives, and the process waits.
         let (frame, state) = unsafe { (frame.read_unaligned(), &*self.state()) };
         let (signal, failed, fs, gs) = (state.signal, state.failed, state.fs, state.gs);
+        let programs_selectors = state.selectors;
         if failed != 0 {
             return Stop::Refused;
         }
@@ -547,6 +561,7 @@ impl Stub {
         block.segments.set(Segments { cs, ss: USER_STACK });
         block.fs.set(canonical(fs));
         block.gs.set(canonical(gs));
+        selectors::load(programs_selectors);
         // SAFETY: Both areas are as long (`learn_frame`). Values that the processor would refuse are
         // removed from the copy.
         unsafe {

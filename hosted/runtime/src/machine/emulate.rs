@@ -11,6 +11,7 @@ use crate::{
     cpuid,
     machine::{End, Exception, Machine},
     process::per_space::Request,
+    selectors,
     smp::{self, Processor, apic::Apic},
     vcpu::{CR4_GLOBAL, Table, USER_CODE, USER_CODE_32, USER_STACK},
 };
@@ -192,7 +193,7 @@ impl Machine {
                 low >> 16 & 0xFF_FFFF | low >> 32 & 0xFF00_0000
             }
         };
-        self.block().data[register.number() % 6].set(selector);
+        selectors::set(register, selector);
         match register {
             Register::SS => self.block().set_stack_segment(selector),
             Register::FS => self.block().fs.set(base),
@@ -205,10 +206,11 @@ impl Machine {
     fn store_segment(&mut self, instruction: &Instruction) -> Done {
         let is_push = instruction.op_count() == 1;
         let register = if is_push { instruction.op0_register() } else { instruction.op1_register() };
-        let value = u64::from(match register {
-            Register::CS => self.block().segments.get().cs,
-            Register::SS => self.block().segments.get().ss,
-            other => self.block().data[other.number() % 6].get(),
+        let place = selectors::REGISTERS.iter().position(|one| *one == register);
+        let value = u64::from(match (place, register) {
+            (Some(place), _) => selectors::read()[place],
+            (None, Register::CS) => self.block().segments.get().cs,
+            (None, _) => self.block().segments.get().ss,
         });
         if is_push { self.push(value) } else { self.set(instruction, 0, value) }
     }

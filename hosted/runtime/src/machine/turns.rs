@@ -6,7 +6,7 @@ use super::{End, Machine, pending};
 use crate::{
     layout::PAGE,
     process::per_space::{Event, Request, SpaceProcess},
-    signal,
+    selectors, signal,
 };
 
 impl Machine {
@@ -24,8 +24,10 @@ impl Machine {
         while space.is_elsewhere() {
             let rip = self.block().registers.rip.get();
             space.show(rip, self.visible(rip));
+            self.block().data.set(selectors::read());
             // The first process watches for processes that have ended.
             let _ = space.hand_over();
+            selectors::load(self.block().data.get());
             self.catch_up(space);
         }
         if space.take_stale() {
@@ -37,6 +39,7 @@ impl Machine {
     pub(crate) fn await_guest(&mut self) {
         let Some(space) = self.placement.per_space() else { return };
         let _ = space.await_turn();
+        selectors::load(self.block().data.get());
         self.catch_up(space);
         self.resume_or_hand_over();
     }
