@@ -1,7 +1,9 @@
-//! A driver in the guest that follows arbitrary bytes: the configuration space, registers, queues and
-//! commands of an NVMe controller.
+//! A driver in the guest that follows arbitrary bytes: the configuration space of a function, and registers,
+//! queues and commands of an NVMe controller and of an AHCI controller.
 //!
 //! The function must return for every input. A panic is a finding, and so is a hang.
+
+mod ports;
 
 use crate::{
     Memory,
@@ -22,7 +24,8 @@ const QUEUES: [u64; 4] = [0x1000, 0x2000, 0x3000, 0x4000];
 const ENTRIES: u32 = 8;
 
 /// Inputs to begin with: a controller that is switched on and identified; one whose pair of queues is made,
-/// and whose first block is written and read; a configuration space.
+/// and whose first block is written and read; a configuration space; a disk that is
+/// identified, is written to, and refuses a command.
 pub const SEEDS: &[&[u8]] = &[
     &[0, 0, 2, 0, 6, 1, 0x80, 1, 0, 0, 0, 0, 0, 0, 0, 2, 0, 6, 0, 0x80, 2, 0, 0, 0, 0, 0, 0, 0],
     &[
@@ -30,6 +33,10 @@ pub const SEEDS: &[&[u8]] = &[
         1,
     ],
     &[1, 0x40, 0x11, 0, 2, 0x80, 3, 0x40, 0, 0, 0, 0, 4, 0, 1, 0, 0, 0, 0],
+    &[
+        2, 2, 0, 0xEC, 0x80, 0, 0, 0, 0, 0, 0, 0, 0, 0x20, 0xFF, 0, 2, 0, 0x61, 0x81, 5, 0, 0x40, 8, 0, 1, 0,
+        0, 0x20, 0xFF, 0, 2, 0, 0xB0, 0x82, 0, 0, 0, 0, 0, 0, 0, 0, 0x20, 0xFF, 0,
+    ],
 ];
 
 /// Bytes of an input, from which numbers are taken. After the last byte there are zeros.
@@ -51,7 +58,11 @@ impl Input<'_> {
 #[must_use]
 pub fn run(input: &[u8]) -> u64 {
     let mut input = Input(input);
-    if input.byte() % 2 == 1 { function(&mut input) } else { controller(&mut input) }
+    match input.byte() % 3 {
+        0 => controller(&mut input),
+        1 => function(&mut input),
+        _ => ports::run(&mut input),
+    }
 }
 
 /// Makes a function of a space with some bytes of the input in it, and uses the function.
@@ -205,5 +216,6 @@ mod tests {
         let outcomes: Vec<u64> = SEEDS.iter().map(|seed| run(seed)).collect();
         assert_eq!(outcomes[..2], [17, 17]);
         assert!(outcomes[2] < 16);
+        assert_eq!(outcomes[3], 0x71);
     }
 }

@@ -7,12 +7,15 @@
 //! - [`pci`]: the configuration space of a function, and its messages (MSI, MSI-X).
 //! - [`nvme`]: an NVMe controller. Its registers belong to processors; its queues belong to one thread of
 //!   the monitor, so that no processor waits for a disk.
+//! - [`ahci`]: an AHCI controller with SATA disks, in the same form.
 //! - [`disk`]: a disk in a file or a block device.
 
+pub mod ahci;
 pub mod disk;
 #[doc(hidden)]
 pub mod fuzz;
 pub mod nvme;
+mod parts;
 pub mod pci;
 mod testing;
 
@@ -30,4 +33,6 @@ pub trait Memory {
 pub trait Interrupts {
     /// Raises one of the controller's vectors.
     fn raise(&self, vector: u16);
+    /// Sets the level of the controller's line. It has one if it does without messages.
+    fn level(&self, _is_high: bool) {}
 }

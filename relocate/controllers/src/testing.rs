@@ -3,7 +3,10 @@
 use crate::{Disk, Interrupts, Memory};
 use std::{
     io,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 /// Memory from address zero.
@@ -37,15 +40,19 @@ impl Memory for Ram {
     }
 }
 
-/// The vectors that were raised.
+/// The vectors that were raised, and the level of the line.
 #[derive(Clone, Debug, Default)]
-pub struct Raised(pub Arc<Mutex<Vec<u16>>>);
+pub struct Raised(pub Arc<Mutex<Vec<u16>>>, pub Arc<AtomicBool>);
 
 impl Interrupts for Raised {
     fn raise(&self, vector: u16) {
         if let Ok(mut all) = self.0.lock() {
             all.push(vector);
         }
+    }
+
+    fn level(&self, is_high: bool) {
+        self.1.store(is_high, Ordering::Relaxed);
     }
 }
 

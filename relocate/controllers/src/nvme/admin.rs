@@ -4,7 +4,7 @@ use super::{
     command::{ALL, Command, Outcome, Status},
     controller::Controller,
     identify::{EVENTS, STRUCTURE},
-    prp::Data,
+    prp,
     queue::{Completions, Submissions, silence},
 };
 use crate::{Interrupts, Memory};
@@ -193,7 +193,7 @@ impl<M: Memory, I: Interrupts> Controller<M, I> {
     }
 
     fn give(&self, command: &Command, bytes: &[u8]) -> Outcome {
-        Data::find(&self.memory, command.pages(), bytes.len() as u64)?.write(bytes)?;
+        prp::find(&self.memory, command.pages(), bytes.len() as u64)?.write(bytes)?;
         Ok(0)
     }
 

@@ -3,9 +3,9 @@
 use super::{
     command::{ALL, Command, Outcome, Status},
     identify::Namespace,
-    prp::Data,
+    prp,
 };
-use crate::Memory;
+use crate::{Memory, parts::Parts};
 
 mod opcode {
     pub const FLUSH: u8 = 0x00;
@@ -99,13 +99,13 @@ impl Namespace {
         command: &Command,
         most: Option<u64>,
         memory: &M,
-        mut copy: impl FnMut(&mut Self, u64, &mut [u8], &mut Data<'_, M>) -> Result<(), Status>,
+        mut copy: impl FnMut(&mut Self, u64, &mut [u8], &mut Parts<'_, M>) -> Result<(), Status>,
     ) -> Outcome {
         let (at, length) = self.place(command)?;
         if most.is_some_and(|most| length > most) {
             return Err(Status::INVALID_FIELD);
         }
-        let mut data = Data::find(memory, command.pages(), length)?;
+        let mut data = prp::find(memory, command.pages(), length)?;
         let mut buffer = vec![0; length.min(BUFFER) as usize];
         for done in (0..length).step_by(BUFFER as usize) {
             let part = &mut buffer[..(length - done).min(BUFFER) as usize];
@@ -117,7 +117,7 @@ impl Namespace {
     fn read<M: Memory + ?Sized>(&mut self, command: &Command, most: Option<u64>, memory: &M) -> Outcome {
         self.transfer(command, most, memory, |namespace, at, part, data| {
             namespace.disk.read(at, part).map_err(|error| Status::of_read(&error))?;
-            data.write(part)
+            Ok(data.write(part)?)
         })
     }
 
@@ -137,7 +137,7 @@ impl Namespace {
     fn give_up(&mut self, command: &Command, memory: &(impl Memory + ?Sized)) -> Outcome {
         let count = (command.word(10) & 0xFF) as usize + 1;
         let mut bytes = vec![0; count * RANGE];
-        Data::find(memory, command.pages(), bytes.len() as u64)?.read(&mut bytes)?;
+        prp::find(memory, command.pages(), bytes.len() as u64)?.read(&mut bytes)?;
         let mut ranges = Vec::with_capacity(count);
         for range in bytes.as_chunks::<RANGE>().0 {
             let [_, blocks, low, high] = [0, 4, 8, 12]
