@@ -116,6 +116,8 @@ fn compare_round(place: &Place, program: &Path, seed: u64, isolation: usize, cpu
     let words = format!("loglevel=1 norandmaps -- {arguments} {LEFT_OUT}");
     command.args(["--memory", "256", "--append", &words]);
     let log = Machine::start(place, &mut command).end(RESET);
+    // A message of the kernel would be in the middle of a line.
+    assert!(!log.contains("segfault at"), "{log}");
     assert_eq!(facts(&log), facts(&native), "{arguments}, {}, {cpus} processors", ISOLATIONS[isolation]);
     ROUND - list.lines().count() as u64
 }
