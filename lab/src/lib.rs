@@ -46,6 +46,7 @@ mod hung;
 pub mod hypervisor;
 pub mod image;
 pub mod iommu;
+pub mod java;
 pub mod kernel;
 pub mod ledger;
 pub mod link;

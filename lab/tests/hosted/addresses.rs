@@ -1,6 +1,8 @@
 //! Programs that insist on addresses, in a machine whose memory takes these addresses: they work, or
 //! they are refused and end by themselves. The machine goes on, and its kernel is as it was.
 
+use mercury_lab::java;
+
 use super::*;
 
 /// Asks for addresses of 32 bits until none is left. New memory is zero, and stays what was written.
@@ -79,4 +81,96 @@ fn programs_that_insist_on_addresses_never_get_the_kernel_s() -> Result<()> {
 #[ignore = "long"]
 fn programs_that_insist_on_addresses_do_so_in_processes_of_their_own() -> Result<()> {
     use_addresses(ISOLATIONS[1])
+}
+
+/// A program that fills 600 MiB, has garbage collected, and adds up what is left.
+const HEAP: &str = r#"
+public class Heap {
+	static final int SIZE = 1 << 16, COUNT = 2400;
+	public static void main(String[] words) {
+		int[][] all = new int[COUNT][];
+		long sum = 0;
+		for (int i = 0; i < COUNT; i++) {
+			all[i] = new int[SIZE];
+			for (int at = 0; at < SIZE; at++) {
+				if (all[i][at] != 0)
+					throw new RuntimeException("new memory is not zero");
+				all[i][at] = i * 31 + at;
+			}
+			new StringBuilder("garbage").append(new byte[1 << 18].length);
+		}
+		System.gc();
+		for (int[] one : all)
+			for (int value : one)
+				sum += value;
+		System.out.println("heap: " + sum);
+	}
+}
+"#;
+
+/// Returns what that program prints.
+fn heap_s_sum() -> String {
+    let (size, count) = (1_i64 << 16, 2400_i64);
+    let sum = 31 * size * (count * (count - 1) / 2) + count * (size * (size - 1) / 2);
+    format!("heap: {sum}\n")
+}
+
+/// Runs Java with a heap of 1 GiB in a machine of 3 GB, whose page cache is full before.
+fn use_java(isolation: &str, cpus: &str) -> Result<()> {
+    let place = Place::new("java")?;
+    let disk = place.root_disk(&Image::ensure(Release::Bookworm)?)?;
+    let mut command = place.run();
+    command.arg("--disk").arg(&disk);
+    command.args(["--disk", &format!("{},ro", place.name_for(&java::disk()?, "java.img")?.display())]);
+    command.args([
+        "--memory",
+        "3072",
+        "--append",
+        "root=/dev/vda rw init=/bin/sh",
+        isolation,
+        "--cpus",
+        cpus,
+    ]);
+    let mut machine = Machine::start(&place, &mut command);
+    machine.wait_for("Run /bin/sh as init");
+    machine.type_line(SHELL);
+    machine.wait_for("ready\n");
+    machine.type_line("mount -o ro /dev/vdb /mnt; mount -t proc p /mnt/proc; mount -t tmpfs t /mnt/tmp");
+    machine.type_line("cat > /mnt/tmp/Heap.java <<'E''ND'");
+    HEAP.lines().for_each(|line| machine.type_line(line));
+    machine.type_line("END");
+    machine.type_line("cat /usr/lib/x86_64-linux-gnu/* /mnt/usr/lib/jvm/*/lib/* > /dev/null 2>&1; cat /dev/vda | head -c 2500M > /dev/null");
+    let java = format!("chroot /mnt {} -Xmx1g -Xlog:gc+heap+coops=debug", java::JAVA);
+    // Serial collects in one thread, G1 in several.
+    for options in ["-XX:+UseSerialGC", "-XX:+UseG1GC -Xms1g -XX:+AlwaysPreTouch"] {
+        machine.type_line(&format!("{java} {options} /tmp/Heap.java; echo ja''va $?"));
+    }
+    machine.type_line("echo st''ill $((40 + 2))");
+    let start = Instant::now();
+    machine.wait_within(4 * LIMIT, "still 42\n");
+    println!("{isolation}, {cpus} processors: Java after {:?}", start.elapsed());
+    machine.type_line("mount -o remount,ro /dev/vda /; poweroff -f");
+    let log = machine.end(HALTED);
+    // A word of Java's that is a kernel's complaint elsewhere.
+    assert_well(&log.replace("Compressed Oops", ""));
+    assert_eq!((log.matches("java 0\n").count(), log.matches(&heap_s_sum()).count()), (2, 2), "{log}");
+    let heaps: Vec<_> = log.lines().filter_map(|line| line.split_once("Heap address: 0x")).collect();
+    let heaps = heaps.iter().filter_map(|(_, rest)| u64::from_str_radix(&rest[..16], 16).ok());
+    let outside = heaps.filter(|at| *at + (1 << 30) <= 0x3800_0000 || *at >= 0x4000_0000 + (3 << 30)).count();
+    assert_eq!(outside, 2, "{log}");
+    Ok(())
+}
+
+#[test]
+#[ignore = "long"]
+fn java_has_its_heap_outside_the_machine_s_memory() -> Result<()> {
+    use_java(ISOLATIONS[0], "1")?;
+    use_java(ISOLATIONS[0], "2")
+}
+
+#[test]
+#[ignore = "long"]
+fn java_has_its_heap_outside_in_processes_of_its_own() -> Result<()> {
+    use_java(ISOLATIONS[1], "1")?;
+    use_java(ISOLATIONS[1], "2")
 }
