@@ -33,6 +33,9 @@ static const struct {
 	{ "send-read-only", 0, test_send_read_only },
 	{ "queue-without-pages", 1, test_queue_without_pages },
 	{ "hang", 1, test_hang },
+	{ "hang-all", 1, test_hang_all },
+	{ "hang-in-nmi", 1, test_hang_in_nmi },
+	{ "oops", 1, test_oops },
 	{ "hang-and-panic", 1, test_hang_and_panic },
 	{ "triple-fault", 1, test_triple_fault },
 };

@@ -71,6 +71,9 @@ void test_refuse_exit(void);
 
 /* death.c */
 int test_hang(struct test_answer *answer, const u64 *arguments);
+int test_hang_all(struct test_answer *answer, const u64 *arguments);
+int test_hang_in_nmi(struct test_answer *answer, const u64 *arguments);
+int test_oops(struct test_answer *answer, const u64 *arguments);
 int test_hang_and_panic(struct test_answer *answer, const u64 *arguments);
 int test_triple_fault(struct test_answer *answer, const u64 *arguments);
 

@@ -10,9 +10,11 @@ fn main() {
     for file in FILES {
         build.file(format!("../driver/snapshot/{file}"));
     }
+    build.file("../driver/watch/judge.c");
     build.file("host/layout.c");
     build.compile("mercury_driver_arithmetic");
     println!("cargo::rerun-if-changed=host");
     println!("cargo::rerun-if-changed=../driver/snapshot");
+    println!("cargo::rerun-if-changed=../driver/watch");
     println!("cargo::rerun-if-changed=../driver/mercury_abi.h");
 }

@@ -26,6 +26,7 @@
 #include <asm/tsc.h>
 
 #include "snapshot/snapshot.h"
+#include "watch/watch.h"
 
 #define MEASURE_COUNT_MAX	1000
 /* A CPU mask longer than any kernel's is a mistake. */
@@ -52,6 +53,7 @@ union request {
 	struct mercury_log_request log;
 	struct mercury_disk_log_request disk_log;
 	struct mercury_firmware_request firmware;
+	struct mercury_watch_request watch;
 };
 
 /* An ioctl. `run` returns a MERCURY_CODE_* or a negative errno. */
@@ -397,6 +399,20 @@ static int run_firmware(union request *request, struct mercury_outcome *outcome)
 	return mercury_firmware_read(&request->firmware);
 }
 
+static int run_watch(union request *request, struct mercury_outcome *outcome)
+{
+	int result = mercury_watch_set(&request->watch);
+
+	mercury_watch_status(&request->watch);
+	return result;
+}
+
+static int run_watch_status(union request *request, struct mercury_outcome *outcome)
+{
+	mercury_watch_status(&request->watch);
+	return MERCURY_CODE_OK;
+}
+
 static int run_restore_read(union request *request, struct mercury_outcome *outcome)
 {
 	return mercury_restore_read(&request->load_frames, outcome);
@@ -450,6 +466,8 @@ static const struct operation operations[] = {
 	{ MERCURY_IOC_LOG_COLLECT, false, OUTCOME(log), NONE, run_log_collect },
 	{ MERCURY_IOC_DISK_LOG, false, OUTCOME(disk_log), NONE, run_disk_log },
 	{ MERCURY_IOC_FIRMWARE, false, OUTCOME(firmware), READS, run_firmware },
+	{ MERCURY_IOC_WATCH, false, OUTCOME(watch), NONE, run_watch },
+	{ MERCURY_IOC_WATCH_STATUS, true, OUTCOME(watch), NONE, run_watch_status },
 	{ MERCURY_IOC_RESTORE_READ, false, OUTCOME(load_frames), WRITES, run_restore_read },
 	{ MERCURY_IOC_RESTORE_GO, false, OUTCOME(load), WRITES, run_restore_go },
 #ifdef CONFIG_MERCURY_FAULT_INJECTION

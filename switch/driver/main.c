@@ -5,6 +5,7 @@
 #include <linux/module.h>
 
 #include "snapshot/snapshot.h"
+#include "watch/watch.h"
 
 struct mercury mercury = {
 	.lock = __MUTEX_INITIALIZER(mercury.lock),
@@ -46,6 +47,7 @@ static void __exit mercury_exit(void)
 	mercury_device_exit();
 	mercury_control_exit();
 	mercury_device_wait();
+	mercury_watch_exit();
 	mercury_snapshot_exit();
 	mercury_events_exit();
 }

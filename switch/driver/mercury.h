@@ -5,6 +5,8 @@
  *	attach/		loads the hypervisor, attaches CPUs to it and detaches them
  *	snapshot/	snapshots of memory, and all that stands on them
  *
+ * watch/ stands on both: it notices CPUs that hang.
+ *
  * snapshot/ calls attach/. attach/ calls snapshot/ through struct mercury_hooks only (attach/attach.h).
  * main.c starts and ends the module; device.c is /dev/mercury: open, ioctl, mmap. Both are above the
  * halves. This file holds what all of them share. attach/attach.h and snapshot/snapshot.h list the files of

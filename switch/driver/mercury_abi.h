@@ -264,6 +264,8 @@
 #define MERCURY_ROLLBACK_REASON_PANIC 2
 #define MERCURY_ROLLBACK_REASON_STOP 3
 #define MERCURY_ROLLBACK_REASON_TRIPLE_FAULT 4
+#define MERCURY_ROLLBACK_REASON_HANG 5
+#define MERCURY_ROLLBACK_REASON_OOPS 6
 
 /* Number of entries of a PageList. */
 #define MERCURY_PAGE_LIST_MAX 511
@@ -396,6 +398,31 @@
 #define MERCURY_IOC_DISK_LOG _UL(0xc048f51c)
 /* Reads a page of the firmware's memory. Argument: a FirmwareRequest. */
 #define MERCURY_IOC_FIRMWARE _UL(0xc030f51d)
+/* Starts the watch, changes its acts, or stops it. Argument: a WatchRequest. */
+#define MERCURY_IOC_WATCH _UL(0xc0d8f51e)
+/* Fills a WatchRequest with the state of the watch. */
+#define MERCURY_IOC_WATCH_STATUS _UL(0xc0d8f51f)
+/* Bit of WatchRequest::acts: CPUs are watched. Every other bit needs it. */
+#define MERCURY_WATCH_ON 1
+/*
+ * Bit of WatchRequest::acts: a hang becomes a panic if there is no snapshot to go back
+ * to. Without this bit a hang is reported.
+ */
+#define MERCURY_WATCH_PANIC 2
+/*
+ * Bit of WatchRequest::acts: an oops puts the machine back to its snapshot if the
+ * kernel is likely to die of it: in a kernel thread, in an interrupt, or with a lock
+ * held.
+ */
+#define MERCURY_WATCH_OOPS_FATAL 4
+/* Bit of WatchRequest::acts: every oops puts the machine back to its snapshot. */
+#define MERCURY_WATCH_OOPS 8
+/* All bits of WatchRequest::acts. */
+#define MERCURY_WATCH_ACTS 15
+/* Bit of WatchRequest::tiers: the HPET sends NMIs to all CPUs. */
+#define MERCURY_WATCH_TIER_HPET 1
+/* Bit of WatchRequest::tiers: each CPU's counter of cycles sends it NMIs. */
+#define MERCURY_WATCH_TIER_PERF 2
 /*
  * Value of DiskLogRequest::what: begin a log. It holds all writes from here on, and
  * ends with the controller.
@@ -594,6 +621,12 @@
 #define MERCURY_CODE_RESTORE_FRAME 165
 #define MERCURY_CODE_RESTORE_QUIESCE 166
 #define MERCURY_CODE_RESTORE_MEMORY 167
+#define MERCURY_CODE_WATCH_NO_HPET 171
+#define MERCURY_CODE_WATCH_HPET_BUSY 172
+#define MERCURY_CODE_WATCH_REMAPPED 173
+#define MERCURY_CODE_WATCH_NO_PIN 174
+#define MERCURY_CODE_WATCH_SILENT 175
+#define MERCURY_CODE_WATCH_NO_PMU 176
 #define MERCURY_CODE_SWAP_IN_USE 180
 #define MERCURY_CODE_DEVICES_UNSEEN 181
 #define MERCURY_CODE_CPUS_OFFLINE 182
@@ -2218,6 +2251,54 @@ static_assert(sizeof(struct mercury_outcome) == 24);
 static_assert(offsetof(struct mercury_outcome, code) == 0);
 static_assert(offsetof(struct mercury_outcome, cpu) == 4);
 static_assert(offsetof(struct mercury_outcome, detail) == 8);
+
+/* Arguments of the watch, and its state. */
+struct mercury_watch_request {
+	/* Size and version of this structure. */
+	struct mercury_header header;
+	/* Reserved; must be zero. */
+	u64 flags;
+	/* In: bits of MERCURY_WATCH_*, 0 to stop the watch. Out: the bits in force. */
+	u32 acts;
+	/* Out: bits of MERCURY_WATCH_TIER_*: the sources of NMIs in use. */
+	u32 tiers;
+	/* Out: crate::code::Code that tells why the HPET is not used; 0 if it is. */
+	u32 hpet_code;
+	/*
+	 * Out: crate::code::Code that tells why counters of cycles are not used; 0 if
+	 * they are.
+	 */
+	u32 perf_code;
+	/* Out: number of CPUs that are watched. */
+	u32 cpus;
+	/* Reserved; must be zero. */
+	u32 reserved;
+	/* Out: number of NMIs of the HPET since the driver was loaded. */
+	u64 ticks;
+	/* Out: number of hangs that were noticed. */
+	u64 alarms;
+	/* Out: the longest time for which a CPU has been seen frozen, in milliseconds. */
+	u64 longest_ms;
+	/* Out: the last alarm in words, up to the first zero byte. */
+	u8 message[128];
+	/* Out: how the operation ended. */
+	struct mercury_outcome outcome;
+};
+
+static_assert(sizeof(struct mercury_watch_request) == 216);
+static_assert(offsetof(struct mercury_watch_request, header) == 0);
+static_assert(offsetof(struct mercury_watch_request, flags) == 8);
+static_assert(offsetof(struct mercury_watch_request, acts) == 16);
+static_assert(offsetof(struct mercury_watch_request, tiers) == 20);
+static_assert(offsetof(struct mercury_watch_request, hpet_code) == 24);
+static_assert(offsetof(struct mercury_watch_request, perf_code) == 28);
+static_assert(offsetof(struct mercury_watch_request, cpus) == 32);
+static_assert(offsetof(struct mercury_watch_request, reserved) == 36);
+static_assert(offsetof(struct mercury_watch_request, ticks) == 40);
+static_assert(offsetof(struct mercury_watch_request, alarms) == 48);
+static_assert(offsetof(struct mercury_watch_request, longest_ms) == 56);
+static_assert(offsetof(struct mercury_watch_request, message) == 64);
+static_assert(offsetof(struct mercury_watch_request, outcome) == 192);
 
 /* Arguments of a disk's dirty log. */
 struct mercury_disk_log_request {

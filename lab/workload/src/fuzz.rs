@@ -20,8 +20,9 @@ use mercury_abi::{
         MERCURY_IOC_RESTORE_READ, MERCURY_IOC_SNAPSHOT_BEGIN, MERCURY_IOC_SNAPSHOT_END,
         MERCURY_IOC_SNAPSHOT_MACHINE, MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_READ,
         MERCURY_IOC_SNAPSHOT_READ_PRESENT, MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM, MERCURY_IOC_UNLOAD,
-        MERCURY_STATE_CRASHED, MERCURY_STATE_UNLOADED, MeasureRequest, Outcome, RestartRequest,
-        SnapshotReadRequest, SnapshotRequest, StatusRequest, SwitchRequest,
+        MERCURY_IOC_WATCH, MERCURY_IOC_WATCH_STATUS, MERCURY_STATE_CRASHED, MERCURY_STATE_UNLOADED,
+        MeasureRequest, Outcome, RestartRequest, SnapshotReadRequest, SnapshotRequest, StatusRequest,
+        SwitchRequest, WatchRequest,
     },
 };
 use serde_json::json;
@@ -46,7 +47,7 @@ const ERRORS: [(i32, &str); 13] = [
     (libc::EINTR, "EINTR"),
     (libc::EIO, "EIO"),
 ];
-const COMMANDS: [u32; 23] = [
+const COMMANDS: [u32; 25] = [
     MERCURY_IOC_SYSTEM,
     MERCURY_IOC_FACTS,
     MERCURY_IOC_LOAD,
@@ -66,13 +67,15 @@ const COMMANDS: [u32; 23] = [
     MERCURY_IOC_SNAPSHOT_MACHINE,
     MERCURY_IOC_FENCE,
     MERCURY_IOC_FIRMWARE,
+    MERCURY_IOC_WATCH,
+    MERCURY_IOC_WATCH_STATUS,
     MERCURY_IOC_RESTORE_BEGIN,
     MERCURY_IOC_RESTORE_LOAD,
     MERCURY_IOC_RESTORE_READ,
     MERCURY_IOC_RESTORE_GO,
 ];
 /// The first number beyond all requests.
-const NUMBERS_END: u32 = 30;
+const NUMBERS_END: u32 = 32;
 
 /// The requests to send.
 #[derive(Debug, clap::Args)]
@@ -358,6 +361,22 @@ impl<'a> Fuzzer<'a> {
                 page_phys: self.address(),
                 data_addr: self.pointer(),
                 ..FirmwareRequest::default()
+            }),
+            // A panic would end the test: no acts besides being on.
+            MERCURY_IOC_WATCH | MERCURY_IOC_WATCH_STATUS => bytes_of(WatchRequest {
+                header,
+                flags: self.rng.pick(&[0, 0, 0, 1, u64::MAX]),
+                acts: self.rng.pick(&[0, 1, 1, 2, 1 << 31]),
+                tiers: 0,
+                hpet_code: 0,
+                perf_code: 0,
+                cpus: 0,
+                reserved: self.rng.pick(&[0, 0, 0, 1]),
+                ticks: 0,
+                alarms: 0,
+                longest_ms: 0,
+                message: [0; 128],
+                outcome: Outcome::default(),
             }),
             MERCURY_IOC_FAULT => bytes_of(FaultRequest { header, ..FaultRequest::default() }),
             _ => bytes_of([u64::from(header.size) | u64::from(header.version) << 32, self.rng.below(4)]),

@@ -273,6 +273,20 @@ codes! {
     /// The restore environment does not find memory of the checkpointed machine.
     RestoreMemory = 167, "restore-memory";
 
+    // 171..: the watch of `mercury guard`
+    /// There is no HPET with a free comparator.
+    WatchNoHpet = 171, "watch-no-hpet";
+    /// Another program uses the comparator of the HPET.
+    WatchHpetBusy = 172, "watch-hpet-busy";
+    /// An IOMMU remaps interrupts.
+    WatchRemapped = 173, "watch-remapped";
+    /// The I/O APIC has no free pin that the HPET can use.
+    WatchNoPin = 174, "watch-no-pin";
+    /// NMIs of the HPET do not arrive.
+    WatchSilent = 175, "watch-silent";
+    /// The processor has no free counter of cycles.
+    WatchNoPmu = 176, "watch-no-pmu";
+
     // 180..: refusals of the command alone, before an image, a kept snapshot or a move
     /// Memory is swapped out.
     SwapInUse = 180, "swap-in-use";

@@ -87,6 +87,61 @@ pub const MERCURY_IOC_DISK_LOG: u32 = iowr::<DiskLogRequest>(28);
 /// Reads a page of the firmware's memory. Argument: a [`FirmwareRequest`].
 pub const MERCURY_IOC_FIRMWARE: u32 = iowr::<FirmwareRequest>(29);
 
+/// Starts the watch, changes its acts, or stops it. Argument: a [`WatchRequest`].
+pub const MERCURY_IOC_WATCH: u32 = iowr::<WatchRequest>(30);
+/// Fills a [`WatchRequest`] with the state of the watch.
+pub const MERCURY_IOC_WATCH_STATUS: u32 = iowr::<WatchRequest>(31);
+
+/// Bit of [`WatchRequest::acts`]: CPUs are watched. Every other bit needs it.
+pub const MERCURY_WATCH_ON: u32 = 1 << 0;
+/// Bit of [`WatchRequest::acts`]: a hang becomes a panic if there is no snapshot to go back to.
+/// Without this bit a hang is reported.
+pub const MERCURY_WATCH_PANIC: u32 = 1 << 1;
+/// Bit of [`WatchRequest::acts`]: an oops puts the machine back to its snapshot if the kernel is
+/// likely to die of it: in a kernel thread, in an interrupt, or with a lock held.
+pub const MERCURY_WATCH_OOPS_FATAL: u32 = 1 << 2;
+/// Bit of [`WatchRequest::acts`]: every oops puts the machine back to its snapshot.
+pub const MERCURY_WATCH_OOPS: u32 = 1 << 3;
+/// All bits of [`WatchRequest::acts`].
+pub const MERCURY_WATCH_ACTS: u32 =
+    MERCURY_WATCH_ON | MERCURY_WATCH_PANIC | MERCURY_WATCH_OOPS_FATAL | MERCURY_WATCH_OOPS;
+/// Bit of [`WatchRequest::tiers`]: the HPET sends NMIs to all CPUs.
+pub const MERCURY_WATCH_TIER_HPET: u32 = 1 << 0;
+/// Bit of [`WatchRequest::tiers`]: each CPU's counter of cycles sends it NMIs.
+pub const MERCURY_WATCH_TIER_PERF: u32 = 1 << 1;
+
+/// Arguments of the watch, and its state.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WatchRequest {
+    /// Size and version of this structure.
+    pub header: Header,
+    /// Reserved; must be zero.
+    pub flags: u64,
+    /// In: bits of `MERCURY_WATCH_*`, 0 to stop the watch. Out: the bits in force.
+    pub acts: u32,
+    /// Out: bits of `MERCURY_WATCH_TIER_*`: the sources of NMIs in use.
+    pub tiers: u32,
+    /// Out: [`crate::code::Code`] that tells why the HPET is not used; 0 if it is.
+    pub hpet_code: u32,
+    /// Out: [`crate::code::Code`] that tells why counters of cycles are not used; 0 if they are.
+    pub perf_code: u32,
+    /// Out: number of CPUs that are watched.
+    pub cpus: u32,
+    /// Reserved; must be zero.
+    pub reserved: u32,
+    /// Out: number of NMIs of the HPET since the driver was loaded.
+    pub ticks: u64,
+    /// Out: number of hangs that were noticed.
+    pub alarms: u64,
+    /// Out: the longest time for which a CPU has been seen frozen, in milliseconds.
+    pub longest_ms: u64,
+    /// Out: the last alarm in words, up to the first zero byte.
+    pub message: [u8; 128],
+    /// Out: how the operation ended.
+    pub outcome: Outcome,
+}
+
 /// Value of [`DiskLogRequest::what`]: begin a log. It holds all writes from here on, and ends with
 /// the controller.
 pub const MERCURY_DISK_LOG_BEGIN: u32 = 0;

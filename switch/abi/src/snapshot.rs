@@ -87,16 +87,22 @@ pub enum RollbackReason {
     Stop = 3,
     /// A CPU shut down: a triple fault.
     TripleFault = 4,
+    /// A CPU hung.
+    Hang = 5,
+    /// The kernel met an exception of its own: an oops.
+    Oops = 6,
 }
 
 impl RollbackReason {
     /// Every reason with its name.
-    pub const NAMES: [(RollbackReason, &'static str); 5] = [
+    pub const NAMES: [(RollbackReason, &'static str); 7] = [
         (RollbackReason::None, "none"),
         (RollbackReason::Command, "command"),
         (RollbackReason::Panic, "panic"),
         (RollbackReason::Stop, "panic elsewhere"),
         (RollbackReason::TripleFault, "triple fault"),
+        (RollbackReason::Hang, "hang"),
+        (RollbackReason::Oops, "oops"),
     ];
 
     /// Returns the reason with this number, if there is one.

@@ -21,8 +21,9 @@ use mercury_abi::{
         MERCURY_IOC_RESTORE_LOAD, MERCURY_IOC_RESTORE_READ, MERCURY_IOC_ROLLBACK, MERCURY_IOC_SNAPSHOT_BEGIN,
         MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_MACHINE, MERCURY_IOC_SNAPSHOT_PREPARE,
         MERCURY_IOC_SNAPSHOT_READ, MERCURY_IOC_SNAPSHOT_READ_PRESENT, MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM,
-        MERCURY_IOC_UNLOAD, MeasureRequest, Outcome, RestartRequest, SnapshotReadRequest, SnapshotRequest,
-        StatusRequest, SwitchRequest, SwitchResult, SystemInfo,
+        MERCURY_IOC_UNLOAD, MERCURY_IOC_WATCH, MERCURY_IOC_WATCH_STATUS, MeasureRequest, Outcome,
+        RestartRequest, SnapshotReadRequest, SnapshotRequest, StatusRequest, SwitchRequest, SwitchResult,
+        SystemInfo, WatchRequest,
     },
     restart::{LoadEntry, RestartCpu, RestartRange},
     shared::{SHARED_CPU_SIZE, SHARED_MAGIC, SharedCpu},
@@ -76,6 +77,25 @@ impl Silent {
             Self::Both => MERCURY_FENCE_RETURN,
             Self::Second => MERCURY_FENCE_RETURN | MERCURY_FENCE_OPEN_HERE,
         }
+    }
+}
+
+/// Returns an empty request to the watch.
+fn no_watch() -> WatchRequest {
+    WatchRequest {
+        header: Header::of::<WatchRequest>(),
+        flags: 0,
+        acts: 0,
+        tiers: 0,
+        hpet_code: 0,
+        perf_code: 0,
+        cpus: 0,
+        reserved: 0,
+        ticks: 0,
+        alarms: 0,
+        longest_ms: 0,
+        message: [0; 128],
+        outcome: Outcome::default(),
     }
 }
 
@@ -511,6 +531,22 @@ impl Device {
         let mut request = SnapshotRequest { header, ..SnapshotRequest::default() };
         let result = self.request::<MERCURY_IOC_ROLLBACK, _>(&mut request);
         failure("the rollback", result, &request.outcome)
+    }
+
+    /// Starts the watch with these acts, or stops it; returns its state.
+    pub fn watch(&self, acts: u32) -> Result<WatchRequest> {
+        let mut request = WatchRequest { acts, ..no_watch() };
+        let result = self.request::<MERCURY_IOC_WATCH, _>(&mut request);
+        failure("the watch", result, &request.outcome)?;
+        Ok(request)
+    }
+
+    /// Returns the state of the watch.
+    pub fn watch_status(&self) -> Result<WatchRequest> {
+        let mut request = no_watch();
+        let result = self.request::<MERCURY_IOC_WATCH_STATUS, _>(&mut request);
+        failure("reading the state of the watch", result, &request.outcome)?;
+        Ok(request)
     }
 
     /// Returns the description that is needed to restore the machine of the snapshot, without the

@@ -746,6 +746,52 @@ pub const TABLE: &[Entry] = &[
          /sys/devices/system/memory/memory…/state, then unload its driver, or have the host take it back)",
     ),
     entry_of(
+        Code::WatchNoHpet,
+        "this machine shows no HPET with a comparator that the kernel leaves free",
+        "The watch has a comparator of the HPET send NMIs to CPUs that take no interrupts any more. The \
+         firmware hides the HPET, it has fewer than three comparators, or it is switched off. Without it, \
+         and without a counter of cycles, a hang of all CPUs cannot be seen.",
+        "switch the HPET on in the firmware, and leave out hpet=disable on the kernel's command line; \
+         systemd's RuntimeWatchdogSec with a hardware watchdog resets a machine that hangs",
+    ),
+    entry_of(
+        Code::WatchHpetBusy,
+        "another program uses the comparator of the HPET",
+        "The watch takes the last comparator. A program that has /dev/hpet open, or another driver, has \
+         started it.",
+        "end that program (`fuser /dev/hpet` shows it), and try again",
+    ),
+    entry_of(
+        Code::WatchRemapped,
+        "an IOMMU remaps interrupts, and lets no NMI of the HPET through",
+        "Each interrupt passes a table of the IOMMU then, and the kernel makes no entry for an NMI of a \
+         module's. Counters of cycles are not concerned.",
+        "nothing where counters of cycles are in use; else boot with intremap=off, if the machine needs no \
+         x2APIC",
+    ),
+    entry_of(
+        Code::WatchNoPin,
+        "the I/O APIC has no free pin that the HPET can use",
+        "This HPET can send no messages (FSB), and drives a pin of the I/O APIC instead. The kernel has a \
+         use for each of those pins.",
+        "nothing where counters of cycles are in use",
+    ),
+    entry_of(
+        Code::WatchSilent,
+        "NMIs of the HPET do not arrive",
+        "The watch waits for its first NMIs before it relies on them. They did not come, or they stopped \
+         later and could not be started again: the firmware or another driver uses the same comparator.",
+        "`mercury guard off`, then `mercury guard on` tries again",
+    ),
+    entry_of(
+        Code::WatchNoPmu,
+        "the processor has no free counter of cycles",
+        "In a virtual machine there often is none. The firmware may use the counters itself, or profilers \
+         have all of them.",
+        "nothing where the HPET is in use; else end profilers, or set kernel.nmi_watchdog=0, which frees the \
+         counter of the kernel's own watchdog",
+    ),
+    entry_of(
         Code::SwapInUse,
         "memory is swapped out, and there is no room to read it back",
         "An image, or a move, has only the contents of memory. Pages that are swapped out lie on a disk \

@@ -2,8 +2,8 @@
 //!
 //! * [`driver`]: requests to the kernel module, as a trait; [`device`] sends them to `/dev/mercury`;
 //! * [`module`] loads and removes the kernel module, and [`access`] opens the device for a command;
-//! * [`switch`], [`status`], [`log`], [`facts`], [`rollback`]: reports on a switch, the CPUs, the hypervisor
-//!   and a snapshot;
+//! * [`switch`], [`status`], [`log`], [`facts`], [`rollback`], [`watch`]: reports on a switch, the CPUs, the
+//!   hypervisor, a snapshot, and the watch for hangs;
 //! * [`explain`], [`bits`], [`svm`], [`vmx`]: codes, bits and exits in words;
 //! * [`processor`], [`cpus`], [`sysroot`], [`lockdown`]: facts about this machine that need no driver;
 //! * [`error`], [`exit`], [`output`], [`say`], [`progress`], [`interrupt`], [`journal`], [`history`]: results
@@ -46,3 +46,4 @@ pub mod switch;
 pub mod sysroot;
 pub mod tsc;
 pub mod vmx;
+pub mod watch;

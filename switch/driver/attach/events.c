@@ -167,6 +167,7 @@ static int reboot_comes(struct notifier_block *block, unsigned long action, void
 	struct mercury_outcome outcome = {};
 
 	mercury.going_down = true;
+	mercury_hooks->crash();
 	/*
 	 * The task that reboots may hold the lock that keeps the system from sleeping, and a snapshot waits
 	 * for that lock while it holds ours. A request may wait for a page of its caller that never comes.
@@ -192,8 +193,10 @@ static struct notifier_block reboot_notifier = {
  */
 static int panic_comes(struct notifier_block *block, unsigned long action, void *data)
 {
-	u32 code = mercury_hooks->panic(data);
+	u32 code;
 
+	mercury_hooks->crash();
+	code = mercury_hooks->panic(data);
 	if (code != MERCURY_CODE_NO_SNAPSHOT)
 		pr_emerg("the machine could not be put back to its snapshot (code %u)\n", code);
 	mercury.going_down = true;
@@ -226,6 +229,7 @@ static int crash_comes(struct kprobe *probe, struct pt_regs *regs)
 	unsigned long flags;
 
 	mercury_kvm_allow_now(false);
+	mercury_hooks->crash();
 	local_irq_save(flags);
 	emergency();
 	local_irq_restore(flags);

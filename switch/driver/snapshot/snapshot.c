@@ -16,6 +16,7 @@
 #include <linux/mm.h>
 #include <linux/notifier.h>
 
+#include "../watch/watch.h"
 #include "restore.h"
 
 static struct {
@@ -454,6 +455,7 @@ const struct mercury_hooks mercury_snapshot_hooks = {
 	.cpu_online = cpu_is_online,
 	.module_comes = mercury_dma_module_comes,
 	.panic = panic_comes,
+	.crash = mercury_hpet_silence,
 	.stays_attached = mercury_rollback_waits,
 };
 
