@@ -9,6 +9,7 @@ use crate::{
     facts::VerifyArgs,
     fault::FaultArgs,
     generate::GenerateArgs,
+    guard::GuardCommand,
     guests::GuestsCommand,
     inspect::InspectArgs,
     log::LogArgs,
@@ -156,6 +157,15 @@ pub enum Command {
         runs in. End of input or Ctrl-C during the wait leaves the machine where it is; `mercury migrate` \
         can bring it back at any time.")]
     Maintenance(MaintenanceArgs),
+    /// Notice a machine that hangs, and turn the hang into a panic or a rollback
+    #[command(
+        subcommand,
+        long_about = "Notices CPUs that hang, also all of them at once, within two seconds. A hang becomes a \
+            panic, so that a crash kernel or a restart follows. If a snapshot is kept, the machine goes back \
+            to it instead. No hypervisor is needed for the watch, and a machine at work has no exits.\n\n\
+            NMIs come from the HPET and from counters of cycles. The rules are in /etc/mercury/guard.toml."
+    )]
+    Guard(GuardCommand),
     /// Order this machine to move to mercuryd's destination, before its hardware fails
     #[command(
         long_about = "Orders this machine to move to the destination that mercuryd was told of. Scripts \
@@ -206,7 +216,7 @@ pub enum Command {
     Generate(GenerateArgs),
     /// Undo the changes of a checkpoint that was killed
     #[command(hide = true)]
-    Guard,
+    Undo,
     /// Tell peers that ask that this machine has arrived
     #[command(hide = true)]
     Answer,

@@ -3,7 +3,9 @@
 use crate::{
     args::{Cli, Command},
     bench::{self, BenchCommand},
-    daemon, doctor, explain, facts, fault, generate, guests,
+    daemon, doctor, explain, facts, fault, generate,
+    guard::{self, GuardCommand},
+    guests,
     guests::GuestsCommand,
     hosted, inspect, log, maintenance, metrics, status, switch,
 };
@@ -15,7 +17,7 @@ use mercury_control::{
     say::{Say, fail},
 };
 use mercury_hosted_options::HostedCommand;
-use mercury_quiesce::guard;
+use mercury_quiesce::guard as undo_process;
 use mercury_relocation::{
     checkpoint, merge,
     migrate::{self, doubt::Reach},
@@ -57,7 +59,8 @@ fn dispatch(command: &Command, format: Format, name: &str) -> Result<Exit> {
         Command::Inspect(args) => inspect::run(args, say),
         Command::Merge(args) => merge::run(&args.into(), say),
         Command::Answer => Ok(migrate::arrival::answer()),
-        Command::Guard => Ok(guard::run(|| Arc::new(Reach::open()))),
+        Command::Guard(command) => guard::run(command, say),
+        Command::Undo => Ok(undo_process::run(|| Arc::new(Reach::open()))),
         Command::Guests(command) => guests::run(command, say),
         Command::Hosted(_) => hosted::run(),
         Command::Log(args) => log::run(args, say),
@@ -93,7 +96,12 @@ fn command_name(command: &Command) -> &'static str {
         Command::Inspect(_) => "inspect",
         Command::Merge(_) => "merge",
         Command::Answer => "answer",
-        Command::Guard => "guard",
+        Command::Guard(GuardCommand::On(_)) => "guard on",
+        Command::Guard(GuardCommand::Off) => "guard off",
+        Command::Guard(GuardCommand::Status(_)) => "guard status",
+        Command::Guard(GuardCommand::Check) => "guard check",
+        Command::Guard(GuardCommand::Drill(_)) => "guard drill",
+        Command::Undo => "undo",
         Command::Guests(GuestsCommand::List) => "guests list",
         Command::Guests(GuestsCommand::Console(_)) => "guests console",
         Command::Guests(GuestsCommand::Adopt(_)) => "guests adopt",

@@ -245,7 +245,7 @@ mod tests {
         assert!(said("mercury attach --unload-kv").contains("'--unload-kvm'"));
         for line in [
             "mercury faul",
-            "mercury gard",
+            "mercury und",
             "mercury migrate --pause",
             "mercury migrate --verify",
             "mercury checkpoint --hash",

@@ -6,6 +6,7 @@
 //! * [`commands`]: calls the command, and reports its result;
 //! * [`switch`], [`status`], [`log`], [`facts`], [`fault`], [`doctor`], [`bench`], [`metrics`]: the commands
 //!   about the mode switch;
+//! * [`guard`]: hangs become panics, or the machine goes back;
 //! * [`inspect`], [`maintenance`], [`daemon`], [`guests`], [`hosted`], [`explain`]: commands with work of
 //!   their own;
 //! * [`relocate`]: the options of the commands whose work is in the crate `mercury-relocation`:
@@ -26,6 +27,7 @@ pub mod explain;
 pub mod facts;
 pub mod fault;
 pub mod generate;
+pub mod guard;
 pub mod guests;
 pub mod help;
 pub mod hosted;

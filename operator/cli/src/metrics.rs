@@ -10,6 +10,7 @@ use mercury_control::{
     output::Format,
     say::{self, Say},
     status::Status,
+    watch::Watch,
 };
 use prometheus_client::{
     encoding::{EncodeLabelSet, text},
@@ -55,6 +56,11 @@ struct CpuReason {
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Source {
+    source: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct Act {
     action: &'static str,
 }
@@ -96,7 +102,9 @@ pub fn run(args: &MetricsArgs, say: Say<'_>) -> Result<Exit> {
         record: history::read(folder, action),
         is_running: history::is_running(folder, action),
     });
-    let text = exposition(&access::current_status()?, &past).map_err(|error| {
+    let watch = access::observe().and_then(|device| device.watch_status()).ok();
+    let watch = watch.map(|state| Watch::new(&state));
+    let text = exposition(&access::current_status()?, watch.as_ref(), &past).map_err(|error| {
         Error::new(Exit::Failed, format!("the metrics could not be put into text: {error}"))
             .hint("report it as a bug")
     })?;
@@ -108,12 +116,17 @@ pub fn run(args: &MetricsArgs, say: Say<'_>) -> Result<Exit> {
 }
 
 /// Formats the metrics in Prometheus' text format.
-fn exposition(status: &Status, past: &[Past]) -> std::result::Result<String, fmt::Error> {
+fn exposition(
+    status: &Status,
+    watch: Option<&Watch>,
+    past: &[Past],
+) -> std::result::Result<String, fmt::Error> {
     let mut registry = Registry::with_prefix("mercury");
     system(&mut registry, status);
     switches(&mut registry, status);
     exits(&mut registry, status);
     snapshot(&mut registry, status);
+    watch.into_iter().for_each(|watch| guard(&mut registry, watch));
     attempts(&mut registry, past);
     last_attempts(&mut registry, past);
     let mut text = String::new();
@@ -238,6 +251,30 @@ fn snapshot(registry: &mut Registry, status: &Status) {
     let rollbacks = Counter::<u64>::default();
     rollbacks.inc_by(status.rollback.as_ref().map_or(0, |rollback| rollback.count));
     registry.register("rollbacks", "Times that this machine was put back to a snapshot", rollbacks);
+}
+
+fn guard(registry: &mut Registry, watch: &Watch) {
+    let sources = Family::<Source, Gauge>::default();
+    for (source, used) in [("hpet", watch.hpet.used), ("cycles", watch.cycles.used)] {
+        sources.get_or_create(&Source { source }).set(i64::from(used));
+    }
+    registry.register("guard_source", "1 if the watch uses this source of NMIs", sources);
+    let cpus = Gauge::<i64>::default();
+    cpus.set(i64::from(watch.cpus));
+    registry.register("guard_cpus", "CPUs that are watched", cpus);
+    let [hangs, nmis] = [(); 2].map(|()| Counter::<u64>::default());
+    hangs.inc_by(watch.alarms);
+    nmis.inc_by(watch.nmis);
+    registry.register("guard_hangs", "Hangs that were noticed since the driver was loaded", hangs);
+    registry.register("guard_nmis", "NMIs of the HPET since the driver was loaded", nmis);
+    let longest = Gauge::<f64, AtomicU64>::default();
+    longest.set(std::time::Duration::from_millis(watch.longest_frozen_ms).as_secs_f64());
+    registry.register_with_unit(
+        "guard_longest_frozen",
+        "Longest time for which a CPU has been seen frozen with interrupts off",
+        Unit::Seconds,
+        longest,
+    );
 }
 
 fn attempts(registry: &mut Registry, past: &[Past]) {
@@ -419,15 +456,43 @@ mod tests {
 
     #[test]
     fn metrics_of_an_attached_machine() {
-        insta::assert_snapshot!(sorted(&exposition(&attached(), &past()).expect("text")));
+        insta::assert_snapshot!(sorted(&exposition(&attached(), None, &past()).expect("text")));
     }
 
     /// Every sample belongs to a family that is described and typed under the same name, as the
     /// text format requires.
     #[test]
+    fn the_guard_has_its_counters() {
+        let used = |used| mercury_control::watch::Source { used, code: None };
+        let watch = Watch {
+            state: "on",
+            cpus: 4,
+            hpet: used(true),
+            cycles: used(false),
+            on_hang: "panic",
+            on_oops: "none",
+            nmis: 9,
+            alarms: 2,
+            longest_frozen_ms: 1500,
+            last_alarm: String::new(),
+        };
+        let text = exposition(&attached(), Some(&watch), &past()).expect("text");
+        for line in [
+            "mercury_guard_hangs_total 2",
+            "mercury_guard_nmis_total 9",
+            "mercury_guard_cpus 4",
+            "mercury_guard_source{source=\"hpet\"} 1",
+            "mercury_guard_source{source=\"cycles\"} 0",
+            "mercury_guard_longest_frozen_seconds 1.5",
+        ] {
+            assert!(text.contains(line), "{line}: {text}");
+        }
+    }
+
+    #[test]
     fn each_sample_has_a_type_and_a_description() {
         for status in [attached(), Status::without_driver(&Sysroot::at("/nowhere"))] {
-            let text = exposition(&status, &past()).expect("text");
+            let text = exposition(&status, None, &past()).expect("text");
             assert!(!text.contains("# EOF") && !text.contains("# UNIT"), "{text}");
             for line in text.lines().filter(|line| !line.starts_with('#')) {
                 let name = line.split(['{', ' ']).next().expect("a name");

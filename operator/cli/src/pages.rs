@@ -10,6 +10,8 @@ pub enum Group {
     Switch,
     /// Commands of images and snapshots.
     Checkpoint,
+    /// Commands of the guard.
+    Guard,
     /// Commands of moves between machines.
     Move,
     /// Commands of machines that go on as guests.
@@ -22,8 +24,15 @@ pub enum Group {
 
 impl Group {
     /// All groups in the order of the help.
-    pub const ALL: [Self; 6] =
-        [Self::Switch, Self::Checkpoint, Self::Move, Self::Guests, Self::Hosted, Self::Information];
+    pub const ALL: [Self; 7] = [
+        Self::Switch,
+        Self::Checkpoint,
+        Self::Guard,
+        Self::Move,
+        Self::Guests,
+        Self::Hosted,
+        Self::Information,
+    ];
 
     /// Returns the heading in the help.
     #[must_use]
@@ -31,6 +40,7 @@ impl Group {
         match self {
             Self::Switch => "Mode switch",
             Self::Checkpoint => "Checkpoint, snapshot and restore",
+            Self::Guard => "Hangs and panics",
             Self::Move => "Move to another machine",
             Self::Guests => "Machines that go on as guests",
             Self::Hosted => "Hosted machines",
@@ -118,6 +128,8 @@ const GUESTS: File = file(
     "State and sockets of a guest, of root's guests and of other users'.",
 );
 const CONTROL: File = file("/run/mercury/control", "The socket at which mercuryd takes orders.");
+const RULES: File =
+    file("/etc/mercury/guard.toml", "The rules of the guard. Without it the profile is watch.");
 const DEFAULTS: File =
     file("/etc/default/mercuryd", "MERCURY_DESTINATION=HOST, and MIGRATE_OPTIONS=... for `mercury migrate`.");
 
@@ -262,6 +274,43 @@ pub const PAGES: &[Page] = &[
         ],
     ),
     Page::of("rollback", Group::Checkpoint, &[example("Go back to the snapshot", "mercury rollback")]),
+    Page::of(
+        "guard",
+        Group::Guard,
+        &[
+            example("Watch this machine from now on", "mercury guard on"),
+            example("Show the watch", "mercury guard status"),
+            example("See what helps, and what a rollback would lose", "mercury guard check"),
+            example("Watch at each boot", "systemctl enable --now mercuryd"),
+        ],
+    )
+    .files(&[RULES, file("/usr/share/doc/mercury/examples/guard.toml", "Rules with each key explained.")])
+    .see(&["kdump-tools(5)", "sysctl(8)"]),
+    Page::new(
+        "guard on",
+        &[
+            example("Watch by the rules in /etc/mercury/guard.toml", "mercury guard on"),
+            example("Watch by other rules", "mercury guard on --rules ./guard.toml"),
+        ],
+    )
+    .files(&[RULES]),
+    Page::new("guard off", &[example("Watch no longer", "mercury guard off")]),
+    Page::new(
+        "guard status",
+        &[
+            example("Show the watch", "mercury guard status"),
+            example("In a script", "mercury guard status --json"),
+        ],
+    )
+    .files(&[RULES]),
+    Page::new("guard check", &[example("Check this machine", "mercury guard check")]),
+    Page::new(
+        "guard drill",
+        &[
+            example("Panic on purpose, and come back", "mercury guard drill"),
+            example("Try the crash kernel: this machine restarts", "mercury guard drill --force"),
+        ],
+    ),
     Page::of(
         "receive",
         Group::Move,

@@ -1,4 +1,4 @@
-//! The undo process's own side: `mercury guard`.
+//! The undo process's own side: `mercury undo`.
 
 use super::{
     applications, disks, patient, this_process,

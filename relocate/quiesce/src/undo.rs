@@ -158,7 +158,7 @@ impl UndoProcess {
         };
         let mut command = Command::new("/proc/self/exe");
         // Signals of the terminal are for the parent.
-        command.arg("guard").stdin(Stdio::piped()).stdout(Stdio::null()).process_group(0);
+        command.arg("undo").stdin(Stdio::piped()).stdout(Stdio::null()).process_group(0);
         let mut child = command.spawn().map_err(failed)?;
         let line = child.stdin.take();
         Ok(Self { child, line, told: Instant::now() })

@@ -11,6 +11,7 @@
 pub mod evacuate;
 pub mod order;
 
+use crate::guard::{keeper::Keeper, rules};
 use clap::Args;
 use libsystemd::logging::Priority;
 use mercury_control::{
@@ -47,9 +48,10 @@ const SOCKET: &str = "/run/mercury/control";
 
 #[derive(Debug, Args)]
 pub struct DaemonArgs {
-    /// The destination that waits in `mercury receive`: HOST or HOST:PORT
+    /// The destination that waits in `mercury receive`: HOST or HOST:PORT. Without it no order to move is
+    /// accepted
     #[arg(long, env = "MERCURY_DESTINATION", value_name = "HOST")]
-    pub to: String,
+    pub to: Option<String>,
     /// File with the pairing token that `mercury receive` has printed there; only root may be able
     /// to read it
     #[arg(
@@ -59,6 +61,9 @@ pub struct DaemonArgs {
         default_value = "/etc/mercury/destination.key"
     )]
     pub key_file: PathBuf,
+    /// The rules of the guard (see `mercury guard`). Without this file nothing is watched
+    #[arg(long, value_name = "FILE", default_value = rules::PATH)]
+    pub rules: PathBuf,
     /// Control socket to create
     #[arg(long, value_name = "FILE", default_value = SOCKET)]
     pub socket: PathBuf,
@@ -120,9 +125,13 @@ pub fn run(args: &DaemonArgs) -> Result<Exit> {
     let options = args.migrate.clone();
     let mover: Mover = Arc::new(move |host: &str, line: &str| migrate(host, line, &options));
     let listener = listen(&args.socket)?;
-    let mut daemon = Daemon { desk: Desk::default(), args, mover, moving: None };
+    let keeper = Keeper::begin(&args.rules)?;
+    let mut daemon = Daemon { desk: Desk::default(), args, mover, moving: None, keeper };
     tell(Priority::Info, &format!("waiting for orders at {}", args.socket.display()), "waiting", &[]);
     let ended = daemon.serve(&listener, &|| deferred.requested());
+    if let Some(keeper) = daemon.keeper.take() {
+        keeper.end();
+    }
     let _ = fs::remove_file(&args.socket);
     ended.map(|()| Exit::Done)
 }
@@ -143,12 +152,17 @@ struct Daemon<'a> {
     args: &'a DaemonArgs,
     mover: Mover,
     moving: Option<Receiver<Moved>>,
+    keeper: Option<Keeper>,
 }
 
 impl Daemon<'_> {
     fn serve(&mut self, listener: &UnixListener, wants_to_end: &dyn Fn() -> bool) -> Result<()> {
         loop {
             self.settle_the_move();
+            // A machine that moves is held still by its mover.
+            if let Some(keeper) = self.keeper.as_mut().filter(|_| self.moving.is_none()) {
+                keeper.look();
+            }
             // A move ends by itself, or by the signal, which it got as well.
             if wants_to_end() && self.moving.is_none() {
                 return Ok(());
@@ -188,7 +202,9 @@ impl Daemon<'_> {
 
     fn answer(&mut self, order: Order) -> Answer {
         let Order::Evacuate { reason } = order else { return Answer::taken(&self.desk) };
-        let to = &self.args.to;
+        let Some(to) = &self.args.to else {
+            return Answer::refused(&self.desk, "no destination is set: MERCURY_DESTINATION=HOST".into());
+        };
         let begun = read_line(&self.args.key_file).and_then(|line| {
             self.desk.begin(&reason, to, &line)?;
             Ok(line)
@@ -203,7 +219,7 @@ impl Daemon<'_> {
                     "evacuating",
                     &[("MERCURY_TO", to), ("MERCURY_REASON", &reason)],
                 );
-                self.start(line);
+                self.start(to.clone(), line);
                 Answer::taken(&self.desk)
             }
             Err(why) => {
@@ -220,9 +236,9 @@ impl Daemon<'_> {
         }
     }
 
-    fn start(&mut self, line: String) {
+    fn start(&mut self, to: String, line: String) {
         let (said, moving) = channel();
-        let (mover, to) = (Arc::clone(&self.mover), self.args.to.clone());
+        let mover = Arc::clone(&self.mover);
         thread::spawn(move || said.send(mover(&to, &line)));
         self.moving = Some(moving);
     }
@@ -234,7 +250,7 @@ impl Daemon<'_> {
             Err(TryRecvError::Disconnected) => Err("the thread that moves it has crashed".into()),
             Err(TryRecvError::Empty) => return,
         };
-        let to = self.args.to.as_str();
+        let to = self.args.to.as_deref().unwrap_or_default();
         match &ended {
             Ok(()) => {
                 let text = format!("this machine has moved to {to}");
@@ -364,7 +380,13 @@ mod tests {
         let folder = Folder::new(name);
         let socket = folder.0.join("run/control");
         let key_file = folder.key(&format!("mercury migrate 10.0.0.2 --key {}\n", some_line()));
-        let args = DaemonArgs { to: "10.0.0.2".into(), key_file, socket: socket.clone(), migrate: vec![] };
+        let args = DaemonArgs {
+            to: Some("10.0.0.2".into()),
+            key_file,
+            rules: folder.0.join("guard.toml"),
+            socket: socket.clone(),
+            migrate: vec![],
+        };
         let (end, ends) = channel();
         let ends = std::sync::Mutex::new(ends);
         let mover: Mover = Arc::new(move |host, line| {
@@ -374,7 +396,7 @@ mod tests {
         let listener = listen(&socket).unwrap();
         let stop = AtomicBool::new(false);
         thread::scope(|scope| {
-            let mut daemon = Daemon { desk: Desk::default(), args: &args, mover, moving: None };
+            let mut daemon = Daemon { desk: Desk::default(), args: &args, mover, moving: None, keeper: None };
             let stop = &stop;
             scope.spawn(move || daemon.serve(&listener, &|| stop.load(Ordering::Relaxed)).unwrap());
             test(&folder, &socket, &end);

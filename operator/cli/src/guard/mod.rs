@@ -1,0 +1,129 @@
+//! `mercury guard`: notices a machine that hangs, and acts by the rules of `/etc/mercury/guard.toml`.
+//!
+//! * [`rules`]: the file; [`switches`]: the kernel's own detectors;
+//! * [`check`]: the help that this machine gives; [`drill`]: a panic on purpose;
+//! * [`keeper`]: the guard in mercuryd.
+
+pub mod check;
+pub mod drill;
+pub mod keeper;
+pub mod rules;
+pub mod switches;
+
+use clap::{Args, Subcommand};
+use mercury_abi::code::Code;
+use mercury_control::{
+    access,
+    device::{Access, Device},
+    error::{Error, Result},
+    exit::Exit,
+    output::{Render, Text},
+    say::Say,
+    watch::Watch,
+};
+use rules::Rules;
+use serde::Serialize;
+use std::path::PathBuf;
+use switches::{Change, Switches};
+
+#[derive(Debug, Subcommand)]
+pub enum GuardCommand {
+    /// Watch this machine by the rules, until `mercury guard off`
+    On(OnArgs),
+    /// Watch this machine no longer, and put the kernel's switches back
+    Off,
+    /// Show the watch and its rules
+    Status(RulesArgs),
+    /// Check what helps the guard on this machine, and what a rollback would lose here
+    Check,
+    /// Panic on purpose, and report how this machine came back
+    #[command(
+        long_about = "Keeps a snapshot, and makes the kernel panic. The machine goes back to the snapshot, \
+            and this command reports how. It refuses where no snapshot can be kept, because the panic would \
+            end this machine. Everything else that happens on the machine in that second is lost."
+    )]
+    Drill(drill::DrillArgs),
+}
+
+#[derive(Debug, Args)]
+pub struct OnArgs {
+    #[command(flatten)]
+    pub rules: RulesArgs,
+    #[command(flatten)]
+    pub module: crate::shared::ModuleArgs,
+}
+
+#[derive(Debug, Args)]
+pub struct RulesArgs {
+    /// The file with the rules
+    #[arg(long, value_name = "FILE", default_value = rules::PATH)]
+    pub rules: PathBuf,
+}
+
+/// State of the guard.
+#[derive(Debug, Serialize)]
+struct State {
+    watch: Watch,
+    rules: Rules,
+    switches: Vec<Change>,
+}
+
+/// Runs a command of the guard.
+///
+/// # Errors
+///
+/// Returns an error if the rules cannot be read, or the driver refuses.
+pub fn run(command: &GuardCommand, say: Say<'_>) -> Result<Exit> {
+    match command {
+        GuardCommand::On(args) => {
+            let (device, _) = access::controlled(args.module.module.as_deref(), "guard on")?;
+            let rules = Rules::read(&args.rules.rules)?;
+            start(&device, &rules).map(|state| say.done(&state))
+        }
+        GuardCommand::Off => off().map(|state| say.done(&state)),
+        GuardCommand::Status(args) => status(args).map(|state| say.done(&state)),
+        GuardCommand::Check => Ok(say.done(&check::check())),
+        GuardCommand::Drill(args) => drill::run(args).map(|report| say.done(&report)),
+    }
+}
+
+/// Starts the watch, then sets the kernel's switches.
+fn start(device: &Device, rules: &Rules) -> Result<State> {
+    let watch = Watch::new(&device.watch(rules.acts())?);
+    let mut switches = Switches::system();
+    switches.put_back()?;
+    let changes = switches.set(&rules.kernel_switches())?;
+    Ok(State { watch, rules: rules.clone(), switches: changes })
+}
+
+/// Stops the watch, and puts the kernel's switches back.
+fn off() -> Result<Watch> {
+    access::need_root("guard off")?;
+    Switches::system().put_back()?;
+    match access::control_if_loaded()? {
+        Some(device) => Ok(Watch::new(&device.watch(0)?)),
+        None => Err(without_driver()),
+    }
+}
+
+fn status(args: &RulesArgs) -> Result<State> {
+    access::need_root("guard status")?;
+    let device = Device::open(Access::Observe)?;
+    let watch = Watch::new(&device.watch_status()?);
+    Ok(State { watch, rules: Rules::read(&args.rules)?, switches: Switches::system().changes() })
+}
+
+fn without_driver() -> Error {
+    Error::coded(Code::NotLoaded, "the driver is not loaded, so nothing is watched")
+        .hint("`mercury guard on` loads it")
+}
+
+impl Render for State {
+    fn render(&self, to: &mut Text) {
+        self.watch.render(to);
+        to.line(format!("rules: profile {}", self.rules.profile.name()));
+        for change in &self.switches {
+            to.line(format!("{}: {} (was {})", change.name, change.set, change.before));
+        }
+    }
+}

@@ -1,0 +1,205 @@
+//! `/etc/mercury/guard.toml`: the rules of the guard.
+
+use mercury_abi::ioctl::{
+    MERCURY_WATCH_ON, MERCURY_WATCH_OOPS, MERCURY_WATCH_OOPS_FATAL, MERCURY_WATCH_PANIC,
+};
+use mercury_control::{
+    error::{Error, Result},
+    exit::Exit,
+};
+use serde::{Deserialize, Serialize};
+use std::{fs, io, path::Path};
+
+/// The file with the rules.
+pub const PATH: &str = "/etc/mercury/guard.toml";
+
+/// A set of rules for a kind of machine.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Profile {
+    /// Hangs become panics. Nothing is put back by the guard's doing.
+    #[default]
+    Watch,
+    /// For machines without local data: whatever kills the kernel puts it back to its snapshot.
+    Stateless,
+}
+
+impl Profile {
+    /// Returns the name in the file.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Watch => "watch",
+            Self::Stateless => "stateless",
+        }
+    }
+}
+
+/// Consequence of a hang, if there is no snapshot to go back to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Hang {
+    Panic,
+    Report,
+}
+
+/// Oopses that put the machine back to its snapshot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Oops {
+    /// None: the kernel goes on, or panics by its own switch.
+    None,
+    /// Those in a kernel thread, in an interrupt or with a lock held.
+    Fatal,
+    All,
+}
+
+/// A switch of the kernel's that the guard sets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Detector {
+    /// It stays as it is.
+    Keep,
+    /// The kernel panics.
+    Panic,
+}
+
+/// The rules. What the file leaves out is as its profile has it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Rules {
+    /// Kind of machine.
+    pub profile: Profile,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub on_hang: Option<Hang>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub on_oops: Option<Oops>,
+    /// The kernel's own detectors.
+    pub kernel: Kernel,
+    /// Program that is run after an event, with the event's name and text as its arguments.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hook: Option<String>,
+}
+
+/// The kernel's own detectors.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Kernel {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub soft_lockup: Option<Detector>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hung_task: Option<Detector>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rcu_stall: Option<Detector>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub oops: Option<Detector>,
+}
+
+impl Rules {
+    /// Reads the file. Without one, the rules are those of the profile `watch`.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error that names the line if the file has an unknown key or value.
+    pub fn read(path: &Path) -> Result<Self> {
+        match fs::read_to_string(path) {
+            Ok(text) => Self::parse(&text).map_err(|why| {
+                Error::new(Exit::Usage, format!("{}: {}", path.display(), why.trim_end()))
+                    .hint("man mercury-guard has every key; without the file the profile is watch")
+            }),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Self::default()),
+            Err(error) => Err(Error::new(Exit::Failed, format!("{}: {error}", path.display()))
+                .hint("let root read the file, or name another one with --rules")),
+        }
+    }
+
+    /// Parses the text of the file.
+    ///
+    /// # Errors
+    ///
+    /// Returns the reason, with the line.
+    pub fn parse(text: &str) -> std::result::Result<Self, String> {
+        toml::from_str(text).map_err(|error| error.to_string())
+    }
+
+    /// Returns the consequence of a hang.
+    #[must_use]
+    pub fn hang(&self) -> Hang {
+        self.on_hang.unwrap_or(Hang::Panic)
+    }
+
+    /// Returns the oopses that put the machine back.
+    #[must_use]
+    pub fn oops(&self) -> Oops {
+        let default = if self.profile == Profile::Stateless { Oops::Fatal } else { Oops::None };
+        self.on_oops.unwrap_or(default)
+    }
+
+    /// Returns true if the daemon keeps a snapshot at all times.
+    #[must_use]
+    pub fn keeps_snapshots(&self) -> bool {
+        self.profile == Profile::Stateless
+    }
+
+    /// Returns the acts of the driver's watch.
+    #[must_use]
+    pub fn acts(&self) -> u32 {
+        let hang = if self.hang() == Hang::Panic { MERCURY_WATCH_PANIC } else { 0 };
+        let oops = match self.oops() {
+            Oops::None => 0,
+            Oops::Fatal => MERCURY_WATCH_OOPS_FATAL,
+            Oops::All => MERCURY_WATCH_OOPS,
+        };
+        MERCURY_WATCH_ON | hang | oops
+    }
+
+    /// Returns the kernel's switches that have to be set: names below `/proc/sys`.
+    #[must_use]
+    pub fn kernel_switches(&self) -> Vec<&'static str> {
+        let stateless = if self.profile == Profile::Stateless { Detector::Panic } else { Detector::Keep };
+        let kernel = &self.kernel;
+        let all = [
+            (kernel.soft_lockup.unwrap_or(stateless), "kernel/softlockup_panic"),
+            (kernel.hung_task.unwrap_or(Detector::Keep), "kernel/hung_task_panic"),
+            (kernel.rcu_stall.unwrap_or(stateless), "kernel/panic_on_rcu_stall"),
+            (kernel.oops.unwrap_or(Detector::Keep), "kernel/panic_on_oops"),
+        ];
+        all.iter().filter(|(wanted, _)| *wanted == Detector::Panic).map(|(_, name)| *name).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn without_a_file_nothing_is_put_back() {
+        let rules = Rules::read(Path::new("/nonexistent/guard.toml")).expect("rules");
+        assert_eq!(rules, Rules::default());
+        assert_eq!(rules.acts(), MERCURY_WATCH_ON | MERCURY_WATCH_PANIC);
+        assert!(rules.kernel_switches().is_empty());
+    }
+
+    #[test]
+    fn a_profile_is_refined_by_keys() {
+        let rules =
+            Rules::parse("profile = 'stateless'\n[kernel]\nsoft_lockup = 'keep'\nhung_task = 'panic'");
+        let rules = rules.expect("rules");
+        assert_eq!(rules.acts(), MERCURY_WATCH_ON | MERCURY_WATCH_PANIC | MERCURY_WATCH_OOPS_FATAL);
+        assert_eq!(rules.kernel_switches(), ["kernel/hung_task_panic", "kernel/panic_on_rcu_stall"]);
+        let rules = Rules::parse("on_hang = 'report'\non_oops = 'all'").expect("rules");
+        assert_eq!(rules.acts(), MERCURY_WATCH_ON | MERCURY_WATCH_OOPS);
+    }
+
+    #[test]
+    fn mistakes_are_named_with_their_line() {
+        for (text, said) in [
+            ("profil = 'watch'", "profil"),
+            ("\non_hang = 'explode'", "line 2"),
+            ("[kernel]\nsoftlockup = 'panic'", "softlockup"),
+        ] {
+            let why = Rules::parse(text).expect_err(text);
+            assert!(why.contains(said), "{why}");
+        }
+    }
+}
