@@ -220,6 +220,44 @@ fn with_virtual_machines_from_a_panic_on_a_later_kernel() -> Result<()> {
 const COMMAND: &str = "mercury rollback";
 const PANIC: &str = "echo c > /proc/sysrq-trigger";
 
+/// Rolls a watched machine back. The watch goes on in the second life.
+fn goes_back_by_the_watch(cpus: u32, rules: &str, death: &str, reason: &str) -> Result<()> {
+    need_qemu()?;
+    let machine = at_work(spec(cpus), &[MEMORY_LOAD])?;
+    machine.put("/run/guard.toml", rules.as_bytes(), 0o644)?;
+    machine.sh("mercury guard on --rules /run/guard.toml")?;
+    let report = live_twice(&machine, death)?;
+    is_as_it_was(&machine, &report, reason)?;
+    let nmis = || -> Result<Value> {
+        let state = machine.sh("mercury guard status --rules /run/guard.toml --json")?;
+        Ok(serde_json::from_str::<Value>(&state).unwrap()["watch"]["nmis"].clone())
+    };
+    let before = nmis()?;
+    machine.sh("sleep 3")?;
+    assert!(nmis()?.as_u64() > before.as_u64(), "the watch goes on");
+    machine.sh("mercury guard off")?;
+    is_native_again(&machine)
+}
+
+#[test]
+#[ignore = "long"]
+fn from_a_hang_of_all_cpus() -> Result<()> {
+    goes_back_by_the_watch(2, "", "echo hang-all 100 > /dev/mercury_test", "hang")
+}
+
+#[test]
+#[ignore = "long"]
+fn from_a_hang_of_one_cpu_of_four() -> Result<()> {
+    goes_back_by_the_watch(4, "", "echo hang 3 > /dev/mercury_test", "hang")
+}
+
+/// The kernel would go on after the oops: `panic_on_oops` is 0.
+#[test]
+#[ignore = "long"]
+fn from_an_oops() -> Result<()> {
+    goes_back_by_the_watch(2, "on_oops = 'fatal'", "echo oops 1 > /dev/mercury_test", "oops")
+}
+
 #[test]
 fn on_command() -> Result<()> {
     need_qemu()?;

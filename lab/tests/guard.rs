@@ -1,0 +1,201 @@
+//! `mercury guard`: a machine that hangs is noticed in time, and one that works is not taken for hung.
+
+#![allow(clippy::unwrap_used)]
+
+mod workloads;
+
+use std::time::Duration;
+
+use mercury_lab::{Kernel, Machine, Platform, Result, Spec, Vendor};
+use serde_json::Value;
+use workloads::load_test_module;
+
+const MINUTE: Duration = Duration::from_secs(60);
+
+fn spec(cpus: u32) -> Spec {
+    Spec::new(Kernel::BookwormCloud).cpus(cpus)
+}
+
+/// Skips the test on Bochs, whose HPET sends no NMIs.
+fn need_qemu() -> Result<()> {
+    if Platform::chosen()? == Platform::Qemu {
+        return Ok(());
+    }
+    let reason = "this emulator's HPET sends no NMIs";
+    Platform::need(Vendor::Amd, reason)?;
+    Platform::need(Vendor::Intel, reason)
+}
+
+/// Boots a machine that is watched.
+fn watched(spec: Spec) -> Result<Machine> {
+    need_qemu()?;
+    let machine = Machine::boot(spec)?;
+    load_test_module(&machine)?;
+    let state: Value = serde_json::from_str(&machine.sh("mercury guard on --json")?).unwrap();
+    assert_eq!(state["watch"]["hpet"]["used"], true, "{state}");
+    Ok(machine)
+}
+
+/// Gives the test module a command that kills the machine.
+fn kill(machine: &Machine, command: &str) -> Result<()> {
+    machine.sh(&format!("setsid sh -c 'sleep 0.5; echo {command} > /dev/mercury_test' &")).map(drop)
+}
+
+/// Returns the kernel's time in seconds of the first line with this text.
+fn time_of(log: &str, text: &str) -> f64 {
+    let line = log.lines().find(|line| line.contains(text)).unwrap_or_else(|| panic!("no {text}: {log}"));
+    let stamp = line.split_once('[').and_then(|(_, rest)| rest.split_once(']')).map(|(stamp, _)| stamp);
+    stamp.and_then(|stamp| stamp.trim().parse().ok()).unwrap_or_else(|| panic!("no time: {line}"))
+}
+
+/// Waits for the panic. Returns the seconds, in the machine's own time, from the line with `since` to it.
+fn panics(machine: &Machine, since: &str, message: &str) -> Result<f64> {
+    machine.wait_serial(&format!("(?s)Kernel panic - not syncing: {message}.*\n"), MINUTE)?;
+    let log = machine.serial_log();
+    let seconds = time_of(&log, "Kernel panic") - time_of(&log, since);
+    println!("{since}: {seconds:.3} s");
+    Ok(seconds)
+}
+
+const HANGS: &str = "CPU [0-9]+ hangs with interrupts off";
+const ALL: &str = "all CPUs hang";
+
+fn all_cpus_hang(spec: Spec) -> Result<()> {
+    let machine = watched(spec)?;
+    kill(&machine, "hang-all 100")?;
+    let seconds = panics(&machine, ALL, HANGS)?;
+    assert!(seconds <= 2.0, "{seconds}");
+    Ok(())
+}
+
+#[test]
+fn a_hang_of_all_cpus_becomes_a_panic() -> Result<()> {
+    all_cpus_hang(spec(2))
+}
+
+#[test]
+#[ignore = "long"]
+fn a_hang_of_one_and_of_four_becomes_a_panic() -> Result<()> {
+    all_cpus_hang(spec(1))?;
+    all_cpus_hang(spec(4))
+}
+
+/// The HPET sends messages of its own here, and drives no pin.
+#[test]
+#[ignore = "long"]
+fn a_hang_is_seen_by_messages_of_the_hpet() -> Result<()> {
+    all_cpus_hang(spec(2).qemu_arg("-global").qemu_arg("hpet.msi=on"))
+}
+
+#[test]
+#[ignore = "long"]
+fn a_hang_is_seen_on_6_12() -> Result<()> {
+    all_cpus_hang(Spec::new(Kernel::TrixieCloud).cpus(2))
+}
+
+/// The machine is attached, and the watch needs nothing of the hypervisor.
+#[test]
+#[ignore = "long"]
+fn a_hang_is_seen_while_attached() -> Result<()> {
+    let machine = watched(spec(2))?;
+    machine.mercury("attach")?;
+    kill(&machine, "hang-all 100")?;
+    assert!(panics(&machine, ALL, HANGS)? <= 2.0);
+    Ok(())
+}
+
+#[test]
+#[ignore = "long"]
+fn one_cpu_of_two_hangs() -> Result<()> {
+    let machine = watched(spec(2))?;
+    kill(&machine, "hang 1")?;
+    assert!(panics(&machine, "CPU 1 hangs\n".trim(), HANGS)? <= 3.0);
+    Ok(())
+}
+
+#[test]
+#[ignore = "long"]
+fn a_cpu_never_leaves_a_handler_of_nmis() -> Result<()> {
+    let machine = watched(spec(2))?;
+    kill(&machine, "hang-in-nmi 1")?;
+    assert!(panics(&machine, "hangs in an NMI", "CPU 1 answers no NMI")? <= 3.0);
+    Ok(())
+}
+
+/// Events that stop CPUs, or keep interrupts off, and are no hang.
+const STORM: &str = r"
+dmesg -n 8
+end=$(($(date +%s) + $1))
+while [ $(date +%s) -lt $end ]; do
+    echo 0 > /sys/devices/system/cpu/cpu1/online
+    echo 1 > /sys/devices/system/cpu/cpu1/online
+    echo hold 1 400 > /dev/mercury_test
+    echo t > /proc/sysrq-trigger
+    echo 'p:storm do_sys_openat2' > /sys/kernel/tracing/kprobe_events
+    echo 1 > /sys/kernel/tracing/events/kprobes/storm/enable
+    mercury attach > /dev/null
+    echo function > /sys/kernel/tracing/current_tracer
+    mercury detach > /dev/null
+    echo nop > /sys/kernel/tracing/current_tracer
+    echo 0 > /sys/kernel/tracing/events/kprobes/storm/enable
+    echo > /sys/kernel/tracing/kprobe_events
+done
+";
+
+/// A false alarm would be a panic.
+fn storm(spec: Spec, seconds: u32) -> Result<()> {
+    let machine = watched(spec)?;
+    machine.sh("mount -t tracefs tracefs /sys/kernel/tracing 2> /dev/null || true")?;
+    let seconds_text = seconds.to_string();
+    let storm = machine.program(&["/bin/bash", "-c", STORM, "storm", &seconds_text]);
+    storm.timeout(Duration::from_secs(u64::from(seconds) + 120)).run()?.check()?;
+    let state: Value = serde_json::from_str(&machine.sh("mercury guard status --json")?).unwrap();
+    println!("{state}");
+    let watch = &state["watch"];
+    assert_eq!((&watch["state"], &watch["alarms"], &watch["cpus"]), (&"on".into(), &0.into(), &2.into()));
+    assert!(watch["nmis"].as_u64() > Some(u64::from(seconds)), "the HPET went on: {state}");
+    assert_eq!(watch["hpet"]["used"], true, "{state}");
+    let log = machine.sh("dmesg")?;
+    assert!(!log.contains("NMI received for unknown reason"), "{log}");
+    machine.sh("mercury guard off")?;
+    let count = "grep NMI: /proc/interrupts";
+    let before = machine.sh(count)?;
+    machine.sh("sleep 1")?;
+    assert_eq!(machine.sh(count)?, before, "no NMIs come any more");
+    Ok(())
+}
+
+#[test]
+fn a_storm_causes_no_alarm() -> Result<()> {
+    storm(spec(2), 10)
+}
+
+#[test]
+#[ignore = "long"]
+fn a_long_storm_causes_no_alarm() -> Result<()> {
+    storm(spec(2), 300)
+}
+
+/// Starts and ends with the daemon, which reports to standard error here.
+#[test]
+#[ignore = "long"]
+fn the_daemon_guards_by_its_rules() -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(2))?;
+    let rules = b"on_hang = 'report'\n[kernel]\nhung_task = 'panic'\nsoft_lockup = 'panic'\n";
+    machine.put("/run/guard.toml", rules, 0o644)?;
+    let switches = "sysctl -n kernel.hung_task_panic kernel.softlockup_panic | xargs";
+    assert_eq!(machine.sh(switches)?.trim(), "0 0");
+    let daemon = machine.spawn("exec mercury daemon --rules /run/guard.toml --socket /run/socket")?;
+    machine.sh("until mercury guard status --rules /run/guard.toml | grep -q 'is on'; do sleep 0.5; done")?;
+    assert_eq!(machine.sh(switches)?.trim(), "1 1");
+    load_test_module(&machine)?;
+    // It is reported, and ends by itself.
+    machine.sh("echo hold 1 3000 > /dev/mercury_test; sleep 7")?;
+    daemon.kill(15)?;
+    let said = daemon.wait(MINUTE)?;
+    assert!(said.stderr.contains("watching 2 CPUs") && said.stderr.contains("CPU 1 hangs"), "{said:?}");
+    assert_eq!(machine.sh(switches)?.trim(), "0 0");
+    assert!(machine.sh("mercury guard status")?.contains("the watch is off"));
+    Ok(())
+}
