@@ -1,5 +1,5 @@
-//! Bare machines that go on as guests with their own disks on NVMe (`mercury restore --as-guest --disk
-//! nvme0n1=FILE`).
+//! Bare machines that go on as guests with their own disks on NVMe and AHCI (`mercury restore --as-guest
+//! --disk nvme0n1=FILE`).
 
 #![allow(clippy::unwrap_used)]
 
@@ -120,6 +120,56 @@ fn goes_on_with_volumes() -> Result<()> {
     host.check_health()
 }
 
+/// Prints everything by which a driver and its users know the disk `sda`, and its controller's interrupts.
+const SATA: &str = "cd /sys/block/sda; readlink -f device; cat device/model device/rev device/vpd_pg80 \
+                    device/queue_depth device/wwid size queue/logical_block_size queue/write_cache; \
+                    ls -l /dev/disk/by-id 2>/dev/null | grep -o ata-.*; grep -c ahci /proc/interrupts";
+/// Writes and reads past the page cache, with many commands in the queue.
+const LOAD: &str = "for n in 1 2 3 4; do dd if=/root/noise of=/root/load$n bs=64k oflag=direct conv=fsync & done; \
+                    wait; for n in 1 2 3 4; do cmp /root/noise /root/load$n || exit 1; rm /root/load$n; done";
+
+/// Boots a machine like metal with its root on AHCI, lets it go on as a guest of another machine with its
+/// disks, and checks both.
+fn goes_on_with_ahci(kernel: Kernel, cpus: u32) -> Result<()> {
+    Platform::need(Vendor::Amd, "the lab has no host with KVM on Intel")?;
+    let spec = as_guest::source_on_nvme(kernel, cpus).root_bus(Bus::Ahci);
+    // A drive without a medium, at a port of its own.
+    let source = Machine::boot(spec.qemu_arg("-device").qemu_arg("ide-cd,bus=sata.4"))?;
+    start(&source, "clock", CLOCK, "")?;
+    source.sh("echo before > /root/before && sync && head -c 3000000 /dev/urandom > /root/noise")?;
+    let noise = source.sh("md5sum < /root/noise")?;
+    let tools = disk(&source, "mercury-lab")?;
+    let identity = source.sh(SATA)?;
+    let mounts = source.sh(&format!("{DISKS} | grep ^sda"))?;
+    let (boot_id, before) = (boot_id(&source)?, count(&source, "clock")?);
+    as_guest::checkpoint(&source)?;
+
+    let host =
+        source.boot_in_its_place(as_guest::host_with_disks(Kernel::BookwormCloud, &source, kernel)?)?;
+    host.sh("modprobe kvm_amd")?;
+    let refused = host.mercury_refused(&format!("restore --as-guest {IMAGE}"))?;
+    assert!(refused.text.contains("serial number mercury-root") && refused.text.contains("--disk sda=FILE"));
+    let options = format!("--disk sda={ROOT} --disk {tools}={ARTEFACTS},ro --console socket");
+    let guest = Guest::start(&host, &options)?;
+    is_well(&guest, &boot_id)?;
+    assert!(count(&guest, "clock")? > before);
+    assert_eq!(guest.sh(&format!("{DISKS} | grep ^sda"))?, mounts);
+    println!("{}", guest.sh("dmesg | tail -60")?);
+    assert_eq!(guest.sh(SATA)?, identity);
+    guest.sh("sync; echo 3 > /proc/sys/vm/drop_caches")?;
+    assert_eq!(guest.sh("cat /root/before; md5sum < /root/noise")?, format!("before\n{noise}"));
+    guest.sh(LOAD)?;
+    guest.sh("cp /root/noise /root/copy && rm /root/noise && sync && fstrim -v / || true")?;
+    guest.sh("echo 3 > /proc/sys/vm/drop_caches")?;
+    assert_eq!(guest.sh("md5sum < /root/copy")?, noise);
+    guest.check_log()?;
+    assert_eq!(guest.sh("dmesg | grep -E 'ata.*(failed|exception|timeout|revalid)|I/O error' || true")?, "");
+    let said = guest.power_off()?;
+    assert!(said.contains("powered itself off"), "{said}");
+    is_whole(&host, &noise)?;
+    host.check_health()
+}
+
 /// Checks that the machine is refused without a disk, with another content, and with a disk in use.
 fn is_refused_without_its_disks(host: &Machine, root: &str, tools: &str) -> Result<()> {
     host.sh("modprobe kvm_amd")?;
@@ -171,4 +221,22 @@ fn a_machine_with_6_12_and_its_root_on_nvme_goes_on_as_a_guest() -> Result<()> {
 #[ignore = "long"]
 fn a_machine_with_encrypted_volumes_on_nvme_goes_on_as_a_guest() -> Result<()> {
     goes_on_with_volumes()
+}
+
+#[test]
+#[ignore = "long"]
+fn a_machine_with_its_root_on_ahci_goes_on_as_a_guest() -> Result<()> {
+    goes_on_with_ahci(Kernel::BookwormGeneric, 1)
+}
+
+#[test]
+#[ignore = "long"]
+fn a_machine_with_two_cpus_and_its_root_on_ahci_goes_on_as_a_guest() -> Result<()> {
+    goes_on_with_ahci(Kernel::BookwormGeneric, 2)
+}
+
+#[test]
+#[ignore = "long"]
+fn a_machine_with_6_12_and_its_root_on_ahci_goes_on_as_a_guest() -> Result<()> {
+    goes_on_with_ahci(Kernel::TrixieGeneric, 1)
 }

@@ -22,8 +22,8 @@ pub struct GuestArgs {
     #[command(flatten)]
     pub life: LifeArgs,
     /// A disk: a file or a block device, with `,ro` appended if the guest may only read it. After
-    /// the name of a disk of the machine, such as nvme0n1, it is the content of that disk, which the
-    /// guest goes on with. Without a name the guest finds it as a new virtio disk
+    /// the name of a disk of the machine, such as nvme0n1 or sda, it is the content of that disk, which
+    /// the guest goes on with. Without a name the guest finds it as a new virtio disk
     #[arg(long, value_name = "[NAME=]FILE[,ro]")]
     pub disk: Vec<String>,
     /// The other end of the guest's first serial port: this terminal, or a socket for `mercury

@@ -24,6 +24,7 @@ mod header {
 /// Writable bits of the command: ports, memory, master, parity, errors, no interrupt line.
 const COMMAND_BITS: [u8; 2] = [0x47, 0x05];
 const MEMORY: u8 = 2;
+const NO_LINE: u16 = 1 << 10;
 /// Bits of a base address register: it is for ports; it has 64 bits; its flags.
 const IS_PORTS: u32 = 1;
 const IS_WIDE: u32 = 4;
@@ -363,8 +364,16 @@ impl Function {
         })
     }
 
+    /// Returns true if the driver lets the function use its line: without messages, and the line not disabled.
+    #[must_use]
+    pub fn uses_line(&self) -> bool {
+        let has_messages = self.msi.is_some_and(|msi| self.word(msi + 2) & 1 != 0) || self.has_table();
+        !has_messages && self.word(header::COMMAND) & NO_LINE == 0
+    }
+
     /// Returns true if the table of messages is in use.
-    fn has_table(&self) -> bool {
+    #[must_use]
+    pub fn has_table(&self) -> bool {
         self.table.as_ref().is_some_and(|table| self.space[table.capability + 3] & 0x80 != 0)
     }
 
@@ -484,6 +493,7 @@ pub(crate) mod tests {
         assert!(function.read_table(0, PENDING, &mut bits));
         assert_eq!((bits[0], bits[8]), (1, 1));
         assert_eq!(function.write(0x42, &[0x40, 0x80]).messages, [message(0)]);
+        assert!(!function.uses_line());
         assert_eq!(program(&mut function, 64, message(64), 0), [message(64)]);
         assert_eq!(function.raise(64), Some(message(64)));
         assert!(function.read_table(0, PENDING, &mut bits));
@@ -508,7 +518,12 @@ pub(crate) mod tests {
         assert_eq!(function.raise(0), None);
         function.write(0x44, &0xFEE0_3003_u32.to_le_bytes());
         function.write(0x4C, &[0x47, 0x41]);
+        assert!(function.uses_line());
+        function.write(4, &[7, 4]);
+        assert!(!function.uses_line());
+        function.write(4, &[7, 0]);
         function.write(0x42, &[0xA1, 0]);
+        assert!(!function.uses_line());
         assert_eq!(function.raise(2), Some(Message { address: 0xFEE0_3000, data: 0x4146 }));
         assert_eq!(function.raise(7), Some(Message { address: 0xFEE0_3000, data: 0x4147 }));
     }

@@ -1,8 +1,11 @@
-//! The machine's own disks on NVMe, whose contents an operator gives. The kernel finds each of them at its
+//! The machine's own disks on NVMe and AHCI, whose contents an operator gives. The kernel finds each of them at its
 //! old place, under its old name.
 //!
 //! Everything is checked before the guest starts. A file system that was mounted must be on a given disk,
 //! and must be as the instant left it.
+
+pub(crate) mod ahci;
+pub(crate) mod nvme;
 
 use mercury_control::{
     error::{Error, Result},
@@ -10,11 +13,12 @@ use mercury_control::{
     output::bytes,
 };
 use mercury_controllers::{
+    ahci::{Drive, Properties},
     disk::RawDisk,
     nvme::{Identity, Limits, Namespace},
     pci::Function,
 };
-use mercury_image::{FileSystem, Machine, NvmeController, NvmeDisk};
+use mercury_image::{Device, FileSystem, Machine};
 use mercury_quiesce::{block_devices::ReadAt, disks::fingerprint_elsewhere};
 use std::{
     collections::BTreeSet,
@@ -25,13 +29,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Entries of a queue if the image does not say how many the machine's controller has.
-const QUEUE_ENTRIES: u32 = 1024;
-/// Largest number of pairs of queues that a driver gets.
-const PAIRS_MAX: u64 = 256;
-/// Registers of a controller before its doorbells, and the size of the doorbells of a pair of queues.
-const BEFORE_DOORBELLS: u64 = 0x1000;
-const DOORBELLS: u64 = 8;
+/// Name of the kernel's driver of controllers on AHCI.
+const DRIVER_OF_AHCI: &str = "ahci";
 
 /// The content of a disk, given for the machine's own.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -46,7 +45,7 @@ pub struct OwnDisk {
 
 /// A disk whose content is open.
 #[derive(Debug)]
-struct Opened<'a> {
+pub(crate) struct Opened<'a> {
     given: &'a OwnDisk,
     file: File,
     bytes: u64,
@@ -59,12 +58,28 @@ pub struct Controller {
     pub address: String,
     /// The PCI device.
     pub function: Function,
-    /// What the controller says of itself.
-    pub identity: Identity,
-    /// Its disks.
-    pub namespaces: Vec<Namespace>,
-    /// Its limits.
-    pub limits: Limits,
+    /// What the driver finds there.
+    pub kind: Kind,
+}
+
+/// The kind of a controller, with its disks.
+#[derive(Debug)]
+pub enum Kind {
+    Nvme {
+        /// What the controller says of itself.
+        identity: Identity,
+        /// Its disks.
+        namespaces: Vec<Namespace>,
+        /// Its limits.
+        limits: Limits,
+    },
+    Ahci {
+        properties: Properties,
+        /// Its disks, by the numbers of their ports.
+        drives: Vec<(usize, Drive)>,
+        /// Global system interrupt, if it does without messages.
+        line: Option<u32>,
+    },
 }
 
 /// The machine's own disks, and the reasons against them.
@@ -92,28 +107,45 @@ impl Plan {
         let reasons = machine.file_systems.iter().filter_map(|one| obstacle(one, machine, &content));
         plan.reasons.extend(reasons);
         for theirs in &machine.nvme {
-            let disks: Vec<_> = theirs.disks.iter().filter_map(|disk| pair(disk, &opened)).collect();
-            if disks.is_empty() {
-                continue;
-            }
-            let checked = controller(machine, theirs, &disks).and_then(|controller| {
-                refuse_overlap(&controller.function, taken, end)?;
-                Ok(controller)
-            });
-            match checked {
-                Ok(controller) => plan.controllers.push(controller),
-                Err(why) => plan.reasons.push(format!(
-                    "a guest cannot have its controller {} ({}): {why}",
-                    theirs.name, theirs.address
-                )),
-            }
+            let planned = nvme::plan(machine, theirs, &opened);
+            plan.add(&theirs.name, &theirs.address, planned, taken, end);
+        }
+        for theirs in &machine.ahci {
+            let planned = ahci::plan(machine, theirs, &opened);
+            plan.add(DRIVER_OF_AHCI, &theirs.address, planned, taken, end);
         }
         Ok(plan)
     }
+
+    /// Adds a controller, or the reason against it. One without disks that were given is none.
+    fn add(
+        &mut self,
+        name: &str,
+        address: &str,
+        planned: Option<std::result::Result<Controller, String>>,
+        taken: &[Range<u64>],
+        end: u64,
+    ) {
+        let Some(planned) = planned else { return };
+        let checked = planned.and_then(|controller| {
+            refuse_overlap(&controller.function, taken, end)?;
+            Ok(controller)
+        });
+        match checked {
+            Ok(controller) => self.controllers.push(controller),
+            Err(why) => {
+                self.reasons.push(format!("a guest cannot have its controller {name} ({address}): {why}"))
+            }
+        }
+    }
 }
 
-fn pair<'a, 'b>(disk: &'a NvmeDisk, opened: &'b [Opened<'b>]) -> Option<(&'a NvmeDisk, &'b Opened<'b>)> {
-    opened.iter().find(|one| one.given.name == disk.name).map(|one| (disk, one))
+/// A disk that the image names.
+#[derive(Debug)]
+pub(crate) struct Known<'a> {
+    name: &'a str,
+    /// Model, serial number and size, as far as they are known.
+    label: String,
 }
 
 fn open<'a>(machine: &Machine, given: &'a [OwnDisk]) -> Result<Vec<Opened<'a>>> {
@@ -124,10 +156,10 @@ fn open<'a>(machine: &Machine, given: &'a [OwnDisk]) -> Result<Vec<Opened<'a>>> 
             return Err(Error::new(Exit::Usage, format!("--disk gives {} twice", one.name)));
         }
         if find(machine, &one.name).is_none() {
-            let known: Vec<_> = disks(machine).map(|(controller, disk)| label(controller, disk)).collect();
-            let text = format!("the machine of the image has no disk {} on NVMe", one.name);
+            let known: Vec<_> = disks(machine).map(|disk| disk.label).collect();
+            let text = format!("the machine of the image has no disk {} on NVMe or AHCI", one.name);
             let hint = match known.as_slice() {
-                [] => "its image names no disk on NVMe: make the checkpoint again with this release".into(),
+                [] => "its image names no such disk: make the checkpoint again with this release".into(),
                 known => format!("its disks are {}", known.join(", ")),
             };
             return Err(Error::new(Exit::Impossible, text).hint(hint));
@@ -139,24 +171,17 @@ fn open<'a>(machine: &Machine, given: &'a [OwnDisk]) -> Result<Vec<Opened<'a>>> 
     Ok(all)
 }
 
-fn disks(machine: &Machine) -> impl Iterator<Item = (&NvmeController, &NvmeDisk)> {
-    machine.nvme.iter().flat_map(|controller| controller.disks.iter().map(move |disk| (controller, disk)))
+fn disks(machine: &Machine) -> impl Iterator<Item = Known<'_>> {
+    machine.nvme.iter().flat_map(nvme::disks).chain(machine.ahci.iter().flat_map(ahci::disks))
 }
 
-fn find<'a>(machine: &'a Machine, name: &str) -> Option<(&'a NvmeController, &'a NvmeDisk)> {
-    disks(machine).find(|(_, disk)| disk.name == name)
+fn find<'a>(machine: &'a Machine, name: &str) -> Option<Known<'a>> {
+    disks(machine).find(|disk| disk.name == name)
 }
 
-/// Describes a disk so that an operator finds its content.
-fn label(controller: &NvmeController, disk: &NvmeDisk) -> String {
-    let size = Namespace::measure(&disk.identify).map(|(shift, blocks)| bytes(blocks << shift));
-    let size = size.unwrap_or_else(|_| "of unknown size".into());
-    match Identity::new(&controller.identify) {
-        Ok(identity) => {
-            format!("{} ({}, serial number {}, {size})", disk.name, identity.model(), identity.serial())
-        }
-        Err(_) => format!("{} ({size})", disk.name),
-    }
+/// Finds the content that was given for a disk.
+fn given<'a>(opened: &'a [Opened<'a>], name: &str) -> Option<&'a Opened<'a>> {
+    opened.iter().find(|one| one.given.name == name)
 }
 
 /// Returns the reason for which a file system could not go on.
@@ -174,16 +199,15 @@ fn obstacle<'a>(
     let known: Vec<_> = names.iter().filter_map(|name| find(machine, name)).collect();
     if known.is_empty() || known.len() < names.len() {
         return Some(format!(
-            "{mounted_at} is mounted from {device}, and a guest can have only disks on NVMe that its image \
-             names: unmount it before the checkpoint"
+            "{mounted_at} is mounted from {device}, and a guest can have only disks on NVMe and AHCI that \
+             its image names: unmount it before the checkpoint"
         ));
     }
-    if let Some((controller, disk)) = known.into_iter().find(|(_, disk)| content(&disk.name).is_none()) {
+    if let Some(disk) = known.into_iter().find(|disk| content(disk.name).is_none()) {
         return Some(format!(
             "{mounted_at} is mounted from {device}, which needs the disk {}: give its content with --disk \
              {}=FILE",
-            label(controller, disk),
-            disk.name
+            disk.label, disk.name
         ));
     }
     let Some(fingerprint) = &one.fingerprint else {
@@ -201,55 +225,35 @@ fn obstacle<'a>(
     }
 }
 
-fn controller(
-    machine: &Machine,
-    theirs: &NvmeController,
-    disks: &[(&NvmeDisk, &Opened<'_>)],
-) -> std::result::Result<Controller, String> {
-    let device = machine.devices.iter().find(|one| one.address == theirs.address);
-    let device = device.ok_or("the image does not describe its PCI device")?;
-    if !theirs.has_messages {
-        return Err("it raises interrupts without messages (MSI-X, MSI)".into());
-    }
-    if theirs.has_memory {
-        return Err("it has queues in memory of its own (CMB)".into());
-    }
-    let lengths: Vec<_> = device.bars.iter().map(|bar| (bar.number, bar.length)).collect();
-    let function = Function::new(&device.config, &lengths)?;
-    let pairs = function.registers_end(0).saturating_sub(BEFORE_DOORBELLS) / DOORBELLS;
-    let vectors = function.vectors();
-    if pairs < 2 || vectors == 0 {
-        return Err("its PCI device has no room for queues or interrupts".into());
-    }
-    let entries = if theirs.queue_entries == 0 { QUEUE_ENTRIES } else { theirs.queue_entries };
-    let limits = Limits {
-        pairs: (pairs - 1).min(PAIRS_MAX) as u16,
-        entries: entries.clamp(2, u32::from(u16::MAX)) as u16,
-        vectors,
-    };
-    let namespaces = disks.iter().map(|(disk, opened)| namespace(disk, opened));
-    Ok(Controller {
-        address: theirs.address.clone(),
-        function,
-        identity: Identity::new(&theirs.identify)?,
-        namespaces: namespaces.collect::<std::result::Result<_, _>>()?,
-        limits,
-    })
+/// Finds the PCI device of a controller.
+fn device<'a>(machine: &'a Machine, address: &str) -> std::result::Result<&'a Device, String> {
+    let device = machine.devices.iter().find(|one| one.address == address);
+    device.ok_or_else(|| "the image does not describe its PCI device".into())
 }
 
-fn namespace(disk: &NvmeDisk, opened: &Opened<'_>) -> std::result::Result<Namespace, String> {
-    let of = |why: String| format!("{}: {why}", disk.name);
-    let path = opened.given.path.display();
-    let file = opened.file.try_clone().map_err(|error| of(format!("{path}: {error}")))?;
-    let content =
-        RawDisk::new(file, opened.given.read_only).map_err(|error| of(format!("{path}: {error}")))?;
-    let namespace = Namespace::new(disk.namespace, &disk.identify, &disk.identifiers, Box::new(content));
-    let namespace = namespace.map_err(of)?;
-    if namespace.bytes() > opened.bytes {
-        let (theirs, ours) = (bytes(namespace.bytes()), bytes(opened.bytes));
-        return Err(of(format!("it has {theirs}, and {path} has {ours}")));
+fn function(device: &Device) -> std::result::Result<Function, String> {
+    let lengths: Vec<_> = device.bars.iter().map(|bar| (bar.number, bar.length)).collect();
+    Function::new(&device.config, &lengths)
+}
+
+impl Opened<'_> {
+    /// Takes the content for a disk that has some size.
+    fn content(&self, theirs: Option<u64>) -> std::result::Result<Box<RawDisk>, String> {
+        let OwnDisk { name, path, read_only } = self.given;
+        let of = |why: String| format!("{name}: {}{why}", path.display());
+        let file = self.file.try_clone().map_err(|error| of(format!(": {error}")))?;
+        let content = RawDisk::new(file, *read_only).map_err(|error| of(format!(": {error}")))?;
+        match theirs {
+            Some(theirs) if theirs <= self.bytes => Ok(Box::new(content)),
+            Some(theirs) => Err(format!(
+                "{name}: it has {}, and {} has {}",
+                bytes(theirs),
+                path.display(),
+                bytes(self.bytes)
+            )),
+            None => Err(format!("{name}: it says that it has more bytes than there are numbers")),
+        }
     }
-    Ok(namespace)
 }
 
 /// Refuses registers where the guest has memory, or beyond the addresses that this host's processor has.
@@ -297,7 +301,7 @@ pub fn parse(text: &str) -> Option<OwnDisk> {
 #[allow(clippy::unwrap_used)]
 pub(crate) mod tests {
     use super::*;
-    use mercury_image::{Bar, Device, DiskPart, Piece};
+    use mercury_image::{Bar, DiskPart, NvmeController, NvmeDisk, Piece};
 
     pub const START: u32 = 0xFEBD_0000;
     const SIZE: usize = 1 << 20;
@@ -381,8 +385,9 @@ pub(crate) mod tests {
         let plan = plan(&machine, std::slice::from_ref(&disk));
         assert_eq!(plan.reasons, [""; 0]);
         let [controller] = plan.controllers.as_slice() else { panic!("{:?}", plan.controllers) };
-        assert_eq!((controller.limits.pairs, controller.limits.entries), (256, 1024));
-        assert_eq!((controller.limits.vectors, controller.namespaces[0].bytes()), (8, SIZE as u64));
+        let Kind::Nvme { limits, namespaces, .. } = &controller.kind else { panic!("{controller:?}") };
+        assert_eq!((limits.pairs, limits.entries, limits.vectors), (256, 1024, 8));
+        assert_eq!(namespaces[0].bytes(), SIZE as u64);
         // Only while the plan is there is the content in use.
         let given = std::slice::from_ref(&disk);
         let error = Plan::of(&machine, given, &[], u64::MAX).unwrap_err();
@@ -409,8 +414,11 @@ pub(crate) mod tests {
         assert!(missing.contains(expected), "{missing}");
         type Change = fn(&mut Machine);
         let changes: [(Change, &str); 10] = [
-            (|one| one.file_systems[0].place = None, "only disks on NVMe"),
-            (|one| one.file_systems[0].place.as_mut().unwrap().disk = "sda".into(), "only disks on NVMe"),
+            (|one| one.file_systems[0].place = None, "only disks on NVMe and AHCI"),
+            (
+                |one| one.file_systems[0].place.as_mut().unwrap().disk = "sda".into(),
+                "only disks on NVMe and AHCI",
+            ),
             (|one| one.file_systems[0].fingerprint = None, "no fingerprint"),
             (|one| one.devices.clear(), "does not describe its PCI device"),
             (|one| one.devices[0].config.truncate(64), "64 bytes of its configuration"),
@@ -459,7 +467,7 @@ pub(crate) mod tests {
         assert_eq!(plan(&machine, given).reasons, [""; 0]);
         let other = place.map(|place| DiskPart { disk: "nvme1n1".into(), ..place });
         machine.file_systems[0].pieces.push(Piece { place: other, ..piece });
-        assert!(reason(&machine, given).contains("only disks on NVMe"));
+        assert!(reason(&machine, given).contains("only disks on NVMe and AHCI"));
     }
 
     #[test]

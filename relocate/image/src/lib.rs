@@ -62,8 +62,8 @@ pub use error::{Error, Place, Result};
 pub use firmware::FirmwareMemory;
 pub use hashes::{Hash, Hashes, Key, Run, order};
 pub use machine::{
-    Bar, Cpu, Device, DiskPart, FileSystem, FirmwareRange, Iommu, Kind, Machine, NvmeController, NvmeDisk,
-    Piece, Processor, Range, Resume, Timers, VmCoreInfo,
+    AhciController, AhciDisk, AhciPort, Bar, Cpu, Device, DiskPart, FileSystem, FirmwareRange, Iommu, Kind,
+    Machine, NvmeController, NvmeDisk, Piece, Processor, Range, Resume, Timers, VmCoreInfo,
 };
 pub use pack::Packer;
 pub use parent::Parent;

@@ -52,6 +52,10 @@ pub struct Machine {
     /// the image.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub nvme: Vec<NvmeController>,
+    /// Controllers of disks on AHCI, and their disks. Empty: there is none, or an earlier Mercury made
+    /// the image.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ahci: Vec<AhciController>,
     /// Clocks of the machine. `None`: an earlier Mercury did not record them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timers: Option<Timers>,
@@ -306,4 +310,49 @@ pub struct NvmeDisk {
     /// Identifiers of the namespace, as the controller lists them, without the zeros at their end.
     #[serde(with = "crate::hexadecimal")]
     pub identifiers: Vec<u8>,
+}
+
+/// A controller of disks on AHCI. A monitor shows it to the machine again.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AhciController {
+    /// Address of its PCI device ([`Device::address`]).
+    pub address: String,
+    /// Its register of capabilities, as the driver uses it.
+    pub capabilities: u32,
+    /// Its register of more capabilities (CAP2).
+    pub more_capabilities: u32,
+    /// Its register of the version.
+    pub version: u32,
+    /// True if it raises interrupts by messages (MSI, MSI-X).
+    pub has_messages: bool,
+    /// Global system interrupt of its line, if it does without messages. `None`: unknown.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub line: Option<u32>,
+    /// Its ports, in the order of their numbers.
+    pub ports: Vec<AhciPort>,
+}
+
+/// A port of a controller on AHCI.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AhciPort {
+    /// Its number, from 0.
+    pub number: u32,
+    /// Its register of commands.
+    pub command: u32,
+    /// True if a port multiplier is connected.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub has_multiplier: bool,
+    /// Its disk. `None`: it has none that a monitor could show.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk: Option<AhciDisk>,
+}
+
+/// A disk on AHCI.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AhciDisk {
+    /// The kernel's name of the disk, such as `sda`.
+    pub name: String,
+    /// Answer of the disk to IDENTIFY DEVICE.
+    #[serde(with = "crate::hexadecimal")]
+    pub identify: Vec<u8>,
 }

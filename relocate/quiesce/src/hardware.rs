@@ -1,15 +1,15 @@
 //! The part of a machine's description that a monitor needs where the machine goes on as a guest, without
 //! its own hardware.
 
-use super::{firmware, nvme};
+use super::{ahci, firmware, nvme};
 use mercury_control::{device::Device, driver::Driver, error::Result, sysroot::Sysroot};
 use mercury_image::{Bar, Machine, Timers};
 use std::{fs::File, io::Read, path::Path};
 
 /// Class of bridges between PCI buses and to others.
 const BRIDGE: &str = "06";
-/// Class of controllers on NVMe.
-const NVME: &str = "0108";
+/// Classes of controllers of disks, on AHCI and on NVMe.
+const DISKS: [&str; 2] = ["0106", "0108"];
 /// Bytes of configuration space that are kept: the standard's header, and the capabilities too of what a
 /// monitor shows to a guest.
 const CONFIG: (u64, u64) = (64, 256);
@@ -18,7 +18,7 @@ const APIC_DIVISOR: u64 = 16;
 /// No timer counts so fast.
 const RATE_MAX: u64 = 1 << 40;
 
-/// Adds the firmware's memory, what the PCI devices decode, disks on NVMe, and clocks. A machine whose
+/// Adds the firmware's memory, what the PCI devices decode, disks on NVMe and AHCI, and clocks. A machine whose
 /// firmware's memory cannot be read goes on only on equal hardware.
 ///
 /// # Errors
@@ -32,6 +32,7 @@ pub fn add_hardware(machine: &mut Machine, sysroot: &Sysroot, device: &Device) -
     }
     add_resources(machine, sysroot);
     machine.nvme = nvme::controllers(&machine.devices, sysroot);
+    machine.ahci = ahci::controllers(&machine.devices, sysroot);
     let clocksource = "sys/devices/system/clocksource/clocksource0/current_clocksource";
     let list = sysroot.text("proc/timer_list").unwrap_or_default();
     machine.timers = Some(Timers {
@@ -72,7 +73,7 @@ fn add_resources(machine: &mut Machine, sysroot: &Sysroot) {
     for device in &mut machine.devices {
         let folder = format!("sys/bus/pci/devices/{}", device.address);
         device.bars = bars(&sysroot.text(&format!("{folder}/resource")).unwrap_or_default());
-        let is_shown = [BRIDGE, NVME].iter().any(|class| device.class.starts_with(class));
+        let is_shown = [BRIDGE, DISKS[0], DISKS[1]].iter().any(|class| device.class.starts_with(class));
         let length = if is_shown { CONFIG.1 } else { CONFIG.0 };
         device.config = first_bytes(&sysroot.path(&format!("{folder}/config")), length).unwrap_or_default();
     }
@@ -138,10 +139,10 @@ mod tests {
             class: class.into(),
             ..PciDevice::default()
         };
-        let devices = ["060400", "020000", "010802"]
-            .map(|class| device(&format!("0000:00:0{}.0", &class[1..2]), class));
+        let devices = ["060400", "020000", "010802", "010601"]
+            .map(|class| device(&format!("0000:00:0{}.{}", &class[1..2], &class[3..4]), class));
         let devices = [devices.as_slice(), &[device("gone", "")]].concat();
-        for device in &devices[..3] {
+        for device in &devices[..4] {
             let folder = root.path().join("sys/bus/pci/devices").join(&device.address);
             std::fs::create_dir_all(&folder).expect("a folder");
             std::fs::write(folder.join("config"), [9; 4096]).expect("a file");
@@ -149,6 +150,6 @@ mod tests {
         let mut machine = Machine { devices, ..Machine::default() };
         add_resources(&mut machine, &Sysroot::at(root.path()));
         let lengths: Vec<_> = machine.devices.iter().map(|device| device.config.len()).collect();
-        assert_eq!(lengths, [256, 64, 256, 0]);
+        assert_eq!(lengths, [256, 64, 256, 256, 0]);
     }
 }

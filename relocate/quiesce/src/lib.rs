@@ -16,6 +16,7 @@
 
 #![allow(missing_docs)]
 
+mod ahci;
 pub mod applications;
 pub mod arrays;
 pub mod attached;

@@ -2,14 +2,13 @@
 //! for each.
 
 use super::{Lines, pci::place};
-use crate::disks;
+use crate::disks::{self, Kind};
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
 };
 use mercury_controllers::{
-    Interrupts, Memory,
-    nvme::{Controller, Registers},
+    Interrupts, Memory, ahci, nvme,
     pci::{Effects, Function},
 };
 use mercury_devices::{
@@ -25,17 +24,86 @@ use std::{
     thread::{self, JoinHandle},
 };
 
-/// Number of the base address register with a controller's registers.
-const REGISTERS: usize = 0;
-
 /// A controller as processors see it.
 pub struct Local {
     /// Bus, device and function, as in an address.
     pub place: u32,
+    /// Global system interrupt, if it does without messages.
+    pub line: Option<u32>,
     function: Arc<Mutex<Function>>,
-    registers: Arc<Registers>,
+    /// Number of the base address register with the registers.
+    bar: usize,
+    registers: Arc<dyn Registers>,
     bell: Arc<Bell>,
     lines: Arc<dyn Lines>,
+}
+
+/// Registers of a controller, which never wait.
+trait Registers: Send + Sync {
+    fn read(&self, offset: u64, data: &mut [u8]);
+    /// Returns true if the controller has work then.
+    fn write(&self, offset: u64, data: &[u8]) -> bool;
+    fn reset(&self);
+    /// Follows a change of the configuration space.
+    fn settle(&self) {}
+}
+
+impl Registers for nvme::Registers {
+    fn read(&self, offset: u64, data: &mut [u8]) {
+        self.read(offset, data);
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) -> bool {
+        self.write(offset, data)
+    }
+
+    fn reset(&self) {
+        self.reset();
+    }
+}
+
+impl<I: Interrupts + Send + Sync> Registers for ahci::Registers<I> {
+    fn read(&self, offset: u64, data: &mut [u8]) {
+        self.read(offset, data);
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) -> bool {
+        self.write(offset, data)
+    }
+
+    fn reset(&self) {
+        self.reset();
+    }
+
+    fn settle(&self) {
+        self.settle();
+    }
+}
+
+/// The part of a controller that one thread owns.
+trait Work: Send {
+    fn work(&mut self);
+    fn finish(&mut self) -> std::result::Result<(), String>;
+}
+
+impl<M: Memory + Send, I: Interrupts + Send> Work for nvme::Controller<M, I> {
+    fn work(&mut self) {
+        self.work();
+    }
+
+    fn finish(&mut self) -> std::result::Result<(), String> {
+        self.finish()
+    }
+}
+
+impl<M: Memory + Send, I: Interrupts + Send + Sync> Work for ahci::Controller<M, I> {
+    fn work(&mut self) {
+        self.work();
+    }
+
+    fn finish(&mut self) -> std::result::Result<(), String> {
+        self.finish()
+    }
 }
 
 /// The thread of a controller.
@@ -70,13 +138,29 @@ impl Memory for Ram {
 struct Vectors {
     function: Arc<Mutex<Function>>,
     lines: Arc<dyn Lines>,
+    /// True if all ports share the first entry of a table of messages, as Linux's driver has it on AHCI.
+    shares_table: bool,
+    line: Option<u32>,
+    /// Level of the line, as the interrupt controllers have it.
+    is_high: AtomicBool,
 }
 
 impl Interrupts for Vectors {
     fn raise(&self, vector: u16) {
-        let message = lock(&self.function).raise(vector);
+        let mut function = lock(&self.function);
+        let shares = self.shares_table && function.has_table();
+        let message = function.raise(if shares { 0 } else { vector });
+        drop(function);
         if let Some(message) = message {
             self.lines.message(message.address, message.data);
+        }
+    }
+
+    fn level(&self, is_high: bool) {
+        let Some(line) = self.line else { return };
+        let is_high = is_high && lock(&self.function).uses_line();
+        if self.is_high.swap(is_high, Ordering::AcqRel) != is_high {
+            self.lines.set(line, is_high);
         }
     }
 }
@@ -90,15 +174,21 @@ fn lock(function: &Mutex<Function>) -> MutexGuard<'_, Function> {
 /// # Errors
 /// It has a place that no processor reaches, or the host has no room for a thread.
 pub fn start(planned: disks::Controller, view: &View, lines: &Arc<dyn Lines>) -> Result<(Local, Worker)> {
-    let disks::Controller { address, function, identity, namespaces, limits } = planned;
+    let disks::Controller { address, function, kind } = planned;
     let wrong =
         |why: &str| Error::new(Exit::Impossible, format!("cannot start the controller {address}: {why}"));
     let place = place(&address).ok_or_else(|| wrong("it is not in PCI's first domain"))?;
     let bell = Bell::new().map_err(|error| wrong(error.message()))?;
     let (function, bell) = (Arc::new(Mutex::new(function)), Arc::new(bell));
-    let vectors = Vectors { function: Arc::clone(&function), lines: Arc::clone(lines) };
-    let mut controller = Controller::new(identity, namespaces, limits, Ram(view.clone()), vectors);
-    let registers = controller.registers();
+    let line = if let Kind::Ahci { line, .. } = kind { line } else { None };
+    let vectors = Vectors {
+        function: Arc::clone(&function),
+        lines: Arc::clone(lines),
+        shares_table: matches!(kind, Kind::Ahci { .. }),
+        line,
+        is_high: AtomicBool::new(false),
+    };
+    let (mut controller, registers, bar) = make(kind, Ram(view.clone()), vectors);
     let ends = Arc::new(AtomicBool::new(false));
     let (rings, over) = (Arc::clone(&bell), Arc::clone(&ends));
     let work = move || {
@@ -111,7 +201,23 @@ pub fn start(planned: disks::Controller, view: &View, lines: &Arc<dyn Lines>) ->
     let thread = without_signals(|| thread::Builder::new().name("disk".into()).spawn(work));
     let thread = thread.map_err(|error| wrong(&error.to_string()))?;
     let worker = Worker { address: address.clone(), bell: Arc::clone(&bell), ends, thread };
-    Ok((Local { place, function, registers, bell, lines: Arc::clone(lines) }, worker))
+    Ok((Local { place, line, function, bar, registers, bell, lines: Arc::clone(lines) }, worker))
+}
+
+/// Makes a controller. Returns its registers too, and the number of their base address register.
+fn make(kind: Kind, ram: Ram, vectors: Vectors) -> (Box<dyn Work>, Arc<dyn Registers>, usize) {
+    match kind {
+        Kind::Nvme { identity, namespaces, limits } => {
+            let controller = nvme::Controller::new(identity, namespaces, limits, ram, vectors);
+            let registers = controller.registers();
+            (Box::new(controller), registers, disks::nvme::REGISTERS)
+        }
+        Kind::Ahci { properties, drives, .. } => {
+            let controller = ahci::Controller::new(properties, drives, ram, vectors);
+            let registers = controller.registers();
+            (Box::new(controller), registers, disks::ahci::REGISTERS)
+        }
+    }
 }
 
 impl Worker {
@@ -144,6 +250,8 @@ impl Local {
             self.registers.reset();
             self.bell.ring();
         }
+        // Messages or the line may be on or off now.
+        self.registers.settle();
     }
 
     /// Reads registers in memory. Returns false if the address is not the controller's.
@@ -152,7 +260,7 @@ impl Local {
         let Some((bar, offset)) = function.decode(phys) else { return false };
         if !function.read_table(bar, offset, data) {
             data.fill(0);
-            if bar == REGISTERS {
+            if bar == self.bar {
                 self.registers.read(offset, data);
             }
         }
@@ -167,7 +275,7 @@ impl Local {
         drop(function);
         match effects {
             Some(effects) => self.follow(&effects),
-            None if bar == REGISTERS && self.registers.write(offset, data) => self.bell.ring(),
+            None if bar == self.bar && self.registers.write(offset, data) => self.bell.ring(),
             None => {}
         }
         true
@@ -243,6 +351,59 @@ mod tests {
         let mut model = [0; 5];
         memory::read(&view, DATA + 24, &mut model).unwrap();
         assert_eq!(&model, b"MODEL");
+        assert_eq!(worker.finish(), None);
+    }
+
+    #[derive(Default)]
+    struct Levels(Mutex<Vec<(u32, bool)>>);
+
+    impl Lines for Levels {
+        fn set(&self, line: u32, is_high: bool) {
+            self.0.lock().unwrap().push((line, is_high));
+        }
+
+        fn message(&self, _: u64, _: u32) {
+            panic!("the driver has enabled no messages");
+        }
+    }
+
+    /// A driver without messages starts a port, and asks its disk for the mode of power.
+    #[test]
+    fn a_controller_without_messages_holds_its_line_until_the_driver_has_answered() {
+        use crate::disks::ahci::tests as sata;
+        let view = View::from_ranges(&[(GuestAddress(0), 0x1_0000)]).unwrap();
+        let levels = Arc::new(Levels::default());
+        let lines: Arc<dyn Lines> = levels.clone();
+        let (_file, controller) = sata::planned(19);
+        let (local, worker) = start(controller, &view, &lines).unwrap();
+        assert_eq!((local.place, local.line), (0x1F << 11 | 2 << 8, Some(19)));
+        let at = |offset: u64| u64::from(sata::START) + offset;
+        let write = |offset: u64, value: u32| assert!(local.write(at(offset), &value.to_le_bytes()));
+        let read = |offset: u64| {
+            let mut bytes = [0; 4];
+            assert!(local.read(at(offset), &mut bytes));
+            u32::from_le_bytes(bytes)
+        };
+        memory::write(&view, 0x1000, &[5, 0, 0, 0, 0, 0, 0, 0, 0, 0x20]).unwrap();
+        memory::write(&view, 0x2000, &[0x27, 0x80, 0xE5]).unwrap();
+        write(4, 1);
+        wait_for(|| read(4) & 1 == 0);
+        for (offset, value) in [(4, 2), (0x100, 0x1000), (0x108, 0x3000), (0x118, 0x11), (0x114, 1)] {
+            write(offset, value);
+        }
+        wait_for(|| read(0x120) == 0x150);
+        write(0x138, 1);
+        wait_for(|| !levels.0.lock().unwrap().is_empty());
+        write(0x110, 1);
+        write(8, 1);
+        assert_eq!(*levels.0.lock().unwrap(), [(19, true), (19, false)]);
+        // The line is disabled while an interrupt is pending.
+        write(0x138, 1);
+        wait_for(|| levels.0.lock().unwrap().len() == 3);
+        local.write_configuration(4, &[6, 4]);
+        assert_eq!(levels.0.lock().unwrap().last(), Some(&(19, false)));
+        local.write_configuration(4, &[6, 0]);
+        assert_eq!(levels.0.lock().unwrap().last(), Some(&(19, true)));
         assert_eq!(worker.finish(), None);
     }
 }

@@ -166,7 +166,10 @@ impl Platform {
         view: View,
     ) -> Result<Self> {
         let tables = board.tables;
-        let is_free = |line: &u32| *line != tables.ports.interrupt && !tables.overridden.contains(line);
+        let is_free = |line: &u32| {
+            let is_own = board.locals.iter().any(|local| local.line == Some(*line));
+            *line != tables.ports.interrupt && !tables.overridden.contains(line) && !is_own
+        };
         let mut free = FREE_LINES.into_iter().filter(is_free);
         let mut slots = Vec::new();
         for device in devices {
