@@ -940,10 +940,12 @@ pub const TABLE: &[Entry] = &[
     entry_of(
         Code::GuestDisks,
         "a file system is mounted from a disk that does not come along",
-        "A guest does not have the machine's own disks. The kernel would lose the file system. Disks of \
-         iSCSI belong here as well: a process has to connect them again, and could not be read from them.",
-        "unmount the file system before the checkpoint; root may lie in RAM, on NFS, on NBD or on NVMe over \
-         TCP",
+        "A guest has only those of the machine's own disks whose contents are given and fit, on controllers \
+         that a guest can have. The kernel would lose the file system. Disks of iSCSI belong here as well: a \
+         process has to connect them again, and could not be read from them.",
+        "give the content of each disk on NVMe and AHCI with `--disk NAME=FILE`, as it was at the instant; \
+         unmount other file systems before the checkpoint; root may lie in RAM, on NBD or on NVMe over TCP \
+         as well",
     ),
     entry_of(
         Code::GuestMemory,
