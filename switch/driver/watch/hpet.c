@@ -163,9 +163,10 @@ static void arm(void)
 {
 	u32 due = readl(hpet.registers + HPET_COUNTER) + hpet.period;
 
+	/* First the comparator: an old value may fire at once. */
 	WRITE_ONCE(hpet.state.due, due);
-	writel(hpet.config, hpet.registers + HPET_Tn_CFG(hpet.timer));
 	set_comparator(due);
+	writel(hpet.config, hpet.registers + HPET_Tn_CFG(hpet.timer));
 }
 
 /* Sets the timer again after mercury_hpet_silence(). */
@@ -225,13 +226,18 @@ u32 mercury_hpet_ticks(void)
 u32 mercury_hpet_tick(bool *first)
 {
 	union state old, new;
+	s32 late;
 
 	*first = false;
 	if (!READ_ONCE(hpet.on))
 		return mercury_hpet_ticks();
 	old.all = READ_ONCE(hpet.state.all);
-	/* Some timers fire a little early, by the rounding of an emulator for one. */
-	if ((s32)(readl(hpet.registers + HPET_COUNTER) - old.due) < -(s32)(hpet.period / EARLY))
+	/*
+	 * Some timers fire a little early, by the rounding of an emulator for one. A counter that is far off
+	 * was set by the kernel, in a resume, and the timer may fire at any time.
+	 */
+	late = readl(hpet.registers + HPET_COUNTER) - old.due;
+	if (late < -(s32)(hpet.period / EARLY) && late > -(s32)(2 * hpet.period))
 		return old.tick;
 	new.due = readl(hpet.registers + HPET_COUNTER) + hpet.period;
 	new.tick = old.tick + 1;
