@@ -98,7 +98,8 @@ proptest! {
         }
         prop_assert!(!add(&mut pulse, sample));
         for step in 1..u64::from(PATIENCE_MS) / 100 {
-            let later = Sample { now_ms: sample.now_ms + step * 100, excused: false, irqs_off: true, ..sample };
+            let now_ms = sample.now_ms + step * 100;
+            let later = Sample { now_ms, excused: false, irqs_off: true, ..sample };
             prop_assert!(!add(&mut pulse, later));
         }
     }

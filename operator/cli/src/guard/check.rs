@@ -103,7 +103,7 @@ impl Facts {
             return Finding { name, state: "good", text: text.into() };
         }
         let text = format!(
-            "a rollback undoes acknowledged writes, such as a database's commits, or is refused: {} written to",
+            "a rollback undoes acknowledged writes (a database's commits), or is refused: {} written to",
             self.written.join(", ") + if self.written.len() == 1 { " is" } else { " are" }
         );
         Finding { name, state: "note", text }
