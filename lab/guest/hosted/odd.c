@@ -17,6 +17,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/auxv.h>
 #include <sys/mman.h>
 #include <asm/ldt.h>
 #include <setjmp.h>
@@ -40,9 +41,18 @@ static struct {
 	volatile long signo, code, trap, error, address, rip, flags, cs, count;
 } *seen;
 
+/* Maps memory that children share, at the same addresses natively and in a hosted machine. */
 static void *shared(size_t size)
 {
-	return mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+	static char *at = (char *)0x10400000;
+	void *mapped = mmap(at, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
+
+	if (mapped != at) {
+		perror("shared memory");
+		exit(1);
+	}
+	at += (size + 4095) & ~4095UL;
+	return mapped;
 }
 
 static void note(int signo, siginfo_t *info, void *context)
@@ -617,7 +627,7 @@ static void checks(int hosted)
 #define CODE ((unsigned char *)0x10000000)
 #define DATA ((unsigned char *)0x10100000)
 #define DATA_SIZE 8192
-#define PAGE 4096
+#define PAGE 4096L
 /*
  * The addresses that a program's process shares with the monitor if programs are in processes of their own (STUB to
  * STUB_STATE_END in hosted/runtime/src/layout.rs). Natively nothing is mapped there. A case that faults there natively reads or
@@ -933,6 +943,24 @@ static void result(int signo, siginfo_t *info, void *context)
 	set_flags(run->before);
 }
 
+/*
+ * Unmaps the stack, and the mappings of the kernel that are about as high as the vDSO. Natively they are where a hosted machine
+ * has no addresses for programs. Begins the cases. Their signals have a stack of their own.
+ */
+static void begin_cases(void)
+{
+	const unsigned long last = getauxval(AT_EXECFN), vdso = getauxval(AT_SYSINFO_EHDR), most = 64 << 20;
+	const unsigned long top = (last & -PAGE) + PAGE;
+
+	asm volatile("mov $11, %%eax; syscall\n"
+		     "mov $11, %%eax; mov %0, %%rdi; mov %1, %%rsi; syscall\n"
+		     "wrfsbase %2; wrgsbase %2; ud2"
+		     :
+		     : "r"(top - most), "r"(most), "r"(0x10100800L), "D"(vdso - (vdso ? 0x10000 : 0)), "S"(vdso ? 0x20000L : PAGE)
+		     : "rax", "rcx", "r11");
+	__builtin_unreachable();
+}
+
 /* Runs all cases in children, since a child may end at any case. */
 static void go_through(void)
 {
@@ -949,7 +977,7 @@ static void go_through(void)
 		if (child == 0) {
 			catch_all(result);
 			alarm(1200);
-			asm volatile("wrfsbase %0; wrgsbase %0; ud2" : : "r"(0x10100800L));
+			begin_cases();
 		}
 		waitpid(child, &status, 0);
 		if (status) {
