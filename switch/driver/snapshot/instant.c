@@ -62,6 +62,8 @@ static struct {
 	bool restored, rolled_back;
 	/* CPUs that were put back and have dropped the interrupts of their other life. */
 	atomic_t drained;
+	/* The random generator, or an error. */
+	struct file *random;
 	/* The end of each step, by the clock of the first CPU. */
 	u64 done_tsc[STEPS];
 } instant;
@@ -72,6 +74,8 @@ u32 mercury_instant_prepare(unsigned long ram_pages)
 	u32 code;
 
 	instant.ram_pages = ram_pages;
+	/* The root may lie behind a network that a second life has to wait for. */
+	instant.random = filp_open("/dev/urandom", O_WRONLY, 0);
 	cpus_read_lock();
 	cpumask_copy(&instant.cpus, cpu_online_mask);
 	code = mercury_states_allocate(&instant.cpus);
@@ -81,6 +85,8 @@ u32 mercury_instant_prepare(unsigned long ram_pages)
 
 void mercury_instant_forget(void)
 {
+	if (!IS_ERR_OR_NULL(instant.random))
+		filp_close(instant.random, NULL);
 	memset(&instant, 0, sizeof(instant));
 }
 
@@ -285,19 +291,14 @@ static int enter(void *unused)
 static void reseed(void)
 {
 	struct mercury_saved_cpu *saved = mercury_state_of(instant.first_cpu);
-	struct file *file;
-	long err = -EOPNOTSUPP;
+	struct file *file = instant.random;
+	long err = PTR_ERR_OR_ZERO(file);
 
 	add_device_randomness(saved->seed, sizeof(saved->seed));
 	memzero_explicit(saved->seed, sizeof(saved->seed));
-	file = filp_open("/dev/urandom", O_WRONLY, 0);
-	if (IS_ERR(file)) {
-		err = PTR_ERR(file);
-	} else {
-		if (file->f_op->unlocked_ioctl)
-			err = file->f_op->unlocked_ioctl(file, RNDRESEEDCRNG, 0);
-		filp_close(file, NULL);
-	}
+	if (!err)
+		err = file->f_op->unlocked_ioctl ? file->f_op->unlocked_ioctl(file, RNDRESEEDCRNG, 0) :
+						   -EOPNOTSUPP;
 	if (err)
 		pr_err("the random generator could not be seeded afresh: %ld\n", err);
 }
