@@ -73,7 +73,7 @@ pub(super) fn raise_fence(
              the instant will not survive"
         )
     };
-    let peers = match fence::peers(&files, &target.processes(), sysroot) {
+    let peers = match fence::peers(&files, &target.carriers(), sysroot) {
         Ok(peers) => peers,
         Err(why) => return silence_second_life(device, Some(unfenced(why)), sysroot),
     };

@@ -139,13 +139,21 @@ impl Target {
         Ok(Place::Remote { data, end })
     }
 
+    /// Returns the processes whose connections carry the image to another host.
+    #[must_use]
+    pub fn carriers(&self) -> Vec<u32> {
+        match &self.place {
+            Place::Remote { data, end } => vec![data.child.id(), end.child.id()],
+            _ => Vec::new(),
+        }
+    }
+
     /// Returns the processes that must not be held still.
     #[must_use]
     pub fn processes(&self) -> Vec<u32> {
         match &self.place {
-            Place::Remote { data, end } => vec![data.child.id(), end.child.id()],
             Place::Device(file) | Place::File { file, .. } => vec![file.process()],
-            Place::Stdout(_) | Place::Finished => Vec::new(),
+            _ => self.carriers(),
         }
     }
 
@@ -268,6 +276,14 @@ mod tests {
         assert_eq!("ssh://root@spare/var/x".parse(), Ok(remote));
         assert!("ssh://-oProxyCommand=x/y".parse::<Name>().is_err());
         assert!("ssh://host".parse::<Name>().is_err());
+    }
+
+    /// The fence waits for a connection of each carrier, and gives up without one.
+    #[test]
+    fn no_connection_carries_an_image_to_a_file() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let target = Target::open(&Name::Path(folder.path().join("image")), false).expect("a file");
+        assert_eq!((target.carriers().len(), target.processes().len()), (0, 1));
     }
 
     /// A shell of this host runs the other host's scripts.
