@@ -4,7 +4,7 @@
 //! another machine, which gets that disk. Two ports of the host lead from the lab to the guest in it: to its
 //! first serial port, the console, and to its second one, the agent's.
 
-use std::{path::Path, time::Duration};
+use std::{path::Path, thread, time::Duration};
 
 use mercury_lab_agent::protocol::Request;
 
@@ -200,6 +200,9 @@ impl<'a> Guest<'a> {
         host.sh("modprobe kvm_amd")?;
         let client = Client::new(connect(host, file::GUEST_AGENT)?)?;
         let link = Link::new(client, host.link().scene.clone(), None, 0);
+        // The emulator takes no text, and logs none, while nobody listens.
+        let mut console = connect(host, file::GUEST_CONSOLE)?;
+        thread::spawn(move || std::io::copy(&mut console, &mut std::io::sink()));
         let guest = Self { host, link, monitor: host.spawn(line)? };
         host.put("/run/relay", RELAY.as_bytes(), 0o755)?;
         for (socket, port) in PORTS {
@@ -220,7 +223,10 @@ impl<'a> Guest<'a> {
             self.link.client.send(&Request::Hello)?;
             self.link.client.hello_after(0, Duration::from_secs(1))
         });
-        up.map(drop).map_err(|error| self.host.blame(error))
+        up.map(drop).map_err(|error| {
+            println!("{:?}\n{}", self.printed(), self.console());
+            self.host.blame(error)
+        })
     }
 
     /// Returns what the command that runs the guest has printed.

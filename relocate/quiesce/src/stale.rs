@@ -68,10 +68,11 @@ impl Stale {
         }
     }
 
+    /// Ends the connections. With peers, no path is looked up: the root may be behind one of them.
     pub fn end(&mut self, sysroot: &Sysroot) {
         match self.connections.clone() {
             Connections::WithPeers(peers) => {
-                let all = connections(sysroot, fence::established);
+                let all = self.established().unwrap_or_default();
                 let theirs = all.into_iter().filter(|(_, other)| peers.iter().any(|peer| peer.is(*other)));
                 self.end_all(theirs.collect());
             }
@@ -86,8 +87,33 @@ impl Stale {
         }
     }
 
+    /// Lists the established connections of this network namespace, the own end first.
+    fn established(&mut self) -> io::Result<Vec<(SocketAddr, SocketAddr)>> {
+        let mut found = Vec::new();
+        for nobody in ["0.0.0.0:0", "[::]:0"].map(|text| text.parse::<SocketAddr>()).into_iter().flatten() {
+            self.netlink.write_all(&request(Ask::List, nobody, nobody))?;
+            while self.listed(&mut found)? {}
+        }
+        Ok(found)
+    }
+
+    /// Reads a part of a list. Returns false at its end.
+    fn listed(&mut self, found: &mut Vec<(SocketAddr, SocketAddr)>) -> io::Result<bool> {
+        const NLMSG_ERROR: u16 = 2;
+        const NLMSG_DONE: u16 = 3;
+        let mut bytes = vec![0; 32 << 10];
+        let length = self.netlink.read(&mut bytes)?;
+        for (kind, payload) in messages(&bytes[..length]) {
+            if matches!(kind, NLMSG_ERROR | NLMSG_DONE) {
+                return Ok(false);
+            }
+            found.extend(ends(payload));
+        }
+        Ok(length != 0)
+    }
+
     fn end_one(&mut self, own: SocketAddr, other: SocketAddr) -> io::Result<()> {
-        self.netlink.write_all(&request(own, other))?;
+        self.netlink.write_all(&request(Ask::End, own, other))?;
         let mut answer = [0; 256];
         let length = self.netlink.read(&mut answer)?;
         // The word after the message's header: 0, or the negative number of an error.
@@ -161,12 +187,53 @@ fn mounted_namespace(line: &str) -> Option<PathBuf> {
     (back.starts_with("nsfs ") && root.starts_with("net:[")).then(|| at.into())
 }
 
+/// Splits what the kernel has sent: kinds and payloads.
+fn messages(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
+    const HEADER: usize = 16;
+    std::iter::from_fn(move || {
+        let length = u32::from_ne_bytes(bytes.get(..4)?.try_into().ok()?) as usize;
+        let message = (u16::from_ne_bytes(bytes.get(4..6)?.try_into().ok()?), bytes.get(HEADER..length)?);
+        bytes = bytes.get(length.next_multiple_of(4)..).unwrap_or_default();
+        Some(message)
+    })
+}
+
+/// Returns both ends of a connection, from `struct inet_diag_msg`.
+fn ends(payload: &[u8]) -> Option<(SocketAddr, SocketAddr)> {
+    let is_v4 = i32::from(*payload.first()?) == libc::AF_INET;
+    let end = |port: usize, address: usize| {
+        let port = u16::from_be_bytes(payload.get(port..port + 2)?.try_into().ok()?);
+        let bytes: [u8; 16] = payload.get(address..address + 16)?.try_into().ok()?;
+        let v4 = Ipv4Addr::new(bytes[0], bytes[1], bytes[2], bytes[3]);
+        Some(SocketAddr::new(if is_v4 { v4.into() } else { IpAddr::from(bytes) }, port))
+    };
+    Some((end(4, 8)?, end(6, 24)?))
+}
+
+/// The sense of a request.
+#[derive(Clone, Copy)]
+enum Ask {
+    /// Ends a connection.
+    End,
+    /// Lists the established connections.
+    List,
+}
+
 /// Encodes `struct nlmsghdr` of netlink(7), and `struct inet_diag_req_v2` of sock_diag(7).
-fn request(own: SocketAddr, other: SocketAddr) -> Vec<u8> {
+fn request(ask: Ask, own: SocketAddr, other: SocketAddr) -> Vec<u8> {
     const LENGTH: u32 = 72;
+    const SOCK_DIAG_BY_FAMILY: u16 = 20;
     const SOCK_DESTROY: u16 = 21;
     const NLM_F_REQUEST: u16 = 1;
     const NLM_F_ACK: u16 = 4;
+    const NLM_F_DUMP: u16 = 0x300;
+    /// `1 << TCP_ESTABLISHED`.
+    const ESTABLISHED: u32 = 1 << 1;
+    let (kind, flags, states) = match ask {
+        // In any state.
+        Ask::End => (SOCK_DESTROY, NLM_F_ACK, u32::MAX),
+        Ask::List => (SOCK_DIAG_BY_FAMILY, NLM_F_DUMP, ESTABLISHED),
+    };
     let address = |of: SocketAddr| -> [u8; 16] {
         match of.ip() {
             IpAddr::V4(v4) => {
@@ -180,13 +247,12 @@ fn request(own: SocketAddr, other: SocketAddr) -> Vec<u8> {
     let family = if own.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
     let mut bytes = Vec::with_capacity(LENGTH as usize);
     bytes.extend(LENGTH.to_ne_bytes());
-    bytes.extend(SOCK_DESTROY.to_ne_bytes());
-    bytes.extend((NLM_F_REQUEST | NLM_F_ACK).to_ne_bytes());
+    bytes.extend(kind.to_ne_bytes());
+    bytes.extend((NLM_F_REQUEST | flags).to_ne_bytes());
     // A number, and the sender's.
     bytes.extend([0; 8]);
     bytes.extend([family as u8, libc::IPPROTO_TCP as u8, 0, 0]);
-    // In any state.
-    bytes.extend(u32::MAX.to_ne_bytes());
+    bytes.extend(states.to_ne_bytes());
     bytes.extend(own.port().to_be_bytes());
     bytes.extend(other.port().to_be_bytes());
     bytes.extend(address(own));
@@ -220,9 +286,34 @@ mod tests {
         let own = "10.9.0.2:801".parse().expect("an address");
         let other = "[fd00::1]:2049".parse().expect("an address");
         for (own, other) in [(own, own), (other, other)] {
-            assert_eq!(request(own, other).len(), 72);
+            assert_eq!(request(Ask::End, own, other).len(), 72);
         }
-        assert_eq!(request(own, own)[24..28], [3, 33, 3, 33]);
+        assert_eq!(request(Ask::End, own, own)[24..28], [3, 33, 3, 33]);
+    }
+
+    /// The kernel lists the same connections as in its files.
+    #[test]
+    fn connections_are_listed_without_a_path() {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
+        let there = listener.local_addr().expect("an address");
+        let stream = TcpStream::connect(there).expect("a connection");
+        let here = stream.local_addr().expect("an address");
+        let Some(mut stale) = stale(Vec::new()) else { return };
+        let listed = stale.established().expect("a list");
+        assert!(listed.contains(&(here, there)), "{listed:?}");
+        let by_file = connections(&Sysroot::default(), fence::established);
+        assert!(by_file.contains(&(here, there)));
+    }
+
+    #[test]
+    fn torn_answers_are_no_connections() {
+        let mut answer = 88_u32.to_ne_bytes().to_vec();
+        answer.resize(88, 0);
+        answer[16] = libc::AF_INET as u8;
+        assert_eq!(messages(&answer).filter_map(|(_, payload)| ends(payload)).count(), 1);
+        for cut in 0..answer.len() {
+            assert_eq!(messages(&answer[..cut]).filter_map(|(_, payload)| ends(payload)).count(), 0);
+        }
     }
 
     #[test]

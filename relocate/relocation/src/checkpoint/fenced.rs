@@ -66,7 +66,9 @@ pub(super) fn raise_fence(
         return silence_second_life(device, None, sysroot);
     }
     let parent = args.incremental.iter().flatten().map(std::path::PathBuf::as_path);
-    let files: Vec<_> = target.part().into_iter().chain(parent).collect();
+    // This command looks paths up: at a server, if the root is there.
+    let root = std::path::Path::new("/");
+    let files: Vec<_> = target.part().into_iter().chain(parent).chain([root]).collect();
     let unfenced = |why| {
         format!(
             "the network was not fenced off, because {why}: connections on which a peer sent something after \

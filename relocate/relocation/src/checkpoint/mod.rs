@@ -90,6 +90,8 @@ pub fn run(args: &CheckpointOptions, say: Say<'_>) -> Result<Exit> {
     access::need_root("checkpoint")?;
     lockdown::refuse_reading("checkpoint", &sysroot)?;
     this_process::stay_in_the_foreground();
+    // Later no path may be looked up: the root's server may be behind the fence.
+    let may_tell = !args.poweroff || this_process::may_be_written(&sysroot);
     match (args.every, &args.image) {
         (None, image) => {
             let before = match &args.incremental {
@@ -98,7 +100,7 @@ pub fn run(args: &CheckpointOptions, say: Say<'_>) -> Result<Exit> {
                 None => Before::default(),
             };
             let (report, held) = recorded(|| one(args, image, before, &sysroot, &deferred))?;
-            finish(args, say, &sysroot, &report, held)
+            finish(args, say, may_tell, &report, held)
         }
         (Some(interval), Name::Path(path)) if !path.starts_with("/dev/") => {
             series(args, say, path, interval.0, &sysroot, &deferred)
@@ -149,7 +151,7 @@ fn series(
 fn finish(
     args: &CheckpointOptions,
     say: Say<'_>,
-    sysroot: &Sysroot,
+    may_tell: bool,
     report: &Report,
     held: Held,
 ) -> Result<Exit> {
@@ -159,7 +161,7 @@ fn finish(
         let mut text = Text::new(false);
         report.render(&mut text);
         eprint!("{}", text.finish());
-    } else if !off || this_process::may_be_written(sysroot) {
+    } else if !off || may_tell {
         say.done(report);
     }
     if !off {
