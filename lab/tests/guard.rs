@@ -6,7 +6,7 @@ mod workloads;
 
 use std::time::Duration;
 
-use mercury_lab::{Kernel, Machine, Platform, Result, Spec, Vendor};
+use mercury_lab::{Kernel, Machine, Platform, Qemu, Result, Spec, Vendor};
 use serde_json::Value;
 use workloads::load_test_module;
 
@@ -142,7 +142,7 @@ while [ $(date +%s) -lt $end ]; do
 done
 ";
 
-/// A false alarm would be a panic.
+/// A false alarm would be a panic. QEMU 7 hangs for real: it repeats breakpoints that the kernel has removed.
 fn storm(spec: Spec, seconds: u32) -> Result<()> {
     let machine = watched(spec)?;
     machine.sh("mount -t tracefs tracefs /sys/kernel/tracing 2> /dev/null || true")?;
@@ -167,13 +167,13 @@ fn storm(spec: Spec, seconds: u32) -> Result<()> {
 
 #[test]
 fn a_storm_causes_no_alarm() -> Result<()> {
-    storm(spec(2), 10)
+    storm(spec(2).qemu_version(Qemu::Newer), 10)
 }
 
 #[test]
 #[ignore = "long"]
 fn a_long_storm_causes_no_alarm() -> Result<()> {
-    storm(spec(2), 300)
+    storm(spec(2).qemu_version(Qemu::Newer), 300)
 }
 
 /// Starts and ends with the daemon, which reports to standard error here.
@@ -197,5 +197,25 @@ fn the_daemon_guards_by_its_rules() -> Result<()> {
     assert!(said.stderr.contains("watching 2 CPUs") && said.stderr.contains("CPU 1 hangs"), "{said:?}");
     assert_eq!(machine.sh(switches)?.trim(), "0 0");
     assert!(machine.sh("mercury guard status")?.contains("the watch is off"));
+    Ok(())
+}
+
+/// The drill is refused where it would end the machine, and survived elsewhere.
+#[test]
+#[ignore = "long"]
+fn a_drill_is_survived() -> Result<()> {
+    need_qemu()?;
+    // QEMU 7 runs stale copies of code that the kernel has patched.
+    let machine = Machine::boot(spec(2).qemu_version(Qemu::Newer))?;
+    let refused = machine.command("mercury guard drill").run()?;
+    assert!(refused.stderr.contains("would end this machine"), "{refused:?}");
+    machine.sh("sync; mount -o remount,ro /")?;
+    let line = "sleep 1; mercury guard drill --json > /run/drill; echo \"<3>drill: over\" > /dev/kmsg";
+    machine.sh(&format!("setsid bash -c '{line}' > /dev/null 2>&1 < /dev/null &"))?;
+    // The agent must not be spoken to meanwhile: half a message would be lost.
+    machine.wait_serial("drill: over", 2 * MINUTE)?;
+    let report: Value = serde_json::from_str(&machine.sh("cat /run/drill")?).unwrap();
+    assert_eq!(report["state"], "survived", "{report}");
+    assert_eq!(report["rollback"]["reason"], "panic", "{report}");
     Ok(())
 }

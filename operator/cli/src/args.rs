@@ -174,11 +174,13 @@ pub enum Command {
         does not accept the order, the exit status says so."
     )]
     Evacuate(EvacuateArgs),
-    /// Wait for the order to move this machine: the program of mercuryd.service
+    /// Guard this machine, and wait for the order to move it: the program of mercuryd.service
     #[command(
-        long_about = "Waits for the order to move this machine, by `mercury evacuate` or SIGUSR1, and \
+        long_about = "Guards this machine by the rules in /etc/mercury/guard.toml, if there are any (see \
+        `mercury guard`). Waits for the order to move this machine, by `mercury evacuate` or SIGUSR1, and \
         then moves it by `mercury migrate`. The pairing token of the destination is read from its file at \
-        each order.\n\nmercuryd.service runs this command when /etc/mercury/destination.key exists, with the \
+        each order.\n\nmercuryd.service runs this command when /etc/mercury/guard.toml or \
+        /etc/mercury/destination.key exists, with the \
         settings of /etc/default/mercuryd: a line MERCURY_DESTINATION=HOST, and if needed a line \
         MIGRATE_OPTIONS=... with options for `mercury migrate`."
     )]

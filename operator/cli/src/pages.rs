@@ -382,6 +382,7 @@ pub const PAGES: &[Page] = &[
         ],
     )
     .files(&[
+        RULES,
         DEFAULTS,
         KEY_FILE,
         CONTROL,

@@ -9,7 +9,6 @@ use mercury_control::{
     error::{Error, Result},
     exit::Exit,
     output::{Render, Text, Tone},
-    say,
 };
 use serde::Serialize;
 use serde_json::Value;
@@ -104,7 +103,7 @@ fn understand(text: &str) -> Said {
 
 /// Panics. Returns only if the kernel does not.
 fn panic() -> Error {
-    say::print("the kernel panics now, on purpose\n");
+    eprintln!("the kernel panics now, on purpose");
     match fs::write("/proc/sysrq-trigger", "c") {
         Err(error) => Error::new(Exit::Failed, format!("/proc/sysrq-trigger: {error}"))
             .hint("mount /proc for writing; lockdown does not forbid it"),
