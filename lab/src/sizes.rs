@@ -50,7 +50,7 @@ const PARTS: [Part; 3] = [
         folder: "switch/driver",
         endings: &["c", "h", "S"],
         has: |path| path != "mercury_abi.h",
-        most_lines: 7190,
+        most_lines: 7270,
     },
 ];
 

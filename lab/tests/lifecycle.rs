@@ -337,8 +337,15 @@ fn a_driver_in_use_is_not_removed() -> Result<()> {
 }
 
 /// Requests that read the kernel's memory, and those that replace it.
-const READING: [&str; 6] =
-    ["snapshot-prepare", "snapshot-begin", "snapshot-take", "snapshot-look", "snapshot-machine", "firmware"];
+const READING: [&str; 7] = [
+    "snapshot-prepare",
+    "snapshot-begin",
+    "snapshot-take",
+    "snapshot-look",
+    "snapshot-machine",
+    "firmware",
+    "postmortem",
+];
 const REPLACING: [&str; 4] = ["restore-begin", "restore-load", "restore-read", "restore-go"];
 
 /// Checks that lockdown forbids root to read or replace the kernel's memory. Attach, and a snapshot

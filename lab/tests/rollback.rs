@@ -159,7 +159,7 @@ fn is_as_it_was(machine: &Machine, report: &Value, reason: &str) -> Result<()> {
     assert!(!log.contains("Call Trace") && !log.contains("NMI received"), "{log}");
     let status: Value = serde_json::from_str(&machine.sh("mercury status --json")?).unwrap();
     assert!(status["cpus"].as_array().unwrap().iter().all(|cpu| cpu["mode"] == "attached"), "{status}");
-    assert!(status["snapshot"].is_null(), "it is used up: {status}");
+    assert_eq!(status["snapshot"]["state"] == "kept", report["again"] == true, "{status}");
     Ok(())
 }
 
@@ -256,6 +256,142 @@ fn from_a_hang_of_one_cpu_of_four() -> Result<()> {
 #[ignore = "long"]
 fn from_an_oops() -> Result<()> {
     goes_back_by_the_watch(2, "on_oops = 'fatal'", "echo oops 1 > /dev/mercury_test", "oops")
+}
+
+/// A script that lives so many times, and each time does some work and dies. It reports on the console
+/// at the begin of each life. The number of lives is all that it knows of those before.
+const MANY_LIVES: &str = r#"
+sleep 1
+mercury snapshot --json "${@:3}" > /run/said 2>&1
+lives=$(tr -d ' ' < /run/said | grep -o '"count":[0-9]*' | cut -d: -f2)
+lives=${lives:-0}
+test ! -e /run/been || echo "<3>lives: a file of another life" > /dev/kmsg
+status=$(mercury status --json | tr -d ' \n')
+number() { echo "$status" | grep -o "\"$1\":[0-9]*" | cut -d: -f2; }
+echo "<3>life $lives: $(tr -d ' \n' < /run/said) [$(number free_bytes), $(number total_bytes)]" > /dev/kmsg
+if test $lives -lt "$1"; then
+    touch /run/been
+    ls -lR /usr/lib > /run/listing
+    head -c 8M /dev/urandom > /run/written
+    eval "$2"
+    sleep 60
+    echo "<3>lives: still in life $lives" > /dev/kmsg
+else
+    echo "<3>lives: all lived" > /dev/kmsg
+fi
+"#;
+
+/// Lets a machine die so many times of something. Returns the reports at the begin of each life: of the
+/// command, and the free bytes of the pool and the bytes of the hypervisor's memory.
+fn live_often(machine: &Machine, deaths: u32, death: &str, words: &str) -> Result<Vec<(Value, Value)>> {
+    machine.put("/run/lives", MANY_LIVES.as_bytes(), 0o755)?;
+    machine.sh(&format!(
+        "setsid bash /run/lives {deaths} '{death}' {words} > /run/lives.said 2>&1 < /dev/null &"
+    ))?;
+    let line = machine.wait_serial("lives: .*\n", Duration::from_secs(60 + 30 * u64::from(deaths)))?;
+    assert!(line.contains("all lived"), "{line}");
+    let log = machine.serial_log();
+    let report = |life: u32| {
+        let (_, rest) = log.split_once(&format!("life {life}: ")).expect("a report");
+        let mut values = serde_json::Deserializer::from_str(rest).into_iter::<Value>();
+        (values.next().expect("a report").unwrap(), values.next().expect("a status").unwrap())
+    };
+    Ok((0..=deaths).map(report).collect())
+}
+
+/// Checks that no life costs memory of the hypervisor's or of the pool.
+fn nothing_leaks(lives: &[(Value, Value)]) {
+    let free = |life: &(Value, Value)| life.1[0].as_u64().expect("free bytes");
+    let second = free(&lives[1]);
+    for life in &lives[1..] {
+        let (report, status) = life;
+        assert_eq!((&report["state"], &report["again"]), (&"rolled-back".into(), &true.into()), "{report}");
+        assert!(status[1].is_number() && status[1] == lives[0].1[1], "{status}");
+        assert!(free(life).abs_diff(second) < 24 << 20, "{} after {second}: {status}", free(life));
+    }
+}
+
+/// Checks that the life that ended by a panic is known: its words, where its CPUs were, and its memory, byte
+/// by byte as the hypervisor found it. The next life works meanwhile.
+fn is_dissected(machine: &Machine) -> Result<()> {
+    machine.sh("mkfs.ext4 -q /dev/vdb && mount /dev/vdb /mnt && head -c 4M /dev/urandom > /run/another")?;
+    let banner = machine.sh("grep ' linux_banner$' /proc/kallsyms | cut -d ' ' -f 1")?;
+    let said = machine.sh("mercury postmortem --json --core /mnt/core")?;
+    let report: Value = serde_json::from_str(&said).unwrap();
+    assert_eq!((&report["reason"], &report["core"]["exact"]), (&"panic".into(), &true.into()), "{report}");
+    assert!(
+        report["message"].as_str().is_some_and(|words| words.contains("sysrq triggered crash")),
+        "{said}"
+    );
+    assert!((0.5..300.0).contains(&report["lived_s"].as_f64().unwrap()), "{report}");
+    let log = report["log"].as_array().unwrap();
+    let has = |words: &str| log.iter().any(|line| line.as_str().unwrap().contains(words));
+    assert!(has("Linux version 6.1") && has("sysrq: Trigger a crash") && has("Call Trace:"), "{said}");
+    let cpus = report["cpus"].as_array().unwrap();
+    let dead = cpus.iter().find(|cpu| cpu["cpu"] == report["cpu"]).expect("the CPU that panicked");
+    let calls = dead["calls"].to_string();
+    assert!(calls.contains("\"panic+0x") && calls.contains("sysrq_handle_crash+0x"), "{dead}");
+    assert_eq!((cpus.len(), dead["task"].as_str()), (2, Some("bash")), "{said}");
+    let core = machine.sh(&format!(
+        "head -c 64K /mnt/core | grep -aow VMCOREINFO; gdb -batch -ex 'x/s 0x{banner}' \
+         -ex 'info threads' -ex bt -c /mnt/core 2>&1"
+    ))?;
+    println!("{core}");
+    assert!(core.contains("VMCOREINFO") && core.contains("Linux version 6.1"), "{core}");
+    assert_eq!(core.matches("New LWP").count(), 2, "{core}");
+    let said = machine.sh("mercury postmortem --drop")?;
+    println!("{said}");
+    assert!(said.contains("were given back") && said.contains("sysrq_handle_crash"), "{said}");
+    refused(machine, "mercury postmortem", "no-post-mortem")?;
+    machine.sh("umount /mnt").map(drop)
+}
+
+/// Goes back to the same instant again and again, by turns of what the machine dies of. The life that ended
+/// last is dissected.
+#[test]
+fn again_and_again() -> Result<()> {
+    need_qemu()?;
+    let spec = spec(2).disk(Bus::Virtio, 1024).memory_mib(1536);
+    let machine = at_work(spec, &[MEMORY_LOAD])?;
+    let death = "case $((lives % 3)) in 0) mercury rollback;; 1) echo c > /proc/sysrq-trigger;; \
+         2) mercury-workload kernel triple-fault 1;; esac";
+    let lives = live_often(&machine, 5, death, "--compare")?;
+    nothing_leaks(&lives);
+    for ((report, _), reason) in
+        lives[1..].iter().zip(["command", "panic", "triple fault", "command", "panic"])
+    {
+        assert_eq!(report["reason"], reason, "{report}");
+        assert_eq!(report["compared"]["different"], 0, "{report}");
+    }
+    is_as_it_was(&machine, &lives[5].0, "panic")?;
+    is_dissected(&machine)?;
+    is_native_again(&machine)
+}
+
+/// Lets a panic take its course that comes back each time.
+#[test]
+#[ignore = "long"]
+fn the_same_panic_three_times_is_the_last() -> Result<()> {
+    need_qemu()?;
+    let machine = at_work(spec(2), &[])?;
+    machine.put("/run/lives", MANY_LIVES.as_bytes(), 0o755)?;
+    start(&machine, &format!("bash /run/lives 9 \"{PANIC}\""))?;
+    machine.wait_shutdown(Duration::from_secs(300))?;
+    let log = machine.serial_log();
+    assert!(log.contains("life 2: ") && !log.contains("life 3: "), "{log}");
+    Ok(())
+}
+
+/// Goes back a thousand times. The disk is read all the time.
+#[test]
+#[ignore = "long"]
+fn a_thousand_times() -> Result<()> {
+    need_qemu()?;
+    let machine = at_work(spec(2), &[DISK_LOAD])?;
+    let lives = live_often(&machine, 1000, "mercury rollback", "")?;
+    nothing_leaks(&lives);
+    machine.sh("head -c 60M /run/disk | cmp - <(yes mercury | head -c 60M)")?;
+    is_native_again(&machine)
 }
 
 #[test]

@@ -54,6 +54,7 @@ union request {
 	struct mercury_disk_log_request disk_log;
 	struct mercury_firmware_request firmware;
 	struct mercury_watch_request watch;
+	struct mercury_postmortem_request postmortem;
 };
 
 /* An ioctl. `run` returns a MERCURY_CODE_* or a negative errno. */
@@ -359,6 +360,11 @@ static int run_rollback(union request *request, struct mercury_outcome *outcome)
 	return mercury_rollback(MERCURY_ROLLBACK_REASON_COMMAND, NULL);
 }
 
+static int run_postmortem(union request *request, struct mercury_outcome *outcome)
+{
+	return mercury_snapshot_postmortem(&request->postmortem);
+}
+
 static int run_fence(union request *request, struct mercury_outcome *outcome)
 {
 	return mercury_fence(&request->fence);
@@ -468,6 +474,7 @@ static const struct operation operations[] = {
 	{ MERCURY_IOC_FIRMWARE, false, OUTCOME(firmware), READS, run_firmware },
 	{ MERCURY_IOC_WATCH, false, OUTCOME(watch), NONE, run_watch },
 	{ MERCURY_IOC_WATCH_STATUS, true, OUTCOME(watch), NONE, run_watch_status },
+	{ MERCURY_IOC_POSTMORTEM, false, OUTCOME(postmortem), READS, run_postmortem },
 	{ MERCURY_IOC_RESTORE_READ, false, OUTCOME(load_frames), WRITES, run_restore_read },
 	{ MERCURY_IOC_RESTORE_GO, false, OUTCOME(load), WRITES, run_restore_go },
 #ifdef CONFIG_MERCURY_FAULT_INJECTION

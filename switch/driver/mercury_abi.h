@@ -14,7 +14,7 @@
  * Version of every layout and meaning in this crate. Each change of one of them raises
  * the version.
  */
-#define MERCURY_ABI_VERSION 9
+#define MERCURY_ABI_VERSION 10
 /* VM_CR (C001_0114h): SVM enabled, locked, INIT redirected (AMD). */
 #define MERCURY_READABLE_VM_CR 1
 /* VM_HSAVE_PA (C001_0117h): host-physical address of the host save area (AMD). */
@@ -254,6 +254,8 @@
 #define MERCURY_SNAPSHOT_CALL_LOG_BEGIN 12
 #define MERCURY_SNAPSHOT_CALL_LOG_ENTER 13
 #define MERCURY_SNAPSHOT_CALL_LOG_COLLECT 14
+#define MERCURY_SNAPSHOT_CALL_READ_DEAD 15
+#define MERCURY_SNAPSHOT_CALL_DROP_DEAD 16
 
 /* Value of RAX with which each CPU goes on in a machine that was put back. */
 #define MERCURY_ROLLED_BACK 2
@@ -317,7 +319,7 @@
 /* The type byte of every request (bits 15:8 of its number). */
 #define MERCURY_IOC_TYPE 245
 /* Fills a SystemInfo. */
-#define MERCURY_IOC_SYSTEM _UL(0xc108f500)
+#define MERCURY_IOC_SYSTEM _UL(0xc128f500)
 /* Fills a CpuFacts for the CPU that it names. Returns ENXIO if that CPU is offline. */
 #define MERCURY_IOC_FACTS _UL(0xc2c8f501)
 /* Pre-caches the hypervisor in memory. Argument: a LoadRequest. */
@@ -341,23 +343,23 @@
  * Begins a snapshot of memory; all CPUs must be attached. Argument: a SnapshotRequest,
  * with the same input as MERCURY_IOC_SNAPSHOT_PREPARE if that came before.
  */
-#define MERCURY_IOC_SNAPSHOT_BEGIN _UL(0xc1d0f509)
+#define MERCURY_IOC_SNAPSHOT_BEGIN _UL(0xc1f0f509)
 /* Reads frames of the snapshot. Argument: a SnapshotReadRequest. */
 #define MERCURY_IOC_SNAPSHOT_READ _UL(0xc060f50a)
 /* Ends the snapshot. Argument: a SnapshotRequest. */
-#define MERCURY_IOC_SNAPSHOT_END _UL(0xc1d0f50b)
+#define MERCURY_IOC_SNAPSHOT_END _UL(0xc1f0f50b)
 /* Describes the machine of the snapshot, begun or prepared. Argument: a RestartRequest. */
 #define MERCURY_IOC_SNAPSHOT_MACHINE _UL(0xc058f50c)
 /*
  * Allocates everything that a snapshot needs, so that the instant spends no time on it.
  * Argument: a SnapshotRequest.
  */
-#define MERCURY_IOC_SNAPSHOT_PREPARE _UL(0xc1d0f510)
+#define MERCURY_IOC_SNAPSHOT_PREPARE _UL(0xc1f0f510)
 /*
  * Puts the machine back to the kept snapshot. Returns only if that fails. Argument: a
  * SnapshotRequest.
  */
-#define MERCURY_IOC_ROLLBACK _UL(0xc1d0f511)
+#define MERCURY_IOC_ROLLBACK _UL(0xc1f0f511)
 /*
  * Prepares the restart of another machine in place of this one. Argument: a
  * RestartRequest.
@@ -424,6 +426,13 @@
 /* Bit of WatchRequest::tiers: each CPU's counter of cycles sends it NMIs. */
 #define MERCURY_WATCH_TIER_PERF 2
 /*
+ * Describes the life that ended last, whose memory MERCURY_IOC_SNAPSHOT_READ reads, or
+ * gives that memory back. Argument: a PostmortemRequest.
+ */
+#define MERCURY_IOC_POSTMORTEM _UL(0xc188f520)
+/* Flag of PostmortemRequest::flags: give the memory back. */
+#define MERCURY_POSTMORTEM_DROP 1
+/*
  * Value of DiskLogRequest::what: begin a log. It holds all writes from here on, and
  * ends with the controller.
  */
@@ -450,10 +459,14 @@
 #define MERCURY_SNAPSHOT_HASH 2
 /*
  * Flag of SnapshotRequest::flags: keep the snapshot for a rollback. It outlives the
- * process. It ends on request, when all CPUs are detached, or when the machine was put
- * back to it.
+ * process. It ends on request, or when all CPUs are detached.
  */
 #define MERCURY_SNAPSHOT_KEEP 4
+/*
+ * Flag of SnapshotRequest::flags, with MERCURY_SNAPSHOT_KEEP: the snapshot ends when
+ * the machine was put back to it.
+ */
+#define MERCURY_SNAPSHOT_ONCE 16
 /* Flag of SnapshotRequest::flags: reserve memory for a dirty log before the instant. */
 #define MERCURY_SNAPSHOT_TRACK 8
 /*
@@ -609,6 +622,8 @@
 #define MERCURY_CODE_ROLLBACK_MISSED 151
 #define MERCURY_CODE_ROLLBACK_DEVICES 152
 #define MERCURY_CODE_MACSEC_IN_USE 154
+#define MERCURY_CODE_ROLLBACK_REPEATED 170
+#define MERCURY_CODE_NO_POST_MORTEM 159
 #define MERCURY_CODE_LOG_UNSUPPORTED 155
 #define MERCURY_CODE_DISK_UNSUPPORTED 156
 #define MERCURY_CODE_DISK_LOGGED 157
@@ -1733,7 +1748,7 @@ struct mercury_rollback_report {
 	u32 cpu;
 	/* RIP of the system on that CPU: kernel virtual. */
 	u64 rip_virt;
-	/* Number of pages that were copied back. */
+	/* Number of pages that were put back. */
 	u64 pages;
 	/* Number of PCI functions that were silenced. */
 	u64 functions;
@@ -1750,9 +1765,16 @@ struct mercury_rollback_report {
 	u64 different;
 	/* Guest-physical address of the first page that differed. */
 	u64 different_phys;
+	/* TSC ticks of the life that ended, from the instant or the rollback before. */
+	u64 lived_ticks;
+	/*
+	 * hash of the hashes of all pages in the life that ended, in their order
+	 * (fault-injection builds only).
+	 */
+	u64 dead_hash;
 };
 
-static_assert(sizeof(struct mercury_rollback_report) == 80);
+static_assert(sizeof(struct mercury_rollback_report) == 96);
 static_assert(offsetof(struct mercury_rollback_report, count) == 0);
 static_assert(offsetof(struct mercury_rollback_report, reason) == 8);
 static_assert(offsetof(struct mercury_rollback_report, cpu) == 12);
@@ -1764,6 +1786,8 @@ static_assert(offsetof(struct mercury_rollback_report, work_ticks) == 48);
 static_assert(offsetof(struct mercury_rollback_report, compared) == 56);
 static_assert(offsetof(struct mercury_rollback_report, different) == 64);
 static_assert(offsetof(struct mercury_rollback_report, different_phys) == 72);
+static_assert(offsetof(struct mercury_rollback_report, lived_ticks) == 80);
+static_assert(offsetof(struct mercury_rollback_report, dead_hash) == 88);
 
 /* Pages for the pool, or pages from it. */
 struct mercury_page_list {
@@ -1811,6 +1835,10 @@ struct mercury_snapshot_setup {
 	u32 cpus;
 	/* 1 to keep a dirty log from the instant on, else 0. */
 	u32 log;
+	/* 1 if the machine goes back once only, else 0. */
+	u32 once;
+	/* Reserved; zero. */
+	u32 reserved;
 	/*
 	 * Virtual address of an array of crate::restart::RestartCpu, one for each of
 	 * these CPUs; the array stays until the end. Not 0: the snapshot is kept for a
@@ -1824,9 +1852,19 @@ struct mercury_snapshot_setup {
 	 * rollback.
 	 */
 	u64 buses[4];
+	/*
+	 * Virtual address of an array of EndedCpu, one for each CPU at keep_virt; the
+	 * array stays until the end. 0: none.
+	 */
+	u64 ended_virt;
+	/*
+	 * TSC ticks in which the machine goes back no more than twice from the same
+	 * death.
+	 */
+	u64 repeat_ticks;
 };
 
-static_assert(sizeof(struct mercury_snapshot_setup) == 104);
+static_assert(sizeof(struct mercury_snapshot_setup) == 128);
 static_assert(offsetof(struct mercury_snapshot_setup, memory_virt) == 0);
 static_assert(offsetof(struct mercury_snapshot_setup, memory_count) == 8);
 static_assert(offsetof(struct mercury_snapshot_setup, persistent_virt) == 16);
@@ -1835,9 +1873,55 @@ static_assert(offsetof(struct mercury_snapshot_setup, free_count) == 32);
 static_assert(offsetof(struct mercury_snapshot_setup, hashes_virt) == 40);
 static_assert(offsetof(struct mercury_snapshot_setup, cpus) == 48);
 static_assert(offsetof(struct mercury_snapshot_setup, log) == 52);
-static_assert(offsetof(struct mercury_snapshot_setup, keep_virt) == 56);
-static_assert(offsetof(struct mercury_snapshot_setup, settle_ticks) == 64);
-static_assert(offsetof(struct mercury_snapshot_setup, buses) == 72);
+static_assert(offsetof(struct mercury_snapshot_setup, once) == 56);
+static_assert(offsetof(struct mercury_snapshot_setup, reserved) == 60);
+static_assert(offsetof(struct mercury_snapshot_setup, keep_virt) == 64);
+static_assert(offsetof(struct mercury_snapshot_setup, settle_ticks) == 72);
+static_assert(offsetof(struct mercury_snapshot_setup, buses) == 80);
+static_assert(offsetof(struct mercury_snapshot_setup, ended_virt) == 112);
+static_assert(offsetof(struct mercury_snapshot_setup, repeat_ticks) == 120);
+
+/*
+ * State of a CPU when the machine was put back: the end of a life. The hypervisor fills
+ * all but the first fields.
+ */
+struct mercury_ended_cpu {
+	/* Linux's number of this CPU. */
+	u32 cpu;
+	/* Reserved; zero. */
+	u32 reserved;
+	/* Kernel virtual address of this CPU's pointer to its task. */
+	u64 task_virt;
+	/*
+	 * General registers, in the processor's order: RAX, RCX, RDX, RBX, RSP, RBP,
+	 * RSI, RDI, R8 to R15.
+	 */
+	u64 registers[16];
+	/* RIP of the system on this CPU. */
+	u64 rip;
+	/* RFLAGS of the system. */
+	u64 rflags;
+	/* CR2 of the system: its last page fault. */
+	u64 cr2;
+	/* CR3 of the system: root of its tables. */
+	u64 cr3;
+	/* Selector in CS of the system. */
+	u64 cs;
+	/* Selector in SS of the system. */
+	u64 ss;
+};
+
+static_assert(sizeof(struct mercury_ended_cpu) == 192);
+static_assert(offsetof(struct mercury_ended_cpu, cpu) == 0);
+static_assert(offsetof(struct mercury_ended_cpu, reserved) == 4);
+static_assert(offsetof(struct mercury_ended_cpu, task_virt) == 8);
+static_assert(offsetof(struct mercury_ended_cpu, registers) == 16);
+static_assert(offsetof(struct mercury_ended_cpu, rip) == 144);
+static_assert(offsetof(struct mercury_ended_cpu, rflags) == 152);
+static_assert(offsetof(struct mercury_ended_cpu, cr2) == 160);
+static_assert(offsetof(struct mercury_ended_cpu, cr3) == 168);
+static_assert(offsetof(struct mercury_ended_cpu, cs) == 176);
+static_assert(offsetof(struct mercury_ended_cpu, ss) == 184);
 
 /*
  * The dirty log of the writes of CPUs before a snapshot's instant. The log of a CPU
@@ -1948,7 +2032,19 @@ struct mercury_snapshot_status {
 	u32 invalid_because;
 	/* 1 if the snapshot is kept for a rollback, else 0. */
 	u32 kept;
-	/* Number of pages copied at the instant: persistent DMA memory. */
+	/*
+	 * 1 if the memory of the life that ended last is known: see
+	 * SnapshotCall::ReadDead.
+	 */
+	u32 dead;
+	/* Reserved; zero. */
+	u32 reserved;
+	/* Number of pages of the pool that hold memory of that life. */
+	u64 dead_pages;
+	/*
+	 * Number of pages copied at the instant, or after the last rollback: persistent
+	 * DMA memory.
+	 */
 	u64 persistent_pages;
 	/* TSC ticks that copying them took. */
 	u64 persistent_ticks;
@@ -1965,7 +2061,7 @@ struct mercury_snapshot_status {
 	struct mercury_rollback_report rollback;
 };
 
-static_assert(sizeof(struct mercury_snapshot_status) == 168);
+static_assert(sizeof(struct mercury_snapshot_status) == 200);
 static_assert(offsetof(struct mercury_snapshot_status, live) == 0);
 static_assert(offsetof(struct mercury_snapshot_status, exact) == 4);
 static_assert(offsetof(struct mercury_snapshot_status, free_pages) == 8);
@@ -1974,12 +2070,15 @@ static_assert(offsetof(struct mercury_snapshot_status, copied) == 24);
 static_assert(offsetof(struct mercury_snapshot_status, taken) == 32);
 static_assert(offsetof(struct mercury_snapshot_status, invalid_because) == 40);
 static_assert(offsetof(struct mercury_snapshot_status, kept) == 44);
-static_assert(offsetof(struct mercury_snapshot_status, persistent_pages) == 48);
-static_assert(offsetof(struct mercury_snapshot_status, persistent_ticks) == 56);
-static_assert(offsetof(struct mercury_snapshot_status, enter_ticks) == 64);
-static_assert(offsetof(struct mercury_snapshot_status, hurries) == 72);
-static_assert(offsetof(struct mercury_snapshot_status, waits) == 80);
-static_assert(offsetof(struct mercury_snapshot_status, rollback) == 88);
+static_assert(offsetof(struct mercury_snapshot_status, dead) == 48);
+static_assert(offsetof(struct mercury_snapshot_status, reserved) == 52);
+static_assert(offsetof(struct mercury_snapshot_status, dead_pages) == 56);
+static_assert(offsetof(struct mercury_snapshot_status, persistent_pages) == 64);
+static_assert(offsetof(struct mercury_snapshot_status, persistent_ticks) == 72);
+static_assert(offsetof(struct mercury_snapshot_status, enter_ticks) == 80);
+static_assert(offsetof(struct mercury_snapshot_status, hurries) == 88);
+static_assert(offsetof(struct mercury_snapshot_status, waits) == 96);
+static_assert(offsetof(struct mercury_snapshot_status, rollback) == 104);
 
 /*
  * Durations of the instant's steps in TSC ticks, one step after the other, on the CPU
@@ -2300,6 +2399,42 @@ static_assert(offsetof(struct mercury_watch_request, longest_ms) == 56);
 static_assert(offsetof(struct mercury_watch_request, message) == 64);
 static_assert(offsetof(struct mercury_watch_request, outcome) == 192);
 
+/* Arguments of a post-mortem. */
+struct mercury_postmortem_request {
+	/* Size and version of this structure. */
+	struct mercury_header header;
+	/* In: bits of MERCURY_POSTMORTEM_*. */
+	u64 flags;
+	/* In: user-space address of an array of crate::snapshot::EndedCpu. */
+	u64 cpus_addr;
+	/* In: number of entries at cpus_addr; out: number of CPUs. */
+	u32 cpus_count;
+	/* Out: offset of a task's name in the task; it has 16 bytes. */
+	u32 comm_offset;
+	/* Out: offset of a task's number, a 32-bit word. */
+	u32 pid_offset;
+	/* Reserved; zero. */
+	u32 reserved;
+	/* Out: the last words of that life, NUL-padded text. */
+	u64 message[16];
+	/* Out: state of the snapshot, and report of the rollback. */
+	struct mercury_snapshot_status status;
+	/* Out: how the operation ended. */
+	struct mercury_outcome outcome;
+};
+
+static_assert(sizeof(struct mercury_postmortem_request) == 392);
+static_assert(offsetof(struct mercury_postmortem_request, header) == 0);
+static_assert(offsetof(struct mercury_postmortem_request, flags) == 8);
+static_assert(offsetof(struct mercury_postmortem_request, cpus_addr) == 16);
+static_assert(offsetof(struct mercury_postmortem_request, cpus_count) == 24);
+static_assert(offsetof(struct mercury_postmortem_request, comm_offset) == 28);
+static_assert(offsetof(struct mercury_postmortem_request, pid_offset) == 32);
+static_assert(offsetof(struct mercury_postmortem_request, reserved) == 36);
+static_assert(offsetof(struct mercury_postmortem_request, message) == 40);
+static_assert(offsetof(struct mercury_postmortem_request, status) == 168);
+static_assert(offsetof(struct mercury_postmortem_request, outcome) == 368);
+
 /* Arguments of a disk's dirty log. */
 struct mercury_disk_log_request {
 	/* Size and version of this structure. */
@@ -2395,7 +2530,7 @@ struct mercury_system_info {
 	struct mercury_snapshot_status snapshot;
 };
 
-static_assert(sizeof(struct mercury_system_info) == 264);
+static_assert(sizeof(struct mercury_system_info) == 296);
 static_assert(offsetof(struct mercury_system_info, header) == 0);
 static_assert(offsetof(struct mercury_system_info, state) == 8);
 static_assert(offsetof(struct mercury_system_info, possible_cpus) == 12);
@@ -2488,9 +2623,10 @@ struct mercury_snapshot_request {
 	 */
 	u64 restored;
 	/*
-	 * Out, at the begin: 1 in a machine that was put back to this snapshot. There
-	 * the snapshot is gone; crate::snapshot::SnapshotStatus::rollback gives the
-	 * reason.
+	 * Out, at the begin: 1 in a machine that was put back to this snapshot.
+	 * crate::snapshot::SnapshotStatus::rollback gives the reason, and
+	 * crate::snapshot::SnapshotStatus::kept is 1 if the machine can go back once
+	 * more.
 	 */
 	u64 rolled_back;
 	/* Out, after a rollback: the last words of the kernel's log, NUL-padded text. */
@@ -2510,7 +2646,7 @@ struct mercury_snapshot_request {
 	struct mercury_outcome outcome;
 };
 
-static_assert(sizeof(struct mercury_snapshot_request) == 464);
+static_assert(sizeof(struct mercury_snapshot_request) == 496);
 static_assert(offsetof(struct mercury_snapshot_request, header) == 0);
 static_assert(offsetof(struct mercury_snapshot_request, flags) == 8);
 static_assert(offsetof(struct mercury_snapshot_request, pool_pages) == 16);
@@ -2522,8 +2658,8 @@ static_assert(offsetof(struct mercury_snapshot_request, message) == 56);
 static_assert(offsetof(struct mercury_snapshot_request, added_pages) == 184);
 static_assert(offsetof(struct mercury_snapshot_request, returned_pages) == 192);
 static_assert(offsetof(struct mercury_snapshot_request, status) == 200);
-static_assert(offsetof(struct mercury_snapshot_request, instant) == 368);
-static_assert(offsetof(struct mercury_snapshot_request, outcome) == 440);
+static_assert(offsetof(struct mercury_snapshot_request, instant) == 400);
+static_assert(offsetof(struct mercury_snapshot_request, outcome) == 472);
 
 /* Arguments of reading frames. */
 struct mercury_snapshot_read_request {

@@ -16,13 +16,13 @@ use mercury_abi::{
         LogRequest, MERCURY_FEATURE_FAULT_INJECTION, MERCURY_IOC_ATTACH, MERCURY_IOC_DETACH,
         MERCURY_IOC_DISK_LOG, MERCURY_IOC_FACTS, MERCURY_IOC_FAULT, MERCURY_IOC_FENCE, MERCURY_IOC_FIRMWARE,
         MERCURY_IOC_LOAD, MERCURY_IOC_LOG_BEGIN, MERCURY_IOC_LOG_COLLECT, MERCURY_IOC_MEASURE,
-        MERCURY_IOC_RESTORE_BEGIN, MERCURY_IOC_RESTORE_GO, MERCURY_IOC_RESTORE_LOAD,
+        MERCURY_IOC_POSTMORTEM, MERCURY_IOC_RESTORE_BEGIN, MERCURY_IOC_RESTORE_GO, MERCURY_IOC_RESTORE_LOAD,
         MERCURY_IOC_RESTORE_READ, MERCURY_IOC_SNAPSHOT_BEGIN, MERCURY_IOC_SNAPSHOT_END,
         MERCURY_IOC_SNAPSHOT_MACHINE, MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_READ,
         MERCURY_IOC_SNAPSHOT_READ_PRESENT, MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM, MERCURY_IOC_UNLOAD,
         MERCURY_IOC_WATCH, MERCURY_IOC_WATCH_STATUS, MERCURY_STATE_CRASHED, MERCURY_STATE_UNLOADED,
-        MeasureRequest, Outcome, RestartRequest, SnapshotReadRequest, SnapshotRequest, StatusRequest,
-        SwitchRequest, WatchRequest,
+        MeasureRequest, Outcome, PostmortemRequest, RestartRequest, SnapshotReadRequest, SnapshotRequest,
+        StatusRequest, SwitchRequest, WatchRequest,
     },
 };
 use serde_json::json;
@@ -47,7 +47,7 @@ const ERRORS: [(i32, &str); 13] = [
     (libc::EINTR, "EINTR"),
     (libc::EIO, "EIO"),
 ];
-const COMMANDS: [u32; 25] = [
+const COMMANDS: [u32; 26] = [
     MERCURY_IOC_SYSTEM,
     MERCURY_IOC_FACTS,
     MERCURY_IOC_LOAD,
@@ -69,13 +69,14 @@ const COMMANDS: [u32; 25] = [
     MERCURY_IOC_FIRMWARE,
     MERCURY_IOC_WATCH,
     MERCURY_IOC_WATCH_STATUS,
+    MERCURY_IOC_POSTMORTEM,
     MERCURY_IOC_RESTORE_BEGIN,
     MERCURY_IOC_RESTORE_LOAD,
     MERCURY_IOC_RESTORE_READ,
     MERCURY_IOC_RESTORE_GO,
 ];
 /// The first number beyond all requests.
-const NUMBERS_END: u32 = 32;
+const NUMBERS_END: u32 = 33;
 
 /// The requests to send.
 #[derive(Debug, clap::Args)]
@@ -377,6 +378,13 @@ impl<'a> Fuzzer<'a> {
                 longest_ms: 0,
                 message: [0; 128],
                 outcome: Outcome::default(),
+            }),
+            MERCURY_IOC_POSTMORTEM => bytes_of(PostmortemRequest {
+                header,
+                flags: self.flags(),
+                cpus_addr: self.pointer(),
+                cpus_count: self.count(),
+                ..PostmortemRequest::default()
             }),
             MERCURY_IOC_FAULT => bytes_of(FaultRequest { header, ..FaultRequest::default() }),
             _ => bytes_of([u64::from(header.size) | u64::from(header.version) << 32, self.rng.below(4)]),

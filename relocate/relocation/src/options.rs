@@ -62,6 +62,9 @@ pub struct SnapshotOptions {
     /// systems frozen, to put disks back to the snapshots that --hook has made. If it fails the
     /// machine restarts at once
     pub put_back: Option<String>,
+    /// Give the snapshot up when the machine has been put back to it; --put-back implies that, as it
+    /// uses the disks' snapshots up
+    pub once: bool,
     /// Keep a snapshot although local file systems are mounted for writing. If a file system has
     /// changed after a rollback, and --put-back has not put it back, the machine restarts at once,
     /// as after a power cut

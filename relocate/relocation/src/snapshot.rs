@@ -1,13 +1,15 @@
 //! `mercury snapshot` and `mercury rollback`: a rollback of the whole machine, in memory.
 //!
-//! The snapshot is kept in the hypervisor and outlives this command. After a rollback everything
-//! goes on inside this command, which therefore ends a second time.
+//! The snapshot is kept in the hypervisor and outlives this command. After each rollback everything
+//! goes on inside this command, which therefore ends once more.
 
 use crate::{
     options::SnapshotOptions,
     refusals::{self, Lifted, Operation, is_left_behind},
 };
-use mercury_abi::ioctl::{MERCURY_SNAPSHOT_HASH, MERCURY_SNAPSHOT_KEEP, SnapshotRequest};
+use mercury_abi::ioctl::{
+    MERCURY_SNAPSHOT_HASH, MERCURY_SNAPSHOT_KEEP, MERCURY_SNAPSHOT_ONCE, SnapshotRequest,
+};
 use mercury_control::{
     access,
     device::{Access, Device, Silent},
@@ -54,7 +56,13 @@ pub enum Report {
         phases: Phases,
     },
     /// This machine was put back to the snapshot.
-    RolledBack(Rollback),
+    RolledBack {
+        /// How that went.
+        #[serde(flatten)]
+        rollback: Rollback,
+        /// True if the snapshot is kept, so that the machine can go back again.
+        again: bool,
+    },
     /// The snapshot was given up.
     Dropped {
         /// Pages that had been copied.
@@ -74,8 +82,12 @@ impl Render for Report {
                 ));
                 phases.render(to);
             }
-            Self::RolledBack(rollback) => {
+            Self::RolledBack { rollback, again } => {
                 to.line(format!("this machine was put back to its snapshot: {}", rollback.text()));
+                to.line(match again {
+                    true => "the snapshot is kept for the next time; `mercury postmortem` shows what ended",
+                    false => "the snapshot is gone; `mercury snapshot` keeps another one",
+                });
             }
             Self::Dropped { copied_pages } => {
                 to.line(format!(
@@ -135,7 +147,9 @@ fn keep(
     guard: &mut UndoProcess,
 ) -> Result<Report> {
     let pool = pool::pages(args.pool, pool::KEPT_MOST_MIB, sysroot)?;
-    let flags = MERCURY_SNAPSHOT_KEEP | if args.compare { MERCURY_SNAPSHOT_HASH } else { 0 };
+    let hash = if args.compare { MERCURY_SNAPSHOT_HASH } else { 0 };
+    let once = if args.once || args.put_back.is_some() { MERCURY_SNAPSHOT_ONCE } else { 0 };
+    let flags = MERCURY_SNAPSHOT_KEEP | hash | once;
     let mut swap = swap::Off::switch(guard, sysroot)?;
     device.snapshot_prepare(pool, flags)?;
     let mut stale = connections(sysroot)?;
@@ -199,7 +213,8 @@ fn keep(
     drop(swap);
     if begin.rolled_back != 0 {
         let tsc_khz = device.system()?.tsc_khz;
-        return Ok(Report::RolledBack(Rollback::new(&begin.status.rollback, message(&begin), tsc_khz)));
+        let rollback = Rollback::new(&begin.status.rollback, message(&begin), tsc_khz);
+        return Ok(Report::RolledBack { rollback, again: begin.status.kept != 0 });
     }
     let phases = Phases::of(held, &begin, device)?;
     Ok(Report::Kept {

@@ -245,6 +245,11 @@ codes! {
     /// A network device encrypts with MACsec, whose packet numbers must not be used twice.
     MacsecInUse = 154, "macsec-in-use";
 
+    /// The machine died of the same three times in ten minutes.
+    RollbackRepeated = 170, "rollback-repeated";
+    /// The life before the last rollback is not known any more.
+    NoPostMortem = 159, "no-post-mortem";
+
     // 155..: dirty logs
     /// There is no dirty log of memory on this processor, or beneath this kernel.
     LogUnsupported = 155, "log-unsupported";

@@ -142,6 +142,39 @@ pub struct WatchRequest {
     pub outcome: Outcome,
 }
 
+/// Describes the life that ended last, whose memory [`MERCURY_IOC_SNAPSHOT_READ`] reads, or gives that
+/// memory back. Argument: a [`PostmortemRequest`].
+pub const MERCURY_IOC_POSTMORTEM: u32 = iowr::<PostmortemRequest>(32);
+
+/// Flag of [`PostmortemRequest::flags`]: give the memory back.
+pub const MERCURY_POSTMORTEM_DROP: u64 = 1 << 0;
+
+/// Arguments of a post-mortem.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PostmortemRequest {
+    /// Size and version of this structure.
+    pub header: Header,
+    /// In: bits of `MERCURY_POSTMORTEM_*`.
+    pub flags: u64,
+    /// In: user-space address of an array of [`crate::snapshot::EndedCpu`].
+    pub cpus_addr: u64,
+    /// In: number of entries at `cpus_addr`; out: number of CPUs.
+    pub cpus_count: u32,
+    /// Out: offset of a task's name in the task; it has 16 bytes.
+    pub comm_offset: u32,
+    /// Out: offset of a task's number, a 32-bit word.
+    pub pid_offset: u32,
+    /// Reserved; zero.
+    pub reserved: u32,
+    /// Out: the last words of that life, NUL-padded text.
+    pub message: [u64; 16],
+    /// Out: state of the snapshot, and report of the rollback.
+    pub status: crate::snapshot::SnapshotStatus,
+    /// Out: how the operation ended.
+    pub outcome: Outcome,
+}
+
 /// Value of [`DiskLogRequest::what`]: begin a log. It holds all writes from here on, and ends with
 /// the controller.
 pub const MERCURY_DISK_LOG_BEGIN: u32 = 0;
@@ -203,8 +236,11 @@ pub const MERCURY_SNAPSHOT_LOG: u64 = 1 << 0;
 /// only).
 pub const MERCURY_SNAPSHOT_HASH: u64 = 1 << 1;
 /// Flag of [`SnapshotRequest::flags`]: keep the snapshot for a rollback. It outlives the process.
-/// It ends on request, when all CPUs are detached, or when the machine was put back to it.
+/// It ends on request, or when all CPUs are detached.
 pub const MERCURY_SNAPSHOT_KEEP: u64 = 1 << 2;
+/// Flag of [`SnapshotRequest::flags`], with [`MERCURY_SNAPSHOT_KEEP`]: the snapshot ends when the
+/// machine was put back to it.
+pub const MERCURY_SNAPSHOT_ONCE: u64 = 1 << 4;
 
 /// Flag of [`SnapshotRequest::flags`]: reserve memory for a dirty log before the instant.
 pub const MERCURY_SNAPSHOT_TRACK: u64 = 1 << 3;
@@ -336,8 +372,9 @@ pub struct SnapshotRequest {
     /// Out, at the begin: 1 in a machine that was restored from an image of this snapshot. There
     /// the snapshot is gone, and the hypervisor is unloaded.
     pub restored: u64,
-    /// Out, at the begin: 1 in a machine that was put back to this snapshot. There the snapshot is
-    /// gone; [`crate::snapshot::SnapshotStatus::rollback`] gives the reason.
+    /// Out, at the begin: 1 in a machine that was put back to this snapshot.
+    /// [`crate::snapshot::SnapshotStatus::rollback`] gives the reason, and
+    /// [`crate::snapshot::SnapshotStatus::kept`] is 1 if the machine can go back once more.
     pub rolled_back: u64,
     /// Out, after a rollback: the last words of the kernel's log, NUL-padded text.
     pub message: [u64; 16],

@@ -14,7 +14,9 @@
 //! The frames of a *kept* snapshot ([`SnapshotSetup::keep_virt`]) are not read.
 //! [`SnapshotCall::Rollback`] on any CPU, or a triple fault, puts the machine back to the snapshot.
 //! Each CPU then goes on where it left its [`crate::restart::SavedCpu`], with
-//! [`MERCURY_ROLLED_BACK`] in RAX, still attached and as after [`SnapshotCall::Leave`].
+//! [`MERCURY_ROLLED_BACK`] in RAX, still attached and as after [`SnapshotCall::Enter`]: the snapshot
+//! is kept for the next life too. [`SnapshotCall::ReadDead`] reads the memory of the life that ended,
+//! until [`SnapshotCall::DropDead`] or the next rollback.
 //!
 //! Arguments, donated pages and all kept memory lie at direct-map addresses, which the hypervisor's
 //! own tables do not map. For the time of a snapshot the driver makes page tables that map them and
@@ -44,8 +46,9 @@ pub enum SnapshotCall {
     /// Names page tables that also map the system's memory; argument: the host-physical address of
     /// their root. The hypervisor loads them whenever it needs that memory, until the end.
     Tables = 7,
-    /// Puts the machine back to the kept snapshot; argument: a [`RollbackReason`] in place of an
-    /// address. Returns only if that fails.
+    /// Puts the machine back to the kept snapshot; argument in place of an address: a
+    /// [`RollbackReason`], and in bits 63:32 the signature of the death, which is the same for the
+    /// same death. Returns only if that fails.
     Rollback = 8,
     /// Declares the snapshot invalid; argument: a [`crate::code::Code`] in place of an address. The
     /// machine runs on.
@@ -68,6 +71,11 @@ pub enum SnapshotCall {
     /// every CPU, and reads frames only after that: a CPU with cached translations writes to
     /// collected frames unseen.
     LogCollect = 14,
+    /// Reads frames of a kept snapshot as the life had them that ended last; argument: a
+    /// [`ReadList`].
+    ReadDead = 15,
+    /// Gives back the pages that hold the memory of that life. No argument.
+    DropDead = 16,
 }
 
 /// Value of RAX with which each CPU goes on in a machine that was put back.
@@ -124,7 +132,7 @@ pub struct RollbackReport {
     pub cpu: u32,
     /// RIP of the system on that CPU: kernel virtual.
     pub rip_virt: u64,
-    /// Number of pages that were copied back.
+    /// Number of pages that were put back.
     pub pages: u64,
     /// Number of PCI functions that were silenced.
     pub functions: u64,
@@ -138,6 +146,11 @@ pub struct RollbackReport {
     pub different: u64,
     /// Guest-physical address of the first page that differed.
     pub different_phys: u64,
+    /// TSC ticks of the life that ended, from the instant or the rollback before.
+    pub lived_ticks: u64,
+    /// [`hash`] of the hashes of all pages in the life that ended, in their order (fault-injection
+    /// builds only).
+    pub dead_hash: u64,
 }
 
 /// Number of entries of a [`PageList`].
@@ -183,6 +196,10 @@ pub struct SnapshotSetup {
     pub cpus: u32,
     /// 1 to keep a dirty log from the instant on, else 0.
     pub log: u32,
+    /// 1 if the machine goes back once only, else 0.
+    pub once: u32,
+    /// Reserved; zero.
+    pub reserved: u32,
     /// Virtual address of an array of [`crate::restart::RestartCpu`], one for each of these CPUs;
     /// the array stays until the end. Not 0: the snapshot is kept for a rollback. 0: its frames are
     /// read.
@@ -191,6 +208,38 @@ pub struct SnapshotSetup {
     pub settle_ticks: u64,
     /// Bit mask of the PCI buses, 0 to 255, whose devices are silenced at a rollback.
     pub buses: [u64; 4],
+    /// Virtual address of an array of [`EndedCpu`], one for each CPU at `keep_virt`; the array stays
+    /// until the end. 0: none.
+    pub ended_virt: u64,
+    /// TSC ticks in which the machine goes back no more than twice from the same death.
+    pub repeat_ticks: u64,
+}
+
+/// State of a CPU when the machine was put back: the end of a life. The hypervisor fills all but the
+/// first fields.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct EndedCpu {
+    /// Linux's number of this CPU.
+    pub cpu: u32,
+    /// Reserved; zero.
+    pub reserved: u32,
+    /// Kernel virtual address of this CPU's pointer to its task.
+    pub task_virt: u64,
+    /// General registers, in the processor's order: RAX, RCX, RDX, RBX, RSP, RBP, RSI, RDI, R8 to R15.
+    pub registers: [u64; 16],
+    /// RIP of the system on this CPU.
+    pub rip: u64,
+    /// RFLAGS of the system.
+    pub rflags: u64,
+    /// CR2 of the system: its last page fault.
+    pub cr2: u64,
+    /// CR3 of the system: root of its tables.
+    pub cr3: u64,
+    /// Selector in CS of the system.
+    pub cs: u64,
+    /// Selector in SS of the system.
+    pub ss: u64,
 }
 
 /// The dirty log of the writes of CPUs before a snapshot's instant. The log of a CPU ends when the
@@ -273,7 +322,13 @@ pub struct SnapshotStatus {
     pub invalid_because: u32,
     /// 1 if the snapshot is kept for a rollback, else 0.
     pub kept: u32,
-    /// Number of pages copied at the instant: persistent DMA memory.
+    /// 1 if the memory of the life that ended last is known: see [`SnapshotCall::ReadDead`].
+    pub dead: u32,
+    /// Reserved; zero.
+    pub reserved: u32,
+    /// Number of pages of the pool that hold memory of that life.
+    pub dead_pages: u64,
+    /// Number of pages copied at the instant, or after the last rollback: persistent DMA memory.
     pub persistent_pages: u64,
     /// TSC ticks that copying them took.
     pub persistent_ticks: u64,

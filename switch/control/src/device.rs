@@ -17,16 +17,18 @@ use mercury_abi::{
         MERCURY_FENCE_DOWN, MERCURY_FENCE_FORGET, MERCURY_FENCE_OPEN_HERE, MERCURY_FENCE_RETURN,
         MERCURY_FENCE_STAYS, MERCURY_IOC_ATTACH, MERCURY_IOC_DETACH, MERCURY_IOC_DISK_LOG, MERCURY_IOC_FACTS,
         MERCURY_IOC_FAULT, MERCURY_IOC_FENCE, MERCURY_IOC_FIRMWARE, MERCURY_IOC_LOAD, MERCURY_IOC_LOG_BEGIN,
-        MERCURY_IOC_LOG_COLLECT, MERCURY_IOC_MEASURE, MERCURY_IOC_RESTORE_BEGIN, MERCURY_IOC_RESTORE_GO,
-        MERCURY_IOC_RESTORE_LOAD, MERCURY_IOC_RESTORE_READ, MERCURY_IOC_ROLLBACK, MERCURY_IOC_SNAPSHOT_BEGIN,
-        MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_MACHINE, MERCURY_IOC_SNAPSHOT_PREPARE,
-        MERCURY_IOC_SNAPSHOT_READ, MERCURY_IOC_SNAPSHOT_READ_PRESENT, MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM,
-        MERCURY_IOC_UNLOAD, MERCURY_IOC_WATCH, MERCURY_IOC_WATCH_STATUS, MeasureRequest, Outcome,
+        MERCURY_IOC_LOG_COLLECT, MERCURY_IOC_MEASURE, MERCURY_IOC_POSTMORTEM, MERCURY_IOC_RESTORE_BEGIN,
+        MERCURY_IOC_RESTORE_GO, MERCURY_IOC_RESTORE_LOAD, MERCURY_IOC_RESTORE_READ, MERCURY_IOC_ROLLBACK,
+        MERCURY_IOC_SNAPSHOT_BEGIN, MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_MACHINE,
+        MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_READ, MERCURY_IOC_SNAPSHOT_READ_PRESENT,
+        MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM, MERCURY_IOC_UNLOAD, MERCURY_IOC_WATCH,
+        MERCURY_IOC_WATCH_STATUS, MERCURY_POSTMORTEM_DROP, MeasureRequest, Outcome, PostmortemRequest,
         RestartRequest, SnapshotReadRequest, SnapshotRequest, StatusRequest, SwitchRequest, SwitchResult,
         SystemInfo, WatchRequest,
     },
     restart::{LoadEntry, RestartCpu, RestartRange},
     shared::{SHARED_CPU_SIZE, SHARED_MAGIC, SharedCpu},
+    snapshot::EndedCpu,
 };
 use rustix::{
     fs::{CWD, Mode, OFlags},
@@ -547,6 +549,35 @@ impl Device {
         let result = self.request::<MERCURY_IOC_WATCH_STATUS, _>(&mut request);
         failure("reading the state of the watch", result, &request.outcome)?;
         Ok(request)
+    }
+
+    /// Describes the life that ended last, whose frames [`Self::snapshot_read`] reads.
+    pub fn postmortem(&self) -> Result<(PostmortemRequest, Vec<EndedCpu>)> {
+        let mut cpus = Vec::new();
+        loop {
+            let mut request = PostmortemRequest {
+                header: Header::of::<PostmortemRequest>(),
+                cpus_addr: address(cpus.as_mut_ptr()),
+                cpus_count: cpus.len() as u32,
+                ..PostmortemRequest::default()
+            };
+            let result = self.request::<MERCURY_IOC_POSTMORTEM, _>(&mut request);
+            failure("the post-mortem", result, &request.outcome)?;
+            let found = request.cpus_count as usize;
+            if found <= cpus.len() {
+                cpus.truncate(found);
+                return Ok((request, cpus));
+            }
+            cpus.resize(found, EndedCpu::default());
+        }
+    }
+
+    /// Gives the memory of that life back.
+    pub fn postmortem_drop(&self) -> Result<()> {
+        let (header, flags) = (Header::of::<PostmortemRequest>(), MERCURY_POSTMORTEM_DROP);
+        let mut request = PostmortemRequest { header, flags, ..PostmortemRequest::default() };
+        let result = self.request::<MERCURY_IOC_POSTMORTEM, _>(&mut request);
+        failure("dropping the life that ended", result, &request.outcome)
     }
 
     /// Returns the description that is needed to restore the machine of the snapshot, without the

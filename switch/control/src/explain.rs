@@ -658,6 +658,26 @@ pub const TABLE: &[Entry] = &[
          and make it again afterwards, with new keys",
     ),
     entry_of(
+        Code::RollbackRepeated,
+        "the machine died of the same three times in ten minutes",
+        "A machine that went back each time would do so for ever. So the snapshot was given up, and the \
+         panic or the shutdown went on: to a crash kernel, or to a reboot (kernel.panic). Panics are the \
+         same if their stacks are, triple faults if they are at the same address. Rollbacks on command do \
+         not count.",
+        "look into the core of the crash kernel, or the log of the console; before the third time \
+         `mercury postmortem` shows what ended",
+    ),
+    entry_of(
+        Code::NoPostMortem,
+        "there is no life that a post-mortem could be of",
+        "The memory of the life that ended is kept after a rollback. It goes with `mercury postmortem \
+         --drop`, with the snapshot, and with the next rollback, which keeps a later life. It also gives \
+         way when the pool has no page left for the snapshot, or when the system has no memory left. Or \
+         there was no rollback yet.",
+        "run `mercury postmortem --core` soon after a rollback, or use a larger pool (`mercury snapshot \
+         --pool`)",
+    ),
+    entry_of(
         Code::LogUnsupported,
         "there is no dirty log on this processor, beneath this kernel, or with these devices",
         "A dirty log tells which pages have changed between two rounds of a migration. So far there is \

@@ -145,6 +145,8 @@ static void note_return(int how)
 {
 	instant.restored = how != MERCURY_ROLLED_BACK;
 	instant.rolled_back = how == MERCURY_ROLLED_BACK;
+	if (instant.rolled_back)
+		mercury_rollback_arm();
 	if (instant.restored) {
 		mercury.state = MERCURY_STATE_UNLOADED;
 		mercury.want_all = false;

@@ -94,9 +94,12 @@ int mercury_machine_describe(struct mercury_restart_request *request, struct mer
 	u32 code;
 	int err;
 
-	/* All of the machine's memory must be there in the restore environment. */
+	/*
+	 * All of the machine's memory must be there in the restore environment. No machine is restored from
+	 * a kept snapshot.
+	 */
 	code = mercury_plugged_check(kept->ranges, sizeof(*kept->ranges), kept->count, outcome);
-	if (code != MERCURY_CODE_OK)
+	if (code != MERCURY_CODE_OK && !mercury_snapshot_is_kept())
 		return code;
 	request->flags = mercury_machine_modes();
 	request->resume_virt = (u64)mercury_resume;

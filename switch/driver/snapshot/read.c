@@ -49,12 +49,6 @@ u64 *mercury_read_hashes(void)
 	return read.hashes;
 }
 
-/* Returns a page that a kept snapshot can use: user space reads no frames of it. */
-void *mercury_read_spare_page(void)
-{
-	return read.buffer;
-}
-
 /* Returns true if the memory has broken meanwhile: to read it would be a machine check. */
 static bool is_broken(u64 frame)
 {
@@ -118,14 +112,18 @@ static int put_frame(struct mercury_snapshot_read_request *request, u32 entry, u
 	return MERCURY_CODE_OK;
 }
 
-/* Reads the listed frames as they were at the instant, but for those that were read before. */
+/*
+ * Reads the listed frames as they were at the instant, but for those that were read before; or as they were
+ * at the end of the last life.
+ */
 static int read_past(struct mercury_snapshot_read_request *request)
 {
+	u64 call = mercury_snapshot_is_kept() ? MERCURY_SNAPSHOT_CALL_READ_DEAD : MERCURY_SNAPSHOT_CALL_READ;
 	struct mercury_read_list *list = read.list;
 	u32 i, code;
 	int err;
 
-	code = mercury_snapshot_call_for(MERCURY_SNAPSHOT_CALL_READ, list, &request->low);
+	code = mercury_snapshot_call_for(call, list, &request->low);
 	if (code != MERCURY_CODE_OK)
 		return code;
 	for (i = 0; i < list->count; i++) {

@@ -8,8 +8,10 @@
  */
 #define pr_fmt(fmt) "mercury: " fmt
 
+#include <linux/jhash.h>
 #include <linux/kexec.h>
 #include <linux/pci.h>
+#include <linux/stacktrace.h>
 #include <asm/apicdef.h>
 #include <asm/msr.h>
 #include <asm/nmi.h>
@@ -19,6 +21,10 @@
 
 /* The time for devices to come to rest. */
 #define SETTLE_MS	3
+/* The time in which the machine goes back from the same death twice only. */
+#define REPEAT_MS	(600 * MSEC_PER_SEC)
+/* Callers that tell one death from another: a panic's own, those of a fault, and some more. */
+#define CALLERS		14
 
 struct note {
 	char message[128];
@@ -81,6 +87,7 @@ u32 mercury_rollback_prepare(struct mercury_snapshot_setup *setup, void *page,
 	has_handler = true;
 	setup->keep_virt = (u64)cpus;
 	setup->settle_ticks = (u64)tsc_khz * SETTLE_MS;
+	setup->repeat_ticks = (u64)tsc_khz * REPEAT_MS;
 	note = page;
 	memset(note, 0, sizeof(*note));
 	return MERCURY_CODE_OK;
@@ -107,10 +114,21 @@ void mercury_rollback_end(void)
 	note = NULL;
 }
 
-/* In a machine that was put back: reads the note of its other life. */
+/* In a machine that was put back: reads the note of its other life, and begins one for this life. */
 void mercury_rollback_read(u64 message[16])
 {
 	memcpy(message, note->message, sizeof(note->message));
+	memset(note, 0, sizeof(*note));
+}
+
+/* Returns the signature of this death: those with the same callers have the same. */
+static u64 signature_of_death(void)
+{
+	unsigned long callers[CALLERS];
+	unsigned int count = stack_trace_save(callers, ARRAY_SIZE(callers), 0);
+
+	/* Not 0, which stands for none. */
+	return (u64)jhash(callers, count * sizeof(*callers), 0) << 32 | BIT_ULL(32);
 }
 
 /*
@@ -119,6 +137,7 @@ void mercury_rollback_read(u64 message[16])
  */
 u32 mercury_rollback(u32 reason, const char *message)
 {
+	u64 argument = reason;
 	unsigned long flags;
 	u32 code;
 
@@ -128,8 +147,10 @@ u32 mercury_rollback(u32 reason, const char *message)
 		return MERCURY_CODE_SNAPSHOT_DEVICES;
 	if (message)
 		strscpy(note->message, message, sizeof(note->message));
+	if (reason != MERCURY_ROLLBACK_REASON_COMMAND)
+		argument |= signature_of_death();
 	local_irq_save(flags);
-	code = mercury_snapshot_call(MERCURY_SNAPSHOT_CALL_ROLLBACK, (void *)(unsigned long)reason);
+	code = mercury_snapshot_call(MERCURY_SNAPSHOT_CALL_ROLLBACK, (void *)argument);
 	local_irq_restore(flags);
 	return code;
 }
@@ -152,6 +173,7 @@ noinstr bool mercury_rollback_waits(void)
 	if (!exact)
 		return false;
 	if (crash_kernel)
-		mercury_snapshot_call(MERCURY_SNAPSHOT_CALL_ROLLBACK, (void *)MERCURY_ROLLBACK_REASON_STOP);
+		mercury_snapshot_call(MERCURY_SNAPSHOT_CALL_ROLLBACK,
+				      (void *)(MERCURY_ROLLBACK_REASON_STOP | BIT_ULL(32)));
 	return !crash_kernel && mercury_snapshot_call(MERCURY_SNAPSHOT_CALL_HOLD, NULL) == MERCURY_CODE_OK;
 }

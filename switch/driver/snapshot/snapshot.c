@@ -15,6 +15,10 @@
 #include <linux/memory.h>
 #include <linux/mm.h>
 #include <linux/notifier.h>
+#include <linux/sched.h>
+#include <linux/uaccess.h>
+#include <linux/version.h>
+#include <asm/current.h>
 
 #include "../watch/watch.h"
 #include "restore.h"
@@ -36,14 +40,24 @@ static struct {
 	/* Arguments of calls. */
 	struct mercury_snapshot_setup *setup;
 	struct mercury_snapshot_status *status;
-	/* If the snapshot is kept: the CPUs that come back to it. */
+	/* If the snapshot is kept: the CPUs that come back to it, and a page for the end of each life. */
 	struct mercury_restart_cpu *restart_cpus;
+	struct mercury_ended_cpu *ended_cpus;
+	void *note;
 } snapshot;
 
 /* The reason why the last snapshot that was kept is gone. */
 static u32 lost_because;
-/* The report of the last rollback of this machine. */
+/* The report of the last rollback of this machine, and the last words of the life before it. */
 static struct mercury_rollback_report last_rollback;
+static u64 last_words[16];
+
+/* Each CPU's pointer to its task. */
+#if KERNEL_VERSION(6, 2, 0) <= LINUX_VERSION_CODE && LINUX_VERSION_CODE < KERNEL_VERSION(6, 15, 0)
+#define CURRENT pcpu_hot.current_task
+#else
+#define CURRENT current_task
+#endif
 
 /* Returns true if the machine can go back to a snapshot; in any context. */
 bool mercury_snapshot_is_kept(void)
@@ -55,12 +69,17 @@ static u32 allocate_own(u64 flags)
 {
 	snapshot.setup = mercury_piece_of(sizeof(*snapshot.setup), GFP_KERNEL);
 	snapshot.status = mercury_piece_of(sizeof(*snapshot.status), GFP_KERNEL);
-	if (flags & MERCURY_SNAPSHOT_KEEP)
+	if (flags & MERCURY_SNAPSHOT_KEEP) {
 		snapshot.restart_cpus =
 			mercury_piece_of(nr_cpu_ids * sizeof(*snapshot.restart_cpus), GFP_KERNEL);
-	if (!snapshot.setup || !snapshot.status || (flags & MERCURY_SNAPSHOT_KEEP && !snapshot.restart_cpus))
-		return MERCURY_CODE_NO_MEMORY;
-	return MERCURY_CODE_OK;
+		snapshot.ended_cpus =
+			mercury_piece_of(nr_cpu_ids * sizeof(*snapshot.ended_cpus),
+					 GFP_KERNEL | __GFP_ZERO);
+		snapshot.note = mercury_piece(0, GFP_KERNEL);
+		if (!snapshot.restart_cpus || !snapshot.ended_cpus || !snapshot.note)
+			return MERCURY_CODE_NO_MEMORY;
+	}
+	return snapshot.setup && snapshot.status ? MERCURY_CODE_OK : MERCURY_CODE_NO_MEMORY;
 }
 
 /* Allocates all memory of the snapshot itself. The pool comes last: it has what can be spared. */
@@ -151,11 +170,16 @@ static void end(void)
 static u32 prepare_rollback(void)
 {
 	struct mercury_restart_cpu *entry = snapshot.restart_cpus;
+	struct mercury_ended_cpu *ended = snapshot.ended_cpus;
 	int cpu;
 
-	for_each_cpu(cpu, mercury_instant_cpus())
+	for_each_cpu(cpu, mercury_instant_cpus()) {
 		mercury_machine_cpu(cpu, entry++);
-	return mercury_rollback_prepare(snapshot.setup, mercury_read_spare_page(), snapshot.restart_cpus);
+		ended->cpu = cpu;
+		ended++->task_virt = (u64)per_cpu_ptr(&CURRENT, cpu);
+	}
+	snapshot.setup->ended_virt = (u64)snapshot.ended_cpus;
+	return mercury_rollback_prepare(snapshot.setup, snapshot.note, snapshot.restart_cpus);
 }
 
 /* Tells the hypervisor about the snapshot. From here on the DMA watch copies what devices are given. */
@@ -169,6 +193,7 @@ static u32 begin(void)
 	if (mercury_pool_is_lost())
 		return MERCURY_CODE_SNAPSHOT_POOL;
 	setup->keep_virt = 0;
+	setup->once = !!(snapshot.flags & MERCURY_SNAPSHOT_ONCE);
 	if (snapshot.flags & MERCURY_SNAPSHOT_KEEP) {
 		code = prepare_rollback();
 		if (code != MERCURY_CODE_OK)
@@ -209,7 +234,8 @@ static u32 missed_writes(void)
 
 static u32 check_request(const struct mercury_snapshot_request *request)
 {
-	u64 known = MERCURY_SNAPSHOT_LOG | MERCURY_SNAPSHOT_KEEP | MERCURY_SNAPSHOT_TRACK;
+	u64 known = MERCURY_SNAPSHOT_LOG | MERCURY_SNAPSHOT_KEEP | MERCURY_SNAPSHOT_TRACK |
+		    MERCURY_SNAPSHOT_ONCE;
 
 	if (IS_ENABLED(CONFIG_MERCURY_FAULT_INJECTION))
 		known |= MERCURY_SNAPSHOT_HASH;
@@ -234,21 +260,6 @@ u32 mercury_snapshot_prepare(const struct mercury_snapshot_request *request)
 	code = prepare(request);
 	if (code != MERCURY_CODE_OK)
 		end();
-	return code;
-}
-
-/* In a machine that was put back to its snapshot: reports so, and ends the snapshot. */
-static u32 come_back(struct mercury_snapshot_request *request)
-{
-	u32 code = fill_status(request);
-
-	mercury_rollback_read(request->message);
-	request->rolled_back = 1;
-	last_rollback = request->status.rollback;
-	end();
-	pr_warn("the machine was put back to its snapshot (reason %u, CPU %u): %llu pages; %.128s\n",
-		last_rollback.reason, last_rollback.cpu, last_rollback.pages,
-		(const char *)request->message);
 	return code;
 }
 
@@ -281,6 +292,33 @@ static u32 keep_snapshot(const struct mercury_snapshot_request *request)
 		return MERCURY_CODE_SNAPSHOT_HOTPLUG;
 	lost_because = MERCURY_CODE_OK;
 	mercury_rollback_arm();
+	return MERCURY_CODE_OK;
+}
+
+/*
+ * In a machine that was put back to its snapshot: reports so. The snapshot stays for the next time, unless
+ * it was for once or something has been missed.
+ */
+static u32 come_back(struct mercury_snapshot_request *request)
+{
+	u32 code = fill_status(request);
+
+	mercury_rollback_read(request->message);
+	request->rolled_back = 1;
+	last_rollback = request->status.rollback;
+	memcpy(last_words, request->message, sizeof(last_words));
+	pr_warn("the machine was put back to its snapshot (reason %u, CPU %u): %llu pages; %.128s\n",
+		last_rollback.reason, last_rollback.cpu, last_rollback.pages,
+		(const char *)request->message);
+	if (code != MERCURY_CODE_OK)
+		return code;
+	request->status.kept = !(request->flags & MERCURY_SNAPSHOT_ONCE);
+	if (request->status.kept) {
+		lost_because = keep_snapshot(request);
+		request->status.kept = lost_because == MERCURY_CODE_OK;
+	}
+	if (!request->status.kept)
+		end();
 	return MERCURY_CODE_OK;
 }
 
@@ -348,16 +386,43 @@ static int no_frames(struct mercury_snapshot_read_request *request)
 	return MERCURY_CODE_NO_SNAPSHOT;
 }
 
-/* Reads frames as they were at the instant. */
+/* Reads frames as they were at the instant; of a kept snapshot, as the last life has left them. */
 int mercury_snapshot_read(struct mercury_snapshot_read_request *request)
 {
-	return snapshot.live && !snapshot.kept ? mercury_read_past(request) : no_frames(request);
+	return snapshot.live ? mercury_read_past(request) : no_frames(request);
 }
 
 /* Reads frames as they are now, before the instant. */
 int mercury_snapshot_read_present(struct mercury_snapshot_read_request *request)
 {
 	return snapshot.prepared && !snapshot.live ? mercury_read_present(request) : no_frames(request);
+}
+
+static int put_ended(struct mercury_postmortem_request *request)
+{
+	u32 room = request->cpus_count;
+
+	request->cpus_count = cpumask_weight(mercury_instant_cpus());
+	if (copy_to_user(u64_to_user_ptr(request->cpus_addr), snapshot.ended_cpus,
+			 min(room, request->cpus_count) * sizeof(*snapshot.ended_cpus)))
+		return -EFAULT;
+	return MERCURY_CODE_OK;
+}
+
+/* Describes the life that ended last, or gives its memory back. */
+int mercury_snapshot_postmortem(struct mercury_postmortem_request *request)
+{
+	if (request->flags & ~(u64)MERCURY_POSTMORTEM_DROP)
+		return MERCURY_CODE_BAD_ARGUMENT;
+	mercury_snapshot_status(&request->status);
+	if (!snapshot.kept || !request->status.dead)
+		return MERCURY_CODE_NO_POST_MORTEM;
+	if (request->flags & MERCURY_POSTMORTEM_DROP)
+		return mercury_snapshot_call(MERCURY_SNAPSHOT_CALL_DROP_DEAD, NULL);
+	request->comm_offset = offsetof(struct task_struct, comm);
+	request->pid_offset = offsetof(struct task_struct, pid);
+	memcpy(request->message, last_words, sizeof(last_words));
+	return put_ended(request);
 }
 
 u32 mercury_snapshot_log_begin(void)

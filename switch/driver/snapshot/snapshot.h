@@ -62,6 +62,7 @@ int mercury_snapshot_read(struct mercury_snapshot_read_request *request);
 int mercury_snapshot_read_present(struct mercury_snapshot_read_request *request);
 u32 mercury_snapshot_log_begin(void);
 u32 mercury_snapshot_log_collect(struct mercury_log_request *request);
+int mercury_snapshot_postmortem(struct mercury_postmortem_request *request);
 int mercury_snapshot_machine(struct mercury_restart_request *request, struct mercury_outcome *outcome);
 void mercury_snapshot_release(void);
 void mercury_snapshot_status(struct mercury_snapshot_status *status);
@@ -142,7 +143,6 @@ bool mercury_snapshot_is_past(void);
 u32 mercury_read_allocate(u64 flags, unsigned long ram_pages);
 void mercury_read_forget(void);
 u64 *mercury_read_hashes(void);
-void *mercury_read_spare_page(void);
 int mercury_read_past(struct mercury_snapshot_read_request *request);
 int mercury_read_present(struct mercury_snapshot_read_request *request);
 

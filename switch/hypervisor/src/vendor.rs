@@ -16,6 +16,7 @@ use mercury_abi::restart::SavedCpu;
 use mercury_abi::shared::Registers;
 
 use crate::address::GuestPhys;
+use crate::address::HostPhys;
 use crate::cpu::{Area, Cpu, Interrupted};
 use crate::host::entry::Next;
 use crate::nested::Tables;
@@ -125,8 +126,9 @@ pub trait Vendor: Sized + 'static {
         false
     }
 
-    /// Sets the system's state to what was saved, on the identity map and with nothing pending.
-    fn put_back(_: &mut Area<Self>, _: &SavedCpu) {}
+    /// Sets the system's state to what was saved, on these nested tables and with nothing pending. NMIs and
+    /// shutdowns exit.
+    fn put_back(_: &mut Area<Self>, _: &SavedCpu, _: HostPhys) {}
 
     /// Returns the address at which the interrupted code goes on after the handler of a machine check.
     fn resume_at(rip: u64) -> u64;

@@ -22,7 +22,7 @@ const SETTLE: f64 = 3e6;
 
 /// A script that ends twice: the second end belongs to the life after the rollback.
 const LIVES: &str = r#"
-mercury snapshot --json > /run/said 2>&1
+mercury snapshot --once --json > /run/said 2>&1
 if grep -q '"kept"' /run/said; then
     head -c "$1" /dev/urandom > /run/written
     mercury rollback

@@ -23,6 +23,10 @@ pub struct SnapshotArgs {
     /// machine restarts at once
     #[arg(long, value_name = "COMMAND", requires = "force_disks")]
     pub put_back: Option<String>,
+    /// Give the snapshot up when the machine has been put back to it; --put-back implies that, as it
+    /// uses the disks' snapshots up
+    #[arg(long, conflicts_with = "drop")]
+    pub once: bool,
     /// Keep a snapshot although local file systems are mounted for writing. If a file system has
     /// changed after a rollback, and --put-back has not put it back, the machine restarts at once,
     /// as after a power cut
@@ -45,6 +49,7 @@ impl From<&SnapshotArgs> for SnapshotOptions {
             drop: args.drop,
             hook: args.hook.clone(),
             put_back: args.put_back.clone(),
+            once: args.once,
             force_disks: args.force_disks,
             force_devices: args.force_devices,
             compare: args.compare,

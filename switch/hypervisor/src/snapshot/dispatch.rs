@@ -34,8 +34,9 @@ pub fn call<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, call: u
         ENTER => instant::enter(area, hardware),
         LOG_ENTER => recording::enter(area),
         ROLLBACK => {
-            let reason = RollbackReason::from_number(argument).unwrap_or(RollbackReason::Command);
-            match rollback::ask(area, hardware, reason) {
+            let number = argument & u64::from(u32::MAX);
+            let reason = RollbackReason::from_number(number).unwrap_or(RollbackReason::Command);
+            match rollback::ask(area, hardware, reason, argument >> 32) {
                 Ok(()) => Answer::RetryFlushed,
                 Err(code) => Answer::Hypercall(code, 0),
             }
@@ -68,6 +69,8 @@ enum Change {
     Reclaim(Argument<PageList>),
     Begin(Argument<SnapshotSetup>),
     Read(Argument<ReadList>),
+    ReadDead(Argument<ReadList>),
+    DropDead,
     End,
     Status(Argument<SnapshotStatus>),
     GiveUp(Code),
@@ -89,6 +92,8 @@ impl Change {
         const RECLAIM: u64 = SnapshotCall::Reclaim as u64;
         const BEGIN: u64 = SnapshotCall::Begin as u64;
         const READ: u64 = SnapshotCall::Read as u64;
+        const READ_DEAD: u64 = SnapshotCall::ReadDead as u64;
+        const DROP_DEAD: u64 = SnapshotCall::DropDead as u64;
         const END: u64 = SnapshotCall::End as u64;
         const STATUS: u64 = SnapshotCall::Status as u64;
         const GIVE_UP: u64 = SnapshotCall::GiveUp as u64;
@@ -103,6 +108,8 @@ impl Change {
                 RECLAIM => Self::Reclaim(Argument::at(argument)?),
                 BEGIN => Self::Begin(Argument::at(argument)?),
                 READ => Self::Read(Argument::at(argument)?),
+                READ_DEAD => Self::ReadDead(Argument::at(argument)?),
+                DROP_DEAD => Self::DropDead,
                 END => Self::End,
                 STATUS => Self::Status(Argument::at(argument)?),
                 GIVE_UP => {
@@ -144,6 +151,8 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
                 rollback::begin();
             }
             Change::Read(mut list) => return self.read(&mut list).map(u64::from),
+            Change::ReadDead(list) => self.read_dead(&list)?,
+            Change::DropDead => self.drop_dead(),
             Change::End => {
                 self.end();
                 system_memory::forget_tables();

@@ -1,5 +1,6 @@
 //! One number for each frame of memory, in a tree of tables that has only what was set.
 
+use super::Pool;
 use crate::address::{Address, GuestPhys, HostPhys, PageSize, TABLE_ENTRIES};
 use crate::paging::table::{Depth, Exhausted, TablePages};
 
@@ -69,6 +70,41 @@ impl FrameMap {
             frame = frame.block_end(size);
         }
         None
+    }
+
+    /// Forgets every number. All tables but the root go back to the pool.
+    pub fn clear(&self, pool: &mut impl Pool) {
+        for level in [PageSize::Size2M, PageSize::Size1G, PageSize::Size512G, PageSize::Size256T] {
+            self.release_tables(pool, level);
+        }
+    }
+
+    /// Gives the map up, with its root.
+    pub fn release(self, pool: &mut impl Pool) {
+        self.clear(pool);
+        pool.release(self.root);
+    }
+
+    /// Releases the tables to which entries of this span lead. The tables below are gone already.
+    fn release_tables(&self, pool: &mut impl Pool, level: PageSize) {
+        let mut frame = GuestPhys::new(0);
+        let end = self.top.bytes().saturating_mul(TABLE_ENTRIES as u64);
+        while frame.as_u64() < end {
+            let (mut table, mut size) = (self.root, self.top);
+            loop {
+                let index = frame.index_at(size) % TABLE_ENTRIES;
+                let value = pool.table(table)[index];
+                if size == level && value != 0 {
+                    pool.table(table)[index] = 0;
+                    pool.release(HostPhys::new(value));
+                }
+                match size.smaller().filter(|_| size > level && value != 0) {
+                    Some(smaller) => (table, size) = (HostPhys::new(value), smaller),
+                    None => break,
+                }
+            }
+            frame = frame.block_end(size);
+        }
     }
 }
 

@@ -7,6 +7,7 @@ use mercury_abi::code::Code;
 use mercury_abi::snapshot::{RollbackReport, hash};
 
 use super::Memory;
+use super::free::FreeMap;
 use super::live::Live;
 use super::system_memory::page;
 use crate::address::{GuestPhys, HostPhys, PAGE_SIZE, PageSize};
@@ -57,6 +58,14 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
     /// Hashes every page, at the instant.
     pub(super) fn hash_memory(&self) {
         self.hashes.each(self.memory, |_, slot, found| slot.store(found, Ordering::Relaxed));
+    }
+
+    /// Hashes the hashes of all pages as they are, at the end of a life; 0 without hashes.
+    pub(super) fn hash_dead(&self) -> u64 {
+        let none = Memory { free: FreeMap(&[]), ..self.memory };
+        let mut all = 0;
+        self.hashes.each(none, |_, _, found| all = hash(&[all, found]));
+        all
     }
 
     /// Compares every page with its hash of the instant, after a rollback.

@@ -83,6 +83,7 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
     /// snapshot invalid.
     pub(super) fn copy_persistent(&mut self) {
         let persistent = self.instant.persistent;
+        self.instant.persistent_pages = 0;
         let mut first = 0;
         for range in self.memory.ranges {
             let end = first + range.pages as usize;
@@ -164,6 +165,7 @@ fn at_the_instant<V: Vendor>(hardware: &mut impl Hardware) {
     #[cfg(feature = "fault-injection")]
     nested.live.hash_memory();
     let begun = hardware.tsc();
+    rollback::note_instant(begun);
     nested.live.copy_persistent();
     nested.live.instant.persistent_ticks = hardware.tsc().wrapping_sub(begun);
 }

@@ -61,6 +61,17 @@ impl Pool for Ledger {
         // SAFETY: a buffer of the driver's, mapped for the hypervisor; no reference to it exists.
         unsafe { core::ptr::write_bytes(page::<u8>(unused), 0, PAGE_SIZE as usize) };
     }
+
+    fn swap(&mut self, one: HostPhys, other: HostPhys) -> bool {
+        // SAFETY: as in `copy`, and no CPU runs in the system: these are the only references.
+        let (one, other) = unsafe { (&mut *page::<Table>(one), &mut *page::<Table>(other)) };
+        let mut differ = 0;
+        for (one, other) in one.iter_mut().zip(other) {
+            differ |= *one ^ *other;
+            core::mem::swap(one, other);
+        }
+        differ != 0
+    }
 }
 
 impl Ledger {

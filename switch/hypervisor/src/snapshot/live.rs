@@ -10,15 +10,17 @@ use mercury_abi::snapshot::{
     SnapshotSetup, SnapshotStatus,
 };
 
+use super::frames::FrameMap;
 #[cfg(feature = "fault-injection")]
 use super::hashes::Hashes;
 use super::instant::{Costs, Instant};
 use super::ledger::Ledger;
+use super::lives::SHED;
 use super::recording::Recording;
-use super::rollback::Target;
+use super::rollback::{self, DEATHS, Death, Target};
 use super::view::Access;
-use super::{Counts, Memory, Outcome, Snapshot, Tracking};
-use crate::address::{GuestPhys, HostPhys};
+use super::{Counts, Memory, Outcome, Pool, Snapshot, Tracking};
+use crate::address::{Address, GuestPhys, HostPhys, PageSize};
 use crate::argument::array;
 use crate::cpu::Area;
 use crate::paging::format::Format;
@@ -54,6 +56,10 @@ pub(crate) struct Live<F> {
     /// Target of a rollback. A snapshot without one is read by the driver.
     pub(super) target: Option<Target>,
     pub(super) recording: Option<Recording<F>>,
+    /// Pages of the pool that the driver has got back in this life, if the machine may go back.
+    returned: Option<FrameMap>,
+    /// The last deaths of this machine, since the snapshot began.
+    deaths: [Death; DEATHS],
     /// Report of the last rollback.
     pub(super) report: RollbackReport,
     #[cfg(feature = "fault-injection")]
@@ -71,6 +77,8 @@ impl<F> Live<F> {
             instant: Instant::new(),
             target: None,
             recording: None,
+            returned: None,
+            deaths: [(0, 0); DEATHS],
             report: RollbackReport {
                 count: 0,
                 reason: RollbackReason::None as u32,
@@ -83,6 +91,8 @@ impl<F> Live<F> {
                 compared: 0,
                 different: 0,
                 different_phys: 0,
+                lived_ticks: 0,
+                dead_hash: 0,
             },
             #[cfg(feature = "fault-injection")]
             hashes: Hashes::new(),
@@ -117,6 +127,10 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         self.memory = memory;
         self.instant = Instant::of(setup, pages)?;
         self.target = (setup.keep_virt != 0).then_some(Target {
+            root: HostPhys::new(0),
+            once: setup.once != 0,
+            ended_virt: setup.ended_virt,
+            repeat_ticks: setup.repeat_ticks,
             cpus,
             settle_ticks: setup.settle_ticks,
             buses: setup.buses,
@@ -179,12 +193,21 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         let room = (list.count as usize).min(PAGE_LIST_MAX) as u64;
         list.count = 0;
         let mut free = self.ledger.free_pages() / 2;
-        if let Some(invalid) = self.snapshot.as_mut().filter(|snapshot| !snapshot.is_exact()) {
-            invalid.drop_copies(&mut self.ledger, room);
-            free = self.ledger.free_pages();
+        if let Some(snapshot) = self.snapshot.as_mut() {
+            if free < room && snapshot.shed_dead(&mut self.ledger, room) {
+                free = self.ledger.free_pages() / 2;
+            }
+            if !snapshot.is_exact() {
+                snapshot.drop_copies(&mut self.ledger, room);
+                free = self.ledger.free_pages();
+            }
         }
         for slot in list.pages_phys.iter_mut().take(room.min(free) as usize) {
             let Some(page) = self.ledger.reclaim() else { break };
+            if !self.note_returned(page) {
+                self.ledger.donate(page);
+                break;
+            }
             *slot = page.as_u64();
             list.count += 1;
         }
@@ -208,6 +231,25 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         Ok(self.ledger.tells_to_hurry())
     }
 
+    /// Reads frames as the life had them that ended last.
+    #[inline(never)]
+    pub(super) fn read_dead(&mut self, list: &ReadList) -> Result<(), Code> {
+        let snapshot = self.snapshot.as_ref().filter(|_| self.target.is_some()).ok_or(Code::NoSnapshot)?;
+        for entry in list.entries.iter().take(list.count as usize) {
+            let frame = GuestPhys::new(entry.frame_phys);
+            let content = snapshot.dead_content(&mut self.ledger, frame).ok_or(Code::NoPostMortem)?;
+            self.ledger.copy(content, HostPhys::new(entry.to_phys));
+        }
+        Ok(())
+    }
+
+    /// Gives the memory of that life back.
+    pub(super) fn drop_dead(&mut self) {
+        if let Some(snapshot) = self.snapshot.as_mut() {
+            snapshot.drop_dead(&mut self.ledger);
+        }
+    }
+
     /// Returns what the snapshot costs, and how the last rollback went.
     #[inline(never)]
     pub(super) fn status(&self) -> SnapshotStatus {
@@ -215,7 +257,7 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         let Some(snapshot) = self.snapshot.as_ref() else {
             return SnapshotStatus { free_pages, rollback: self.report, ..SnapshotStatus::default() };
         };
-        let Counts { copies, copied, read } = snapshot.counts();
+        let Counts { copies, copied, read, dead } = snapshot.counts();
         let Costs { enter_ticks, persistent_pages, persistent_ticks } = self.instant.costs();
         let (hurries, waits) = self.ledger.hurries_and_waits();
         SnapshotStatus {
@@ -227,6 +269,9 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
             taken: read,
             invalid_because: self.invalid as u32,
             kept: u32::from(self.target.is_some()),
+            dead: u32::from(snapshot.has_dead()),
+            reserved: 0,
+            dead_pages: dead,
             persistent_pages,
             persistent_ticks,
             enter_ticks,
@@ -285,9 +330,13 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         }
     }
 
-    /// Notes that the pool was empty. The snapshot becomes invalid if writers have waited too long, or if
-    /// the machine is to be put back to it: then the driver reads no frame, and no copy becomes free.
+    /// Notes that the pool was empty. The dead life gives way first. Then the snapshot becomes invalid if
+    /// writers have waited too long, or if the machine is to be put back to it: then the driver reads no
+    /// frame, and no copy becomes free.
     pub(crate) fn starve(&mut self) {
+        if self.snapshot.as_mut().is_some_and(|snapshot| snapshot.shed_dead(&mut self.ledger, SHED)) {
+            return;
+        }
         if self.ledger.starve() || self.target.is_some() {
             self.invalidate(Code::SnapshotPool);
         }
@@ -356,16 +405,55 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         if !snapshot.is_exact() {
             return Err(self.invalid);
         }
-        Ok(target)
+        Ok(Target { root: snapshot.root(), ..target })
     }
 
-    /// Puts memory back to the instant, and uses the snapshot up. Returns the number of pages that were
-    /// copied.
+    /// Notes a death. The same one again and again ends the snapshot, so that it takes its course.
+    pub(super) fn die(&mut self, death: Death) -> Result<(), Code> {
+        let ticks = self.target.map_or(0, |target| target.repeat_ticks);
+        if rollback::is_repeated(&self.deaths, death, ticks) {
+            self.invalidate(Code::RollbackRepeated);
+            return Err(Code::RollbackRepeated);
+        }
+        self.deaths.rotate_left(1);
+        self.deaths[DEATHS - 1] = death;
+        Ok(())
+    }
+
+    /// Puts memory back to the instant, and keeps the snapshot for the next life. Returns the number of pages
+    /// that were put back.
     pub(super) fn put_back(&mut self) -> Result<u64, Code> {
-        let snapshot = self.snapshot.as_ref().ok_or(Code::NoSnapshot)?;
-        let pages = snapshot.put_back(&mut self.ledger).ok_or(self.invalid)?;
-        self.invalidate(Code::NoSnapshot);
+        let snapshot = self.snapshot.as_mut().ok_or(Code::NoSnapshot)?;
+        let pages = snapshot.put_back(&mut self.ledger, self.memory).ok_or(self.invalid)?;
+        self.take_back();
+        self.copy_persistent();
+        if self.target.is_some_and(|target| target.once) {
+            self.invalidate(Code::NoSnapshot);
+        }
         Ok(pages)
+    }
+
+    /// Takes back the pages of the pool that the life that ended had got from the driver. In the memory of
+    /// the instant they are the pool's.
+    fn take_back(&mut self) {
+        let Some(returned) = self.returned.take() else { return };
+        let mut from = GuestPhys::new(0);
+        while let Some((page, _)) = returned.next(&mut self.ledger, from) {
+            self.ledger.donate(page.identity());
+            from = page.block_end(PageSize::Size4K);
+        }
+        returned.release(&mut self.ledger);
+    }
+
+    /// Notes that the driver gets a page back from the pool. Returns `false` if there is no room for that.
+    fn note_returned(&mut self, page: HostPhys) -> bool {
+        let (Some(snapshot), Some(_)) = (self.snapshot.as_ref(), self.target) else { return true };
+        let depth = snapshot.view().depth();
+        if self.returned.is_none() {
+            self.returned = FrameMap::new(&mut self.ledger, depth).ok();
+        }
+        let noted = self.returned.map(|map| map.set(&mut self.ledger, GuestPhys::new(page.as_u64()), 1));
+        noted.is_some_and(|noted| noted.is_ok())
     }
 
     /// Keeps the report of a rollback for the driver.

@@ -6,7 +6,8 @@
 //! none. A frame that has been read needs no copy any more. If the pool is too small, the snapshot is given
 //! up and the machine runs on: never the other way round.
 //!
-//! Instead of being read, a snapshot may be the target of a rollback ([`Snapshot::put_back`]).
+//! Instead of being read, a snapshot may be the target of rollbacks ([`Snapshot::put_back`]). The memory of
+//! the life that ended last is kept as well ([`Snapshot::dead_content`]).
 //!
 //! With a dirty log, the frames that were written since the instant are known ([`Snapshot::next_written`]).
 //! The next snapshot must hold those.
@@ -22,6 +23,7 @@ mod hashes;
 mod instant;
 mod ledger;
 pub mod live;
+mod lives;
 pub mod pool;
 mod recording;
 pub mod rendezvous;
@@ -39,6 +41,7 @@ use crate::paging::format::Format;
 use crate::paging::table::{Exhausted, PageTable, TablePages};
 use frames::FrameMap;
 use free::FreeMap;
+use lives::Dead;
 use mercury_abi::code::Code;
 use mercury_abi::gate::OwnedRange;
 use view::{Access, Found, Keep, View};
@@ -53,6 +56,9 @@ pub trait Pool: TablePages {
 
     /// Makes a page all zeros.
     fn clear(&mut self, page: HostPhys);
+
+    /// Swaps the content of two pages. Returns true if it differed.
+    fn swap(&mut self, one: HostPhys, other: HostPhys) -> bool;
 }
 
 /// Memory of the system that a snapshot keeps. It does not change while there is a snapshot.
@@ -132,6 +138,8 @@ pub struct Counts {
     pub copied: u64,
     /// Number of frames that were read.
     pub read: u64,
+    /// Pages in the pool that hold memory of the life that ended last.
+    pub dead: u64,
 }
 
 /// A snapshot over the tables of an identity map.
@@ -139,6 +147,8 @@ pub struct Counts {
 pub struct Snapshot<F> {
     view: View<F>,
     frames: FrameMap,
+    /// The life that ended last, after a rollback.
+    dead: Option<Dead>,
     tracking: Tracking,
     /// True once the snapshot has lost content of the instant.
     invalid: bool,
@@ -168,7 +178,16 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
         let frames = FrameMap::new(pool, base.depth())?;
         let streamed = GuestPhys::new(0)..GuestPhys::new(0);
         let dropped = GuestPhys::new(0);
-        Ok(Self { view, frames, tracking, invalid: false, streamed, dropped, counts: Counts::default() })
+        Ok(Self {
+            view,
+            frames,
+            dead: None,
+            tracking,
+            invalid: false,
+            streamed,
+            dropped,
+            counts: Counts::default(),
+        })
     }
 
     /// Returns the root of the view: the address in nCR3 or in the EPT pointer.
@@ -195,7 +214,7 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
         !self.invalid
     }
 
-    /// Answers a nested fault at `gpa`.
+    /// Answers a nested fault at `gpa`. Where the pool is empty, the dead life gives way to the snapshot.
     pub fn fault(
         &mut self,
         pool: &mut impl Pool,
@@ -203,10 +222,26 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
         gpa: GuestPhys,
         access: Access,
     ) -> Outcome {
+        loop {
+            let outcome = self.answer(pool, memory, gpa, access);
+            if outcome != Outcome::Exhausted || !self.shed_dead(pool, lives::SHED) {
+                return outcome;
+            }
+        }
+    }
+
+    fn answer(
+        &mut self,
+        pool: &mut impl Pool,
+        memory: Memory<'_>,
+        gpa: GuestPhys,
+        access: Access,
+    ) -> Outcome {
         let (streamed, tracking, invalid) = (&self.streamed, self.tracking, self.invalid);
+        let has_dead = self.has_dead();
         let keeps = |block: GuestPhys, size: PageSize| {
             let read = if tracking == Tracking::Off { part_of(streamed, block, size) } else { Part::None };
-            let is_free = tracking == Tracking::Off && memory.free.has(block, size);
+            let is_free = tracking == Tracking::Off && !has_dead && memory.free.has(block, size);
             match (of_memory(memory.ranges, block, size), read) {
                 _ if invalid || is_free => Keep::Nothing,
                 (_, Part::Whole) => Keep::Nothing,
@@ -237,9 +272,11 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
         frame: GuestPhys,
     ) -> Result<Outcome, Exhausted> {
         let known = self.frames.get(pool, frame);
-        let is_kept = known & (state::READ | state::COPY) != 0
-            || self.streamed.contains(&frame)
-            || memory.free.has(frame, PageSize::Size4K);
+        let is_free = memory.free.has(frame, PageSize::Size4K);
+        let is_kept = known & (state::READ | state::COPY) != 0 || self.streamed.contains(&frame) || is_free;
+        if is_free {
+            self.keep_dead(pool, frame)?;
+        }
         self.frames.set(pool, frame, known | state::WRITTEN)?;
         if is_kept {
             return Ok(Outcome::Open);
@@ -337,22 +374,6 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
         self.counts.copies -= 1;
     }
 
-    /// Puts memory back to the instant: every page that was written has a copy. The caller keeps all CPUs and
-    /// devices from writing meanwhile. Returns the number of pages; `None`, without any change, if the
-    /// snapshot is not complete.
-    pub fn put_back(&self, pool: &mut impl Pool) -> Option<u64> {
-        if self.invalid || self.counts.read != 0 {
-            return None;
-        }
-        let (mut from, mut pages) = (GuestPhys::new(0), 0);
-        while let Some((frame, copy)) = self.next_with(pool, from, state::COPY) {
-            pool.copy(HostPhys::new(copy & state::COPY), frame.identity());
-            from = frame.block_end(PageSize::Size4K);
-            pages += 1;
-        }
-        Some(pages)
-    }
-
     /// Returns the first frame at or after `from` that has a copy. The reader takes those first when the pool
     /// runs low.
     pub fn next_copy(&self, pool: &mut impl Pool, from: GuestPhys) -> Option<GuestPhys> {
@@ -365,14 +386,7 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
     }
 
     fn next_with(&self, pool: &mut impl Pool, from: GuestPhys, bits: u64) -> Option<(GuestPhys, u64)> {
-        let mut from = from;
-        loop {
-            let (frame, known) = self.frames.next(pool, from)?;
-            if known & bits != 0 {
-                return Some((frame, known));
-            }
-            from = frame.block_end(PageSize::Size4K);
-        }
+        next_with(&self.frames, pool, from, bits)
     }
 
     /// Makes the snapshot invalid: no write is held up any more, and the machine runs on. The copies go
@@ -396,6 +410,18 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
     /// Takes over a change of the identity map at `gpa`.
     pub fn adopt(&self, pool: &mut impl Pool, gpa: GuestPhys) {
         self.view.adopt(pool, gpa);
+    }
+}
+
+/// Returns the first frame at or after `from` whose number has one of these bits.
+fn next_with(map: &FrameMap, pool: &mut impl Pool, from: GuestPhys, bits: u64) -> Option<(GuestPhys, u64)> {
+    let mut from = from;
+    loop {
+        let (frame, known) = map.next(pool, from)?;
+        if known & bits != 0 {
+            return Some((frame, known));
+        }
+        from = frame.block_end(PageSize::Size4K);
     }
 }
 

@@ -3,20 +3,21 @@
 //!
 //! The CPU that asks fetches the others by NMI, which reaches a CPU with interrupts off, and a halted one.
 //! When all have met, devices are silenced, every page that was written gets its old content, and each CPU
-//! goes on at the instant. If one does not come, or the snapshot is not exact, nothing has happened.
+//! goes on at the instant, beneath the same snapshot. If one does not come, or the snapshot is not exact,
+//! nothing has happened.
 
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use mercury_abi::code::Code;
 use mercury_abi::restart::{RestartCpu, SavedCpu};
 use mercury_abi::shared::LogKind;
-use mercury_abi::snapshot::{RollbackReason, RollbackReport};
+use mercury_abi::snapshot::{EndedCpu, RollbackReason, RollbackReport};
 
 use super::rendezvous::{Arrival, Rendezvous};
 use super::system_memory::{page, with_memory};
 use crate::address::HostPhys;
-use crate::cpu::Area;
-use crate::vendor::Vendor;
+use crate::cpu::{Area, Interrupted};
+use crate::vendor::{LastExit, Vendor};
 use crate::x86::Hardware;
 use crate::{pci, publish};
 
@@ -24,7 +25,11 @@ use crate::{pci, publish};
 /// for the CPUs that it stops.
 const PATIENCE: u64 = 1 << 35;
 
-static RENDEZVOUS: Rendezvous = Rendezvous::new();
+/// Rendezvous of this rollback and of the next one, in turns. The last CPU to come prepares the next one while
+/// no CPU is there any more, since all have come here.
+static RENDEZVOUS: [Rendezvous; 2] = [Rendezvous::new(), Rendezvous::new()];
+/// Number of rollbacks since the snapshot began.
+static ROUND: AtomicU32 = AtomicU32::new(0);
 /// True once a CPU has asked for a rollback since the snapshot began.
 static ASKED: AtomicBool = AtomicBool::new(false);
 /// [`RollbackReason`] of the CPU that asked.
@@ -32,6 +37,10 @@ static REASON: AtomicU32 = AtomicU32::new(0);
 static ASKER: AtomicU32 = AtomicU32::new(0);
 static ASKER_RIP: AtomicU64 = AtomicU64::new(0);
 static ASKED_TSC: AtomicU64 = AtomicU64::new(0);
+/// Signature of the death: the same for the same death. 0: the machine goes back however often.
+static SIGNATURE: AtomicU64 = AtomicU64::new(0);
+/// TSC when this life began.
+static LIFE_TSC: AtomicU64 = AtomicU64::new(0);
 /// [`Code`] with which the rollback ended.
 static RESULT: AtomicU32 = AtomicU32::new(0);
 
@@ -47,12 +56,20 @@ pub enum Watch {
 /// Data that a rollback needs besides the snapshot.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Target {
+    /// Root of the snapshot's tables.
+    pub root: HostPhys,
+    /// The machine goes back once only.
+    pub once: bool,
     /// CPUs, and where each has left its state of the instant.
     pub cpus: &'static [RestartCpu],
     /// TSC ticks for devices to come to rest, after they have been silenced.
     pub settle_ticks: u64,
     /// PCI buses of the devices to silence, a bit for each: see [`pci::silence`].
     pub buses: [u64; 4],
+    /// Address of an array of [`EndedCpu`], in the order of `cpus`; 0: none.
+    pub ended_virt: u64,
+    /// See [`mercury_abi::snapshot::SnapshotSetup::repeat_ticks`].
+    pub repeat_ticks: u64,
 }
 
 /// Has the events that start a rollback exit on this CPU, or no longer.
@@ -62,9 +79,34 @@ pub(super) fn watch<V: Vendor>(area: &mut Area<V>, watch: Watch) {
     }
 }
 
+/// Deaths that a signature is compared with: the last two.
+pub(super) const DEATHS: usize = 2;
+
+/// A death: its signature, and its time.
+pub(super) type Death = (u64, u64);
+
+/// Returns true if the machine died of the same each time, and all that within `ticks`.
+pub(super) fn is_repeated(earlier: &[Death; DEATHS], now: Death, ticks: u64) -> bool {
+    let is_same = |(signature, tsc): &Death| *signature == now.0 && now.1.wrapping_sub(*tsc) < ticks;
+    now.0 != 0 && earlier.iter().all(is_same)
+}
+
+/// Notes the instant, from which the first life is counted.
+pub(super) fn note_instant(tsc: u64) {
+    LIFE_TSC.store(tsc, Ordering::Relaxed);
+}
+
 /// Begins with a new snapshot.
 pub(super) fn begin() {
-    RENDEZVOUS.begin();
+    RENDEZVOUS.iter().for_each(Rendezvous::begin);
+    ROUND.store(0, Ordering::Relaxed);
+    ASKED.store(false, Ordering::Relaxed);
+}
+
+/// Lets the next life ask for a rollback, while all CPUs are here.
+fn begin_next(round: u32) {
+    RENDEZVOUS[(round as usize + 1) % 2].begin();
+    ROUND.store(round + 1, Ordering::Relaxed);
     ASKED.store(false, Ordering::Relaxed);
 }
 
@@ -83,14 +125,16 @@ pub fn ask<V: Vendor>(
     area: &mut Area<V>,
     hardware: &mut impl Hardware,
     reason: RollbackReason,
+    signature: u64,
 ) -> Result<(), Code> {
-    with_memory(area, hardware, |area, hardware| fetch(area, hardware, reason))
+    with_memory(area, hardware, |area, hardware| fetch(area, hardware, reason, signature))
 }
 
 fn fetch<V: Vendor>(
     area: &mut Area<V>,
     hardware: &mut impl Hardware,
     reason: RollbackReason,
+    signature: u64,
 ) -> Result<(), Code> {
     let target = target(area)?;
     if !ASKED.load(Ordering::Acquire) {
@@ -99,6 +143,7 @@ fn fetch<V: Vendor>(
         ASKER.store(area.cpu.gate.cpu, Ordering::Relaxed);
         ASKER_RIP.store(V::interrupted(area).rip, Ordering::Relaxed);
         ASKED_TSC.store(hardware.tsc(), Ordering::Relaxed);
+        SIGNATURE.store(signature, Ordering::Relaxed);
     }
     if !ASKED.swap(true, Ordering::AcqRel) {
         let others = target.cpus.iter().filter(|cpu| cpu.cpu != area.cpu.gate.cpu);
@@ -154,15 +199,23 @@ fn take_part<V: Vendor>(
     if !V::ROLLS_BACK {
         return Err(Code::RollbackUnsupported);
     }
-    let own = target.cpus.iter().find(|cpu| cpu.cpu == area.cpu.gate.cpu).ok_or(Code::RollbackMissed)?;
+    let index = target.cpus.iter().position(|cpu| cpu.cpu == area.cpu.gate.cpu);
+    let index = index.ok_or(Code::RollbackMissed)?;
+    let own = target.cpus[index];
+    note_end(area, hardware, target, index);
     let cpus = target.cpus.len() as u32;
-    match RENDEZVOUS.arrive(cpus) {
+    let round = ROUND.load(Ordering::Relaxed);
+    let rendezvous = &RENDEZVOUS[round as usize % 2];
+    match rendezvous.arrive(cpus) {
         Arrival::Last => {
             let result = work(area, hardware, target);
             RESULT.store(result.err().unwrap_or(Code::Ok) as u32, Ordering::Relaxed);
-            RENDEZVOUS.open();
+            if result.is_ok() {
+                begin_next(round);
+            }
+            rendezvous.open();
         }
-        Arrival::Early if RENDEZVOUS.wait(hardware, cpus, PATIENCE) => {}
+        Arrival::Early if rendezvous.wait(hardware, cpus, PATIENCE) => {}
         Arrival::Early | Arrival::Late => return Err(missed::<V>()),
     }
     match Code::from_number(RESULT.load(Ordering::Relaxed)) {
@@ -172,11 +225,30 @@ fn take_part<V: Vendor>(
     // SAFETY: memory that the driver has mapped and the snapshot has kept; the system above does not write
     // to it before all CPUs have left it. Made of integers.
     let saved = unsafe { page::<SavedCpu>(HostPhys::new(own.saved_phys)).read() };
-    V::put_back(area, &saved);
+    V::put_back(area, &saved, target.root);
     area.cpu.leave_pending = 0;
-    area.cpu.on_snapshot = 0;
     area.cpu.is_held = 0;
     Ok(())
+}
+
+/// Notes the state of this CPU at the end of its life.
+fn note_end<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, target: Target, index: usize) {
+    if target.ended_virt == 0 {
+        return;
+    }
+    let Interrupted { rip, rax, rdx } = V::interrupted(area);
+    let LastExit { rflags, cr2, cr3, cs, ss, mut registers, .. } = V::last_exit(area);
+    (registers[0], registers[2]) = (rax, rdx);
+    let cr2 = if cr2 == 0 { hardware.cr2() } else { cr2 };
+    let at =
+        core::ptr::with_exposed_provenance_mut::<EndedCpu>(target.ended_virt as usize).wrapping_add(index);
+    // SAFETY: the driver keeps an entry for each of the CPUs until the end, in memory that it has mapped, and
+    // reads it in the next life only. Each CPU writes its own, which is made of integers.
+    unsafe {
+        let EndedCpu { cpu, reserved, task_virt, .. } = at.read();
+        let (cs, ss) = (cs.into(), ss.into());
+        at.write(EndedCpu { cpu, reserved, task_virt, registers, rip, rflags, cr2, cr3, cs, ss });
+    }
 }
 
 /// Makes the snapshot invalid: a CPU that has not come may be writing.
@@ -197,12 +269,19 @@ fn work<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, target: Tar
     let live = &mut guard.as_mut().ok_or(Code::NotLoaded)?.live;
     // A CPU that came late may have used the pool up meanwhile: then devices must go on.
     live.target()?;
+    live.die((SIGNATURE.load(Ordering::Relaxed), asked))?;
     let functions = pci::silence(hardware, &target.buses);
     while functions != 0 && hardware.tsc().wrapping_sub(met) < target.settle_ticks {
         core::hint::spin_loop();
     }
+    #[cfg(feature = "fault-injection")]
+    let dead_hash = live.hash_dead();
+    #[cfg(not(feature = "fault-injection"))]
+    let dead_hash = 0;
     let pages = live.put_back()?;
-    let work_ticks = hardware.tsc().wrapping_sub(met);
+    let now = hardware.tsc();
+    let work_ticks = now.wrapping_sub(met);
+    let lived_ticks = asked.wrapping_sub(LIFE_TSC.swap(now, Ordering::Relaxed));
     let report = RollbackReport {
         reason: REASON.load(Ordering::Relaxed),
         cpu: ASKER.load(Ordering::Relaxed),
@@ -211,6 +290,8 @@ fn work<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, target: Tar
         functions,
         rendezvous_ticks: met.wrapping_sub(asked),
         work_ticks,
+        lived_ticks,
+        dead_hash,
         ..RollbackReport::default()
     };
     live.note(report);

@@ -19,7 +19,7 @@ use crate::mtrr::Mtrrs;
 use crate::paging::format::{AmdNested, Format, IntelExtended};
 use crate::paging::identity::{IdentityMap, Step};
 use crate::paging::plan::{LargestPage, Layout};
-use crate::paging::table::{Depth, PageTable};
+use crate::paging::table::{Depth, PageTable, TablePages};
 use crate::x86::{Hardware, Processor};
 
 /// Root of the page tables that map memory, on the model of a processor.
@@ -39,7 +39,15 @@ pub fn phys(page: &Page) -> u64 {
 }
 
 /// A rollback of no CPUs.
-const TARGET: Target = Target { cpus: &[], settle_ticks: 0, buses: [0; 4] };
+const TARGET: Target = Target {
+    root: HostPhys::new(0),
+    once: false,
+    cpus: &[],
+    settle_ticks: 0,
+    buses: [0; 4],
+    ended_virt: 0,
+    repeat_ticks: 1000,
+};
 
 fn list(pages: &[Page]) -> PageList {
     let mut list = PageList { count: pages.len() as u64, pages_phys: [0; PAGE_LIST_MAX] };
@@ -145,6 +153,14 @@ impl<F: Format<Address = GuestPhys>> Machine<F> {
     /// Returns the content of a page at the instant.
     pub fn content(&mut self, page: usize) -> Option<Page> {
         self.read(page).expect("a snapshot").map(|_| self.buffer[0].clone())
+    }
+
+    fn read_dead(&mut self, page: usize) -> Result<u8, Code> {
+        let entry = ReadEntry { frame_phys: phys(&self.memory[page]), to_phys: phys(&self.buffer[0]) };
+        let mut list = ReadList { count: 1, ..ReadList::default() };
+        list.entries[0] = entry;
+        self.live.read_dead(&list)?;
+        Ok(self.buffer[0].0[4095])
     }
 
     fn read(&mut self, page: usize) -> Result<Option<u8>, Code> {
@@ -289,7 +305,7 @@ fn a_pool_that_runs_low_makes_the_reader_hurry() {
     assert_eq!(machine.live.status().waits, 1);
 }
 
-/// Pages that were written get their old content. Then the snapshot is used up.
+/// Pages that were written get their old content, life after life, and the pool stays as large as it was.
 fn put_back<F: Format<Address = GuestPhys>>() {
     let mut machine = Machine::<F>::new(64);
     assert_eq!(machine.live.put_back(), Err(Code::NoSnapshot));
@@ -298,20 +314,105 @@ fn put_back<F: Format<Address = GuestPhys>>() {
     let cpus: &[RestartCpu] = vec![RestartCpu { cpu: 3, ..RestartCpu::default() }].leak();
     machine.live.target = Some(Target { cpus, ..TARGET });
     assert_eq!(machine.live.target().map(|target| target.cpus), Ok(cpus));
-    machine.write(2, 0xEE);
-    machine.write(7, 0xEE);
-    assert_eq!(machine.live.put_back(), Ok(2));
-    let content: Vec<u8> = machine.memory.iter().map(|page| page.0[4095]).collect();
-    assert_eq!(content, [1, 2, 3, 4, 5, 6, 7, 8]);
-    assert_eq!(machine.live.put_back(), Err(Code::NoSnapshot));
-    assert_eq!(machine.live.target().map(|_| ()), Err(Code::NoSnapshot));
-    machine.write(2, 0xFF);
+    let mut after_first = 0;
+    for life in 1..1000_u32 {
+        machine.write(2, 0xE0 | (life as u8 % 16));
+        machine.write(life as usize % 8, 0xEE);
+        let pages = if life % 8 == 2 { 1 } else { 2 };
+        assert_eq!(machine.live.put_back(), Ok(pages));
+        let content: Vec<u8> = machine.memory.iter().map(|page| page.0[4095]).collect();
+        assert_eq!(content, [1, 2, 3, 4, 5, 6, 7, 8]);
+        let status = machine.live.status();
+        assert_eq!((status.exact, status.copies, status.dead, status.dead_pages), (1, 0, 1, pages));
+        after_first = if life == 1 { status.free_pages + pages } else { after_first };
+        assert_eq!(status.free_pages + pages, after_first, "no page is lost in life {life}");
+    }
 }
 
 #[test]
 fn written_pages_are_put_back() {
     put_back::<AmdNested>();
     put_back::<IntelExtended>();
+}
+
+/// The next life does not change what the dead one had.
+#[test]
+fn a_dead_life_stays_as_it_was() {
+    let mut machine = Machine::<AmdNested>::new(64);
+    assert_eq!(machine.begin(), Ok(()));
+    assert_eq!(machine.read_dead(0), Err(Code::NoSnapshot));
+    machine.live.target = Some(TARGET);
+    assert_eq!(machine.read_dead(0), Err(Code::NoPostMortem));
+    machine.write(2, 0xE2);
+    machine.write(3, 0xE3);
+    // Written with what was there: there is nothing to keep.
+    machine.write(4, 5);
+    assert_eq!(machine.live.put_back(), Ok(3));
+    assert_eq!(machine.live.status().dead_pages, 2);
+    machine.write(2, 0xF2);
+    machine.write(6, 0xF6);
+    let dead: Vec<_> = (0..8).map(|page| machine.read_dead(page)).collect();
+    assert_eq!(dead, [1, 2, 0xE2, 0xE3, 5, 6, 7, 8].map(Ok));
+    machine.live.drop_dead();
+    assert_eq!(machine.read_dead(2), Err(Code::NoPostMortem));
+    assert_eq!((machine.live.status().dead, machine.live.status().dead_pages), (0, 0));
+    assert_eq!(machine.live.put_back(), Ok(2));
+    assert_eq!(machine.memory[2].0[0], 3);
+}
+
+/// A snapshot that needs a page is worth more than the life that ended.
+#[test]
+fn a_dead_life_gives_way_to_the_snapshot() {
+    let mut machine = Machine::<AmdNested>::new(64);
+    assert_eq!(machine.begin(), Ok(()));
+    machine.live.target = Some(TARGET);
+    (0..4).for_each(|page| machine.write(page, 0xEE));
+    assert_eq!(machine.live.put_back(), Ok(4));
+    machine.write(7, 0xFF);
+    while machine.live.ledger.allocate().is_some() {}
+    machine.write(0, 0xFF);
+    let status = machine.live.status();
+    assert_eq!((status.exact, status.dead, status.copies), (1, 0, 2));
+    assert_eq!(machine.read_dead(1), Err(Code::NoPostMortem));
+    assert_eq!(machine.live.put_back(), Ok(2));
+    assert_eq!(machine.memory.iter().map(|page| page.0[0]).collect::<Vec<_>>(), [1, 2, 3, 4, 5, 6, 7, 8]);
+}
+
+/// Without an end, a machine would die of the same for ever.
+#[test]
+fn the_same_death_again_and_again_takes_its_course() {
+    let mut machine = Machine::<AmdNested>::new(64);
+    let mut die = |signature, tsc| {
+        if machine.live.snapshot.is_none() {
+            assert_eq!(machine.begin(), Ok(()));
+            machine.live.target = Some(TARGET);
+        }
+        machine.live.die((signature, tsc))
+    };
+    let deaths = [(7, 100), (7, 600), (8, 700), (7, 800), (7, 900), (9, 1000), (9, 1100), (9, 2000)];
+    deaths.into_iter().for_each(|(signature, tsc)| assert_eq!(die(signature, tsc), Ok(())));
+    (0..9).for_each(|tsc| assert_eq!(die(0, 2001 + tsc), Ok(()), "on command"));
+    assert_eq!([die(5, 3000), die(5, 3900)], [Ok(()), Ok(())]);
+    assert_eq!(die(5, 3999), Err(Code::RollbackRepeated));
+    assert_eq!(machine.live.put_back(), Err(Code::RollbackRepeated));
+}
+
+/// In the memory of the instant the pages are the pool's: the driver gives them to nobody else.
+#[test]
+fn pages_that_a_life_got_back_are_the_pools_again() {
+    let mut machine = Machine::<AmdNested>::new(64);
+    assert_eq!(machine.begin(), Ok(()));
+    machine.live.target = Some(TARGET);
+    let free = machine.live.status().free_pages;
+    for _ in 0..20 {
+        let mut list = list(&[]);
+        list.count = 10;
+        machine.live.reclaim(&mut list);
+        assert_eq!(list.count, 10);
+        assert_eq!(machine.live.put_back(), Ok(0));
+        // The dead life's empty map stays.
+        assert_eq!(machine.live.status().free_pages, free - 1);
+    }
 }
 
 /// Half of the machine put back would be worse than none of it.

@@ -13,9 +13,10 @@
 
 use core::marker::PhantomData;
 
+use super::Pool;
 use crate::address::{Address, GuestPhys, HostPhys, PageSize, TABLE_ENTRIES};
 use crate::paging::format::{Format, Permission};
-use crate::paging::table::{Exhausted, Mapping, PageTable, Slot, TablePages};
+use crate::paging::table::{Depth, Exhausted, Mapping, PageTable, Slot, TablePages};
 
 /// Access of the guest that faulted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,6 +80,12 @@ impl<F: Format<Address = GuestPhys>> View<F> {
     #[must_use]
     pub const fn root(&self) -> HostPhys {
         self.own.root()
+    }
+
+    /// Returns the number of levels.
+    #[must_use]
+    pub const fn depth(&self) -> Depth {
+        self.own.depth()
     }
 
     /// Returns the translation of `gpa`. It counts as writable if the path to it lets writes through.
@@ -149,6 +156,34 @@ impl<F: Format<Address = GuestPhys>> View<F> {
         // restricted.
         if self.base.walk(pages, gpa, PageSize::Size4K).table != own.table {
             PageTable::<F>::store(pages, own, F::read_only(own.entry));
+        }
+    }
+
+    /// Begins again, as [`View::new`] does: nothing can be written that must be kept. All tables but the root
+    /// go back to the pool. No processor uses the view, and each forgets its translations before it does.
+    pub fn renew(&self, pool: &mut impl Pool, keeps: &impl Fn(GuestPhys, PageSize) -> Keep) {
+        for level in [PageSize::Size2M, PageSize::Size1G, PageSize::Size512G, PageSize::Size256T] {
+            self.release_tables(pool, level);
+        }
+        let block =
+            Block { start: GuestPhys::new(0), entry: self.own.depth().root_entry(), keep: Keep::Something };
+        block.restrict::<F>(pool, self.base.root(), self.own.root(), keeps);
+    }
+
+    /// Releases the view's own tables to which entries of this span lead. Those below are gone already.
+    fn release_tables(&self, pool: &mut impl Pool, level: PageSize) {
+        let end = self.own.depth().root_entry().bytes().saturating_mul(TABLE_ENTRIES as u64);
+        let mut at = GuestPhys::new(0);
+        while level <= self.own.depth().root_entry() && at.as_u64() < end {
+            let own = self.own.walk(pool, at, level);
+            let base = self.base.walk(pool, at, own.size);
+            let is_shared = base.table == own.table
+                || base.size == own.size && F::address(base.entry) == F::address(own.entry);
+            if own.size == level && PageTable::<F>::leads_on(own) && !is_shared {
+                PageTable::<F>::store(pool, own, 0);
+                pool.release(F::address(own.entry));
+            }
+            at = at.block_end(own.size);
         }
     }
 

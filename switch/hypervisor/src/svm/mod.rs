@@ -30,6 +30,7 @@ use mercury_abi::facts::{CpuFacts, CpuidLeaf, readable};
 use mercury_abi::gate::{BootInfo, Vendor as Kind};
 use mercury_abi::restart::SavedCpu;
 
+use crate::address::HostPhys;
 use crate::cpu::Interrupted;
 use crate::host::entry::Next;
 use crate::nested::Tables;
@@ -271,8 +272,8 @@ impl Vendor for Svm {
         rollback::is_in_nmi(area)
     }
 
-    fn put_back(area: &mut Area, saved: &SavedCpu) {
-        rollback::put_back(area, saved);
+    fn put_back(area: &mut Area, saved: &SavedCpu, root: HostPhys) {
+        rollback::put_back(area, saved, root);
     }
 
     fn was_entered(area: &Area) -> bool {

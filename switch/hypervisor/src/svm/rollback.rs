@@ -11,13 +11,14 @@ use mercury_abi::snapshot::{MERCURY_ROLLED_BACK, RollbackReason};
 
 use super::capture::table;
 use super::vmcb::{INTERCEPT_IRET, INTERCEPT_NMI, INTERCEPT_SHUTDOWN, Segment, TLB_FLUSH_ALL};
-use super::{Area, guests};
+use super::{Area, guests, shadow};
+use crate::address::HostPhys;
 use crate::exit::Answer;
 use crate::host::entry::Next;
 use crate::snapshot::rollback::{self, Watch};
 use crate::x86::msr::EFER_SVME;
 use crate::x86::{DR7_CLEAR, Hardware};
-use crate::{machine_check, nested, publish};
+use crate::{machine_check, publish};
 
 /// Index of KernelGSBase in [`super::vmcb::Vmcb::syscall`].
 const KERNEL_GS_BASE: usize = 4;
@@ -75,15 +76,17 @@ pub fn nmi_ends(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
 /// it would natively. The control block's state of the CPU is not defined any more (APM vol. 2, 15.14.3).
 pub fn shutdown(area: &mut Area, hardware: &mut impl Hardware) -> Result<Answer, Next> {
     publish::count(area, ExitReason::Other);
-    match rollback::ask(area, hardware, RollbackReason::TripleFault) {
+    let signature = area.control.rip;
+    match rollback::ask(area, hardware, RollbackReason::TripleFault, signature) {
         Ok(()) => Ok(Answer::RetryFlushed),
         Err(_) => Err(hardware.shut_down()),
     }
 }
 
-/// Puts the registers back that the kernel had at the instant of the snapshot. The kernel itself restores
-/// MSRs that only it writes.
-pub(super) fn put_back(area: &mut Area, saved: &SavedCpu) {
+/// Puts the registers back that the kernel had at the instant of the snapshot, on the snapshot's tables. The
+/// kernel itself restores MSRs that only it writes.
+pub(super) fn put_back(area: &mut Area, saved: &SavedCpu, root: HostPhys) {
+    shadow::release_own(area);
     let Area { cpu, own, control, .. } = area;
     control.cs = cpu.gate.inward.cs;
     control.ss = cpu.gate.inward.ss;
@@ -111,12 +114,12 @@ pub(super) fn put_back(area: &mut Area, saved: &SavedCpu) {
     *registers = [0, 0, 0, rbx, 0, rbp, 0, 0, 0, 0, 0, 0, r12, r13, r14, r15];
     control.interrupt_shadow = 0;
     (control.inject_event, control.exit_event) = (0, 0);
-    control.nested_cr3 = nested::root().as_u64();
+    control.nested_cr3 = root.as_u64();
     control.tlb_control = TLB_FLUSH_ALL;
     control.await_window(false);
     control.virtual_interrupt = 0;
     guests::arrange(area);
-    watch(area, Watch::Off);
+    watch(area, Watch::On);
     machine_check::forget(area);
 }
 
@@ -136,6 +139,7 @@ mod tests {
     use crate::svm::vmcb::{INTERCEPT_MISC1, event, exit_code};
     use crate::x86::msr;
 
+    const ROOT: HostPhys = HostPhys::new(0x77_7000);
     const ALL: u32 = INTERCEPT_NMI | INTERCEPT_IRET | INTERCEPT_SHUTDOWN;
 
     fn watched() -> Attached {
@@ -155,7 +159,7 @@ mod tests {
         watch(&mut cpu.area, Watch::On);
         (cpu.area.control.tr.base, cpu.area.control.syscall[1]) = (0, 0);
         watch(&mut cpu.area, Watch::On);
-        put_back(&mut cpu.area, &SavedCpu::default());
+        put_back(&mut cpu.area, &SavedCpu::default(), ROOT);
         assert_eq!((cpu.area.control.tr.base, cpu.area.control.syscall[1]), (0x1234_0000, 0x5678));
         // The next snapshot keeps its own.
         watch(&mut cpu.area, Watch::On);
@@ -234,7 +238,7 @@ mod tests {
             data_selectors: [0, 0x2B],
             ..SavedCpu::default()
         };
-        put_back(&mut cpu.area, &saved);
+        put_back(&mut cpu.area, &saved, ROOT);
         let control = &cpu.area.control;
         assert_eq!((control.cr0, control.cr3, control.cr4), (saved.cr0, saved.cr3, saved.cr4));
         assert_eq!((control.rip, control.rsp, control.rflags), (saved.rip, saved.rsp, 0x46));
@@ -245,8 +249,10 @@ mod tests {
         assert_eq!((control.gs.base, control.syscall[KERNEL_GS_BASE]), (saved.gs_base, 7));
         assert_eq!((control.cs.attributes, control.ds.attributes, control.es.attributes), (0xA9B, 0, 0xCF3));
         assert_eq!(control.inject_event | control.exit_event | control.interrupt_shadow, 0);
-        assert_eq!((control.intercept_misc1, control.virtual_interrupt), (INTERCEPT_MISC1, 0));
-        assert_eq!(control.tlb_control, TLB_FLUSH_ALL);
+        // The next life is beneath the snapshot from its first instruction on.
+        let watched = INTERCEPT_MISC1 | INTERCEPT_NMI | INTERCEPT_SHUTDOWN;
+        assert_eq!((control.intercept_misc1, control.virtual_interrupt), (watched, 0));
+        assert_eq!((control.nested_cr3, control.tlb_control), (ROOT.as_u64(), TLB_FLUSH_ALL));
         let registers = [3, 5, 12, 13, 14, 15].map(|number: usize| *cpu.register(number));
         assert_eq!(registers, saved.registers);
     }

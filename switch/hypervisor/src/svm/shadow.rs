@@ -106,6 +106,17 @@ impl Shadow {
     }
 }
 
+/// Gives the shadow of this CPU back to the pool of a snapshot that stays.
+pub(super) fn release_own(area: &mut Area) {
+    if area.own.shadow.is_there()
+        && let Some(mut guard) = Svm::tables().lock()
+        && let Some(nested) = guard.as_mut()
+        && let Some(depth) = nested.tables().map(|tables| tables.depth())
+    {
+        area.own.shadow.drop_all(nested.live.pool(), depth);
+    }
+}
+
 /// Gives a table and all beneath it back to the pool.
 fn release(pool: &mut impl Pool, table: HostPhys, size: PageSize) {
     for index in 0..TABLE_ENTRIES {
