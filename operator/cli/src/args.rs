@@ -15,6 +15,7 @@ use crate::{
     log::LogArgs,
     maintenance::MaintenanceArgs,
     metrics::MetricsArgs,
+    postmortem::PostmortemArgs,
     relocate::{
         checkpoint::CheckpointArgs, merge::MergeArgs, migrate::MigrateArgs, receive::ReceiveArgs,
         restore::RestoreArgs, snapshot::SnapshotArgs, tombstone::TombstoneArgs,
@@ -86,8 +87,9 @@ pub enum Command {
         long_about = "Keeps the contents of all memory at this instant: kernel, processes, connections. \
         The machine goes on running; each page is copied before it is written to. `mercury rollback` puts \
         the machine back to this instant within milliseconds. So does the hypervisor by itself when the \
-        kernel panics or when a processor shuts down. Then the snapshot is used up, and this command ends \
-        a second time and says so.\n\nA rollback does not put disks back. On a machine with local disks \
+        kernel panics or when a processor shuts down. This command then ends once more and says so. The \
+        snapshot stays, so that the machine can go back to the same instant again, and `mercury \
+        postmortem` shows what ended.\n\nA rollback does not put disks back. On a machine with local disks \
         mounted for writing it would destroy their file systems, so such a machine gets no snapshot: see \
         --force-disks."
     )]
@@ -99,6 +101,15 @@ pub enum Command {
         taken back."
     )]
     Rollback,
+    /// Show what ended at the last rollback: its log, its stacks, its memory
+    #[command(
+        long_about = "Shows the life of this machine that ended at the last rollback: what it died of, where \
+        each CPU was, how much time is lost, and the end of the kernel's log. All of that is read from the \
+        memory of that life, which is kept with the snapshot while the machine runs on. --core writes that \
+        memory into a file in the form of /proc/vmcore, for crash and drgn.\n\nThe next rollback replaces \
+        it. If the snapshot needs the memory itself, or the system has none left, it is given back."
+    )]
+    Postmortem(PostmortemArgs),
     /// Bring a machine back from its image
     #[command(
         long_about = "Brings a machine back from its image, in place of this one. Every page goes to its \

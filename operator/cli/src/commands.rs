@@ -7,7 +7,7 @@ use crate::{
     guard::{self, GuardCommand},
     guests,
     guests::GuestsCommand,
-    hosted, inspect, log, maintenance, metrics, status, switch,
+    hosted, inspect, log, maintenance, metrics, postmortem, status, switch,
 };
 use clap::CommandFactory;
 use mercury_control::{
@@ -47,6 +47,7 @@ fn dispatch(command: &Command, format: Format, name: &str) -> Result<Exit> {
         Command::Checkpoint(args) => checkpoint::run(&args.into(), say),
         Command::Snapshot(args) => snapshot::run(&args.into(), say),
         Command::Rollback => snapshot::rollback(),
+        Command::Postmortem(args) => postmortem::run(args, say),
         Command::Restore(args) if args.as_guest => guests::start(),
         Command::Receive(args) if args.beside => guests::start(),
         Command::Restore(args) => restore::run(&args.into(), say),
@@ -86,6 +87,7 @@ fn command_name(command: &Command) -> &'static str {
         Command::Checkpoint(_) => "checkpoint",
         Command::Snapshot(_) => "snapshot",
         Command::Rollback => "rollback",
+        Command::Postmortem(_) => "postmortem",
         Command::Restore(_) => "restore",
         Command::Receive(_) => "receive",
         Command::Migrate(_) => "migrate",

@@ -37,6 +37,7 @@ pub mod maintenance;
 pub mod manual;
 pub mod metrics;
 pub mod pages;
+pub mod postmortem;
 pub mod relocate;
 #[cfg(test)]
 mod remedies;

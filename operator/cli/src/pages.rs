@@ -270,10 +270,20 @@ pub const PAGES: &[Page] = &[
         &[
             example("Keep a snapshot of this instant", "mercury snapshot"),
             example("Keep a snapshot, with 2 GiB for copies", "mercury snapshot --pool 2G"),
+            example("Keep a snapshot to go back to once", "mercury snapshot --once"),
             example("Give the snapshot up", "mercury snapshot --drop"),
         ],
     ),
     Page::of("rollback", Group::Checkpoint, &[example("Go back to the snapshot", "mercury rollback")]),
+    Page::of(
+        "postmortem",
+        Group::Checkpoint,
+        &[
+            example("Show what ended at the last rollback", "mercury postmortem"),
+            example("Write its memory for crash or drgn", "mercury postmortem --core /var/crash/core"),
+            example("Free that memory", "mercury postmortem --drop"),
+        ],
+    ),
     Page::of(
         "guard",
         Group::Guard,

@@ -98,6 +98,12 @@ fn firmware(sysroot: &Sysroot) -> Vec<FirmwareRange> {
     ranges
 }
 
+/// Returns the place of the kernel's note for crash-dump tools.
+#[must_use]
+pub fn crash_note(sysroot: &Sysroot) -> Option<VmCoreInfo> {
+    vmcoreinfo(&sysroot.text("sys/kernel/vmcoreinfo").unwrap_or_default())
+}
+
 /// Parses two hexadecimal numbers: address and length.
 fn vmcoreinfo(text: &str) -> Option<VmCoreInfo> {
     let (phys, bytes) = text.split_once(' ')?;

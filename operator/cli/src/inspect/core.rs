@@ -1,11 +1,12 @@
-//! An image's memory as an ELF core, for debuggers: the form of `/proc/vmcore` (ELF-64, `ET_CORE`).
+//! The memory of an image, or of a life that ended, as an ELF core for debuggers: the form of
+//! `/proc/vmcore` (ELF-64, `ET_CORE`).
 //!
 //! Every range of memory is a segment at its physical address, and at the address at which the
 //! kernel maps all memory. The kernel's own text and data have a second segment at their own
 //! address. Notes hold the registers of each CPU (`NT_PRSTATUS`), and the kernel's information for
 //! such tools (`VMCOREINFO`). Zeros are holes in the file.
 
-use mercury_abi::restart::SavedCpu;
+use mercury_abi::{restart::SavedCpu, snapshot::EndedCpu};
 use mercury_control::error::{Error, Result};
 use mercury_image::{Chunk, Kind, Machine, PAGE, Source};
 use std::{
@@ -109,6 +110,18 @@ impl Core {
         self.add_frames(chunk).map_err(|error| failed(&error))
     }
 
+    /// Has what was written go to the disk, and frees the memory that caches it.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if that fails.
+    pub fn settle(&self) -> Result<()> {
+        self.file.sync_data().map_err(|error| failed(&error))?;
+        // Not every file system has a cache to free.
+        let _ = rustix::fs::fadvise(&self.file, 0, None, rustix::fs::Advice::DontNeed);
+        Ok(())
+    }
+
     fn add_frames(&mut self, chunk: &Chunk) -> io::Result<()> {
         let mut pages = chunk.data.chunks(PAGE);
         let mut twin = [0; PAGE];
@@ -129,13 +142,14 @@ impl Core {
         Ok(())
     }
 
-    /// Adds headers and notes, which completes the core.
+    /// Adds headers and notes, which completes the core. The CPUs are those of the machine's instant, or
+    /// `ended` ones with the numbers of their threads.
     ///
     /// # Errors
     ///
     /// Returns an error if the image lacks the data for them.
-    pub fn finish(self, machine: &Machine) -> Result<()> {
-        let written = self.write_headers(machine).and_then(|()| fs::rename(&self.part, &self.path));
+    pub fn finish(self, machine: &Machine, ended: &[(EndedCpu, u32)]) -> Result<()> {
+        let written = self.write_headers(machine, ended).and_then(|()| fs::rename(&self.part, &self.path));
         written.map_err(|error| failed(&error))
     }
 
@@ -149,13 +163,17 @@ impl Core {
         Ok(u64::from_le_bytes(bytes))
     }
 
-    fn write_headers(&self, machine: &Machine) -> io::Result<()> {
+    fn write_headers(&self, machine: &Machine, ended: &[(EndedCpu, u32)]) -> io::Result<()> {
         let first = machine.cpus.first().ok_or_else(|| io::Error::other("the image has no CPU"))?;
         // Each CPU's state begins with its own address in the kernel.
         let direct_map = self.word(first.saved_phys)?.wrapping_sub(first.saved_phys);
         let mut notes = Vec::new();
-        for cpu in &machine.cpus {
-            notes.extend(note(CORE, NT_PRSTATUS, &self.status(cpu.saved_phys)?));
+        for (number, cpu) in machine.cpus.iter().enumerate() {
+            let status = match ended.get(number) {
+                Some((cpu, thread)) => status_of(*thread, &registers_of(cpu)),
+                None => self.status(cpu.saved_phys)?,
+            };
+            notes.extend(note(CORE, NT_PRSTATUS, &status));
         }
         let mut kernel = Vec::new();
         if let Some(place) = machine.vmcoreinfo {
@@ -204,9 +222,7 @@ impl Core {
     fn status(&self, saved: u64) -> io::Result<Vec<u8>> {
         let word = |offset: usize| self.word(saved + offset as u64);
         let register = |number: usize| word(offset_of!(SavedCpu, registers) + 8 * number);
-        let mut status = vec![0; PRSTATUS];
         let thread = word(offset_of!(SavedCpu, thread))? as u32;
-        status[PRSTATUS_PID..PRSTATUS_PID + 4].copy_from_slice(&thread.to_le_bytes());
         // In the order of `struct user_regs_struct`.
         let registers = [
             (0, register(5)?),
@@ -223,11 +239,7 @@ impl Core {
             (21, word(offset_of!(SavedCpu, fs_base))?),
             (22, word(offset_of!(SavedCpu, gs_base))?),
         ];
-        for (number, value) in registers {
-            let at = PRSTATUS_REGISTERS + 8 * number;
-            status[at..at + 8].copy_from_slice(&value.to_le_bytes());
-        }
-        Ok(status)
+        Ok(status_of(thread, &registers))
     }
 }
 
@@ -236,6 +248,27 @@ impl Drop for Core {
         // A core that is complete has been renamed.
         let _ = fs::remove_file(&self.part);
     }
+}
+
+/// Returns a note's content: a thread, and registers by their number in `struct user_regs_struct`.
+fn status_of(thread: u32, registers: &[(usize, u64)]) -> Vec<u8> {
+    let mut status = vec![0; PRSTATUS];
+    status[PRSTATUS_PID..PRSTATUS_PID + 4].copy_from_slice(&thread.to_le_bytes());
+    for (number, value) in registers {
+        let at = PRSTATUS_REGISTERS + 8 * number;
+        status[at..at + 8].copy_from_slice(&value.to_le_bytes());
+    }
+    status
+}
+
+/// Returns all registers of a CPU that ended.
+fn registers_of(cpu: &EndedCpu) -> Vec<(usize, u64)> {
+    let [rax, rcx, rdx, rbx, rsp, rbp, rsi, rdi, r8, r9, r10, r11, r12, r13, r14, r15] = cpu.registers;
+    // In the order of `struct user_regs_struct`. The second RAX would be the number of a system call.
+    let none = u64::MAX;
+    let all = [r15, r14, r13, r12, rbp, rbx, r11, r10, r9, r8, rax, rcx, rdx, rsi, rdi, none];
+    let rest = [cpu.rip, cpu.cs, cpu.rflags, rsp, cpu.ss];
+    all.into_iter().chain(rest).enumerate().collect()
 }
 
 fn failed(error: &io::Error) -> Error {
@@ -337,7 +370,7 @@ mod tests {
         ];
         let mut core = Core::create(&path, &machine).expect("begun");
         core.add(&Chunk { frames, data }).expect("added");
-        core.finish(&machine).expect("finished");
+        core.finish(&machine, &[]).expect("finished");
 
         let bytes = std::fs::read(&path).expect("a file");
         let header = |number: usize| &bytes[EHDR + PHDR * number..][..PHDR];

@@ -1,7 +1,7 @@
 //! `mercury inspect`: shows the contents of an image, and checks if it is intact; writes its memory
 //! as an ELF core.
 
-mod core;
+pub mod core;
 
 use self::core::Core;
 use clap::Args;
@@ -117,7 +117,7 @@ pub fn run(args: &InspectArgs, say: Say<'_>) -> Result<Exit> {
     if !args.quick {
         image.read("checking", &deferred, |chunk| core.as_mut().map_or(Ok(()), |core| core.add(&chunk)))?;
     }
-    core.map_or(Ok(()), |core| core.finish(image.machine()))?;
+    core.map_or(Ok(()), |core| core.finish(image.machine(), &[]))?;
     say.done(&Report {
         identity: image.identity().to_string(),
         machine: image.machine().clone(),

@@ -1,0 +1,228 @@
+//! `mercury postmortem`: the life that ended at the last rollback. Its memory is read while the next life
+//! runs.
+
+mod log;
+mod memory;
+mod stacks;
+
+use self::{
+    memory::Memory,
+    stacks::{Cpu, Offsets, Symbols},
+};
+use crate::inspect::core::Core;
+use clap::Args;
+use mercury_abi::{
+    ioctl::PostmortemRequest,
+    restart::MERCURY_RANGE_KEPT,
+    snapshot::{EndedCpu, hash},
+};
+use mercury_control::{
+    access,
+    device::{Access, Cursor, Device, Restart},
+    driver::Driver,
+    error::{Error, Result},
+    exit::Exit,
+    output::{Render, Text, bytes, duration, thousands, ticks_to_us},
+    rollback::Rollback,
+    say::Say,
+    status::nul_padded,
+    sysroot::Sysroot,
+};
+use mercury_image::{self as image, Chunk, Frame, Kind, Machine, Range, Source};
+use mercury_quiesce::describe;
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+
+/// Frames that are read at a time.
+const FRAMES: usize = 256;
+/// Frames after which the core's file is settled. Its cache lies in memory that this life writes to, which
+/// costs pages of the snapshot.
+const SETTLE: u64 = 8192;
+/// Lines of the log in text; JSON has all.
+const LINES: usize = 60;
+
+#[derive(Debug, Args)]
+pub struct PostmortemArgs {
+    /// Write the memory of the life that ended into this file as an ELF core, for crash, drgn and gdb
+    #[arg(long, value_name = "FILE")]
+    pub core: Option<PathBuf>,
+    /// Give the memory of that life back, after the report
+    #[arg(long)]
+    pub drop: bool,
+}
+
+/// The life that ended.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    #[serde(flatten)]
+    rollback: Rollback,
+    /// Seconds of that life since the instant, or since the rollback before. They are lost.
+    lived_s: f64,
+    /// Bytes of memory in which it differed from the instant, and that are held for this report.
+    held: u64,
+    /// CPUs at its end.
+    cpus: Vec<Cpu>,
+    /// Lines of the kernel's log; none: the log's ring could not be found.
+    log: Vec<String>,
+    /// The core that was written.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    core: Option<Written>,
+    /// True if its memory was given back.
+    dropped: bool,
+}
+
+/// A core that was written.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Written {
+    file: PathBuf,
+    /// Bytes of memory in it.
+    memory: u64,
+    /// Test builds: true if its pages are those that the hypervisor found at the end.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    exact: Option<bool>,
+}
+
+impl Render for Report {
+    fn render(&self, to: &mut Text) {
+        to.line(format!("the life that ended: {}", self.rollback.text()));
+        to.line(format!("lost: {} of work", duration(self.lived_s * 1e6)));
+        for cpu in &self.cpus {
+            let place = match (&cpu.function, cpu.in_user_mode) {
+                (_, true) => "in its program".to_owned(),
+                (Some(function), _) => format!("in {function}"),
+                (None, _) => format!("at {:#x}", cpu.rip.0),
+            };
+            to.line(format!("CPU {}: {} (process {}), {place}", cpu.cpu, cpu.task, cpu.pid));
+            cpu.calls.iter().for_each(|call| to.line(format!("    {call}")));
+        }
+        let skipped = self.log.len().saturating_sub(LINES);
+        match self.log.is_empty() {
+            true => to.line("the kernel's log was not found in its memory"),
+            false => to.line(format!(
+                "the end of its log ({} lines before are in --json):",
+                thousands(skipped as u64)
+            )),
+        }
+        self.log[skipped..].iter().for_each(|line| to.line(format!("    {line}")));
+        if let Some(core) = &self.core {
+            to.line(format!("{} of its memory are in {}", bytes(core.memory), core.file.display()));
+        }
+        match self.dropped {
+            true => to.line(format!("{} were given back", bytes(self.held))),
+            false => to.line(format!(
+                "{} are held for it; `mercury postmortem --drop` frees them",
+                bytes(self.held)
+            )),
+        }
+    }
+}
+
+/// Reports on the life that ended last.
+///
+/// # Errors
+///
+/// Returns an error if there is none, or the core cannot be written.
+pub fn run(args: &PostmortemArgs, say: Say<'_>) -> Result<Exit> {
+    access::need_root("postmortem")?;
+    let device = Device::open(Access::Control)?;
+    let sysroot = Sysroot::default();
+    let (found, ended) = device.postmortem()?;
+    let restart = device.snapshot_machine()?;
+    let machine = machine_of(&restart, &sysroot);
+    let note = machine.vmcoreinfo.map_or((0, 0), |note| (note.phys, note.bytes));
+    let memory = Memory::new(&device, note, machine.cpus.first().map_or(0, |cpu| cpu.saved_phys));
+    let symbols = Symbols::of(&sysroot.text("proc/kallsyms").unwrap_or_default());
+    let offsets = Offsets { comm: found.comm_offset, pid: found.pid_offset };
+    let cpus: Vec<_> = ended.iter().map(|cpu| Cpu::of(&memory, &symbols, offsets, cpu)).collect();
+    let tsc_khz = device.system()?.tsc_khz;
+    let core = args.core.as_ref().map(|path| write(path, &device, &machine, &ended, &cpus, &found));
+    let report = Report {
+        rollback: Rollback::new(&found.status.rollback, message(&found), tsc_khz),
+        lived_s: ticks_to_us(found.status.rollback.lived_ticks, tsc_khz) / 1e6,
+        held: found.status.dead_pages * memory::PAGE as u64,
+        log: log::read(&memory).unwrap_or_default(),
+        core: core.transpose()?,
+        cpus,
+        dropped: args.drop,
+    };
+    if args.drop {
+        device.postmortem_drop()?;
+    }
+    Ok(say.done(&report))
+}
+
+fn message(found: &PostmortemRequest) -> String {
+    let bytes: Vec<u8> = found.message.iter().flat_map(|word| word.to_le_bytes()).collect();
+    nul_padded(&bytes).trim_end().to_owned()
+}
+
+/// Returns as much of a machine's description as a core needs.
+fn machine_of(restart: &Restart, sysroot: &Sysroot) -> Machine {
+    let kept = restart.ranges.iter().filter(|range| range.kind == MERCURY_RANGE_KEPT);
+    let range = |start_phys, pages| Range { start_phys, pages, kind: Kind::Kept };
+    let cpu = |cpu: &mercury_abi::restart::RestartCpu| image::Cpu {
+        cpu: cpu.cpu,
+        apic_id: cpu.apic_id,
+        saved_phys: cpu.saved_phys,
+    };
+    Machine {
+        cpus: restart.cpus.iter().map(cpu).collect(),
+        ranges: kept.map(|kept| range(kept.start_phys, kept.pages)).collect(),
+        vmcoreinfo: describe::crash_note(sysroot),
+        ..Machine::default()
+    }
+}
+
+/// Writes a core of all memory.
+fn write(
+    path: &Path,
+    device: &Device,
+    machine: &Machine,
+    ended: &[EndedCpu],
+    cpus: &[Cpu],
+    found: &PostmortemRequest,
+) -> Result<Written> {
+    let mut core = Core::create(path, machine)?;
+    let (mut pages, mut all) = (0, 0);
+    for range in &machine.ranges {
+        let end_phys = range.start_phys + range.pages * memory::PAGE as u64;
+        let mut cursor = Cursor { next_phys: range.start_phys, end_phys };
+        while !cursor.is_done() {
+            let frames = device.snapshot_read(&mut cursor, FRAMES)?;
+            pages += frames.phys.len() as u64;
+            all = frames.data.chunks(memory::PAGE).fold(all, |all, page| hash(&[all, hash(&words(page))]));
+            core.add(&chunk(&frames.phys, &frames.data))?;
+            if pages % SETTLE < frames.phys.len() as u64 {
+                core.settle()?;
+            }
+        }
+    }
+    if pages != machine.kept_pages() {
+        let text =
+            format!("{} of {} pages could not be read", machine.kept_pages() - pages, machine.kept_pages());
+        return Err(Error::new(Exit::Failed, text).hint("`dmesg` may tell of broken memory"));
+    }
+    let threads: Vec<_> = ended.iter().copied().zip(cpus.iter().map(|cpu| cpu.pid)).collect();
+    core.finish(machine, &threads)?;
+    let expected = found.status.rollback.dead_hash;
+    let exact = (expected != 0).then_some(all == expected);
+    Ok(Written { file: path.to_owned(), memory: pages * memory::PAGE as u64, exact })
+}
+
+fn words(page: &[u8]) -> Vec<u64> {
+    page.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word)).collect()
+}
+
+/// Returns frames for a core, where zeros are holes.
+fn chunk(phys: &[u64], data: &[u8]) -> Chunk {
+    let mut chunk = Chunk { frames: Vec::with_capacity(phys.len()), data: Vec::with_capacity(data.len()) };
+    for (phys, page) in phys.iter().zip(data.chunks(memory::PAGE)) {
+        let is_zero = page.iter().all(|byte| *byte == 0);
+        let source = if is_zero { Source::Zero } else { Source::Data };
+        chunk.frames.push(Frame { phys: *phys, source });
+        if !is_zero {
+            chunk.data.extend_from_slice(page);
+        }
+    }
+    chunk
+}
