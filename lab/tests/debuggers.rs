@@ -39,6 +39,64 @@ fn crash(tree: &Path, symbols: &Path, core: &Path, command: &str) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
+/// Returns crash with a core, as a function from a command to its output.
+fn debugger(release: &str, core: &Path) -> Result<impl Fn(&str) -> String> {
+    let names: &'static str = format!("linux-image-{release}-dbg").leak();
+    let symbols = fetched(names, Packages { release: "bookworm", backports: false, names })?;
+    let symbols = symbols.join("usr/lib/debug/boot").join(format!("vmlinux-{release}"));
+    let (tree, core) = (fetched("crash", CRASH)?, core.to_owned());
+    Ok(move |command: &str| {
+        let said = crash(&tree, &symbols, &core, command);
+        println!("crash> {command}\n{}", said.lines().take(40).collect::<Vec<_>>().join("\n"));
+        said
+    })
+}
+
+/// A script with two lives: the first one panics, and the second one writes the first one's memory to a disk.
+const LIVES: &str = r#"
+sleep 1
+mercury snapshot --json > /run/said 2>&1
+if grep -q '"kept"' /run/said; then
+    sleep 5432 &
+    echo of the first life > /dev/kmsg
+    sleep 1
+    echo c > /proc/sysrq-trigger
+fi
+mkfs.ext4 -q /dev/vda && mount /dev/vda /mnt && mercury postmortem --core /mnt/core > /run/report 2>&1 &&
+    dd if=/mnt/core of=/dev/vdb bs=1M conv=sparse,fsync && umount /mnt
+echo "<3>lives: $? $(tail -1 /run/report)" > /dev/kmsg
+"#;
+
+/// Has crash read the life that ended, from a core that the next life wrote.
+#[test]
+#[ignore = "fetches 290 MB of debug symbols and unpacks 1.7 GB"]
+fn crash_opens_a_dead_life() -> Result<()> {
+    let spec = Spec::new(Kernel::BookwormCloud).qemu_version(Qemu::Newer).memory_mib(1024);
+    let machine = Machine::boot(spec.disk(Bus::Virtio, 1536).disk(Bus::Virtio, 1536))?;
+    let release = machine.sh("uname -r")?;
+    machine.put("/run/lives", LIVES.as_bytes(), 0o755)?;
+    machine.sh("sync; mount -o remount,ro /; mercury load")?;
+    machine.sh("setsid bash /run/lives > /run/lives.said 2>&1 < /dev/null &")?;
+    let line = machine.wait_serial("lives: .*\n", Duration::from_secs(300))?;
+    assert!(line.contains("lives: 0"), "{line} {}", machine.sh("cat /run/report /run/lives.said")?);
+    println!("{}", machine.sh("cat /run/report")?);
+    machine.sh("mercury detach; sync")?;
+
+    let folder = std::env::temp_dir().join(format!("mercury-dead-{}", machine.pid()));
+    fs::create_dir_all(&folder).unwrap();
+    let core = folder.join("core");
+    machine.keep_disks()?.save(Disk::Extra(1), &core)?;
+    let said = debugger(&release, &core)?;
+    let tasks = said("ps");
+    assert!(tasks.lines().filter(|line| line.ends_with("sleep")).count() >= 1, "{tasks}");
+    let log = said("log");
+    assert!(log.contains("of the first life") && log.contains("sysrq: Trigger a crash"), "{log}");
+    let trace = said("bt -a");
+    assert!(trace.contains("sysrq_handle_crash") && trace.contains("panic at "), "{trace}");
+    fs::remove_dir_all(folder).unwrap();
+    Ok(())
+}
+
 #[test]
 #[ignore = "fetches 290 MB of debug symbols and unpacks 1.7 GB"]
 fn crash_opens_a_core() -> Result<()> {
@@ -59,15 +117,7 @@ fn crash_opens_a_core() -> Result<()> {
     let mut inspect = Command::new(build_program("mercury-cli", "mercury")?);
     assert!(inspect.arg("inspect").arg("--core").arg(&core).arg(&image).status().unwrap().success());
 
-    let names: &'static str = format!("linux-image-{release}-dbg").leak();
-    let symbols = fetched(names, Packages { release: "bookworm", backports: false, names })?;
-    let symbols = symbols.join("usr/lib/debug/boot").join(format!("vmlinux-{release}"));
-    let tree = fetched("crash", CRASH)?;
-    let said = |command: &str| {
-        let said = crash(&tree, &symbols, &core, command);
-        println!("crash> {command}\n{}", said.lines().take(40).collect::<Vec<_>>().join("\n"));
-        said
-    };
+    let said = debugger(&release, &core)?;
     let tasks = said("ps");
     assert!(
         tasks.lines().any(|line| line.contains(&format!(" {pid} ")) && line.ends_with("sleep")),
