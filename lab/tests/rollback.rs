@@ -263,12 +263,12 @@ fn from_an_oops() -> Result<()> {
 const MANY_LIVES: &str = r#"
 sleep 1
 mercury snapshot --json "${@:3}" > /run/said 2>&1
-lives=$(tr -d ' ' < /run/said | grep -o '"count":[0-9]*' | cut -d: -f2)
+lives=$(grep -o '"count": *[0-9]*' /run/said | grep -o '[0-9]*$')
 lives=${lives:-0}
 test ! -e /run/been || echo "<3>lives: a file of another life" > /dev/kmsg
 status=$(mercury status --json | tr -d ' \n')
 number() { echo "$status" | grep -o "\"$1\":[0-9]*" | cut -d: -f2; }
-echo "<3>life $lives: $(tr -d ' \n' < /run/said) [$(number free_bytes), $(number total_bytes)]" > /dev/kmsg
+echo "<3>life $lives: $(tr -s ' \n' ' ' < /run/said) [$(number free_bytes), $(number total_bytes)]" > /dev/kmsg
 if test $lives -lt "$1"; then
     touch /run/been
     ls -lR /usr/lib > /run/listing
