@@ -202,11 +202,17 @@ fn write(
             format!("{} of {} pages could not be read", machine.kept_pages() - pages, machine.kept_pages());
         return Err(Error::new(Exit::Failed, text).hint("`dmesg` may tell of broken memory"));
     }
-    let threads: Vec<_> = ended.iter().copied().zip(cpus.iter().map(|cpu| cpu.pid)).collect();
+    let threads: Vec<_> = ended.iter().copied().zip(cpus.iter().map(thread)).collect();
     core.finish(machine, &threads)?;
     let expected = found.status.rollback.dead_hash;
     let exact = (expected != 0).then_some(all == expected);
     Ok(Written { file: path.to_owned(), memory: pages * memory::PAGE as u64, exact })
+}
+
+/// Returns the number of a CPU's thread in the core. All idle CPUs have task 0, and gdb would take them for
+/// one thread: they get numbers that no task has (beyond Linux's `PID_MAX_LIMIT`).
+fn thread(cpu: &Cpu) -> u32 {
+    if cpu.pid == 0 { (1 << 22) + 1 + cpu.cpu } else { cpu.pid }
 }
 
 fn words(page: &[u8]) -> Vec<u64> {
