@@ -187,7 +187,8 @@ fn the_daemon_guards_by_its_rules() -> Result<()> {
     let switches = "sysctl -n kernel.hung_task_panic kernel.softlockup_panic | xargs";
     assert_eq!(machine.sh(switches)?.trim(), "0 0");
     let daemon = machine.spawn("exec mercury daemon --rules /run/guard.toml --socket /run/socket")?;
-    machine.sh("until mercury guard status --rules /run/guard.toml | grep -q 'is on'; do sleep 0.5; done")?;
+    let is_on = "mercury guard status --rules /run/guard.toml | grep -q 'is on'";
+    machine.sh(&format!("for _ in $(seq 60); do {is_on} && exit 0; sleep 1; done; exit 1"))?;
     assert_eq!(machine.sh(switches)?.trim(), "1 1");
     load_test_module(&machine)?;
     // It is reported, and ends by itself.

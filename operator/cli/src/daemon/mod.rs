@@ -11,7 +11,10 @@
 pub mod evacuate;
 pub mod order;
 
-use crate::guard::{keeper::Keeper, rules};
+use crate::{
+    guard::{keeper::Keeper, rules},
+    shared::ModuleArgs,
+};
 use clap::Args;
 use libsystemd::logging::Priority;
 use mercury_control::{
@@ -67,6 +70,8 @@ pub struct DaemonArgs {
     /// Control socket to create
     #[arg(long, value_name = "FILE", default_value = SOCKET)]
     pub socket: PathBuf,
+    #[command(flatten)]
+    pub module: ModuleArgs,
     /// Options for `mercury migrate`
     #[arg(last = true, value_name = "OPTION")]
     pub migrate: Vec<String>,
@@ -125,7 +130,7 @@ pub fn run(args: &DaemonArgs) -> Result<Exit> {
     let options = args.migrate.clone();
     let mover: Mover = Arc::new(move |host: &str, line: &str| migrate(host, line, &options));
     let listener = listen(&args.socket)?;
-    let keeper = Keeper::begin(&args.rules)?;
+    let keeper = Keeper::begin(&args.rules, args.module.module.as_deref())?;
     let mut daemon = Daemon { desk: Desk::default(), args, mover, moving: None, keeper };
     tell(Priority::Info, &format!("waiting for orders at {}", args.socket.display()), "waiting", &[]);
     let ended = daemon.serve(&listener, &|| deferred.requested());
@@ -385,6 +390,7 @@ mod tests {
             key_file,
             rules: folder.0.join("guard.toml"),
             socket: socket.clone(),
+            module: ModuleArgs { module: None },
             migrate: vec![],
         };
         let (end, ends) = channel();

@@ -4,7 +4,7 @@ use super::{rules::Rules, start, switches::Switches};
 use libsystemd::logging::Priority;
 use mercury_control::{access, error::Result, journal, rollback::Rollback, watch::Watch};
 use std::{
-    path::{Path, PathBuf},
+    path::Path,
     process::{Command, Stdio},
     time::{Duration, Instant},
 };
@@ -68,12 +68,12 @@ impl Keeper {
     /// # Errors
     ///
     /// Returns an error if the rules are wrong, or the driver refuses.
-    pub fn begin(path: &Path) -> Result<Option<Self>> {
+    pub fn begin(path: &Path, module: Option<&Path>) -> Result<Option<Self>> {
         if !path.exists() {
             return Ok(None);
         }
         let rules = Rules::read(path)?;
-        let (device, _) = access::controlled(None::<PathBuf>.as_deref(), "guard")?;
+        let (device, _) = access::controlled(module, "guard")?;
         let state = start(&device, &rules)?;
         let text = format!("watching {} CPUs, profile {}", state.watch.cpus, rules.profile.name());
         tell(&rules, &Event { priority: 6, name: "watching", text });
