@@ -964,8 +964,8 @@ pub const TABLE: &[Entry] = &[
          that a guest can have. The kernel would lose the file system. Disks of iSCSI belong here as well: a \
          process has to connect them again, and could not be read from them.",
         "give the content of each disk on NVMe and AHCI with `--disk NAME=FILE`, as it was at the instant; \
-         unmount other file systems before the checkpoint; root may lie in RAM, on NBD or on NVMe over TCP \
-         as well",
+         unmount other file systems before the checkpoint; root may lie in RAM, on NFS, on NBD or on NVMe \
+         over TCP as well",
     ),
     entry_of(
         Code::GuestMemory,
