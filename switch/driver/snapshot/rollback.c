@@ -121,14 +121,24 @@ void mercury_rollback_read(u64 message[16])
 	memset(note, 0, sizeof(*note));
 }
 
-/* Returns the signature of this death: those with the same callers have the same. */
-static u64 signature_of_death(void)
+/*
+ * Returns the signature of this death: those with the same callers have the same. A CPU that hangs is
+ * caught at any instruction of its loop, so a hang is told by the name of the task.
+ */
+static u64 signature_of_death(u32 reason)
 {
 	unsigned long callers[CALLERS];
-	unsigned int count = stack_trace_save(callers, ARRAY_SIZE(callers), 0);
+	const void *key = callers;
+	size_t length;
 
+	if (reason == MERCURY_ROLLBACK_REASON_HANG) {
+		key = current->comm;
+		length = strnlen(current->comm, sizeof(current->comm));
+	} else {
+		length = stack_trace_save(callers, ARRAY_SIZE(callers), 0) * sizeof(*callers);
+	}
 	/* Not 0, which stands for none. */
-	return (u64)jhash(callers, count * sizeof(*callers), 0) << 32 | BIT_ULL(32);
+	return (u64)jhash(key, length, reason) << 32 | BIT_ULL(32);
 }
 
 /*
@@ -148,7 +158,7 @@ u32 mercury_rollback(u32 reason, const char *message)
 	if (message)
 		strscpy(note->message, message, sizeof(note->message));
 	if (reason != MERCURY_ROLLBACK_REASON_COMMAND)
-		argument |= signature_of_death();
+		argument |= signature_of_death(reason);
 	local_irq_save(flags);
 	code = mercury_snapshot_call(MERCURY_SNAPSHOT_CALL_ROLLBACK, (void *)argument);
 	local_irq_restore(flags);

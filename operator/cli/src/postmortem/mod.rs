@@ -141,14 +141,16 @@ pub fn run(args: &PostmortemArgs, say: Say<'_>) -> Result<Exit> {
         lived_s: ticks_to_us(found.status.rollback.lived_ticks, tsc_khz) / 1e6,
         held: found.status.dead_pages * memory::PAGE as u64,
         log: log::read(&memory).unwrap_or_default(),
-        core: core.transpose()?,
+        core: core.as_ref().and_then(|core| core.as_ref().ok().cloned()),
         cpus,
-        dropped: args.drop,
+        dropped: args.drop && !matches!(core, Some(Err(_))),
     };
-    if args.drop {
+    if report.dropped {
         device.postmortem_drop()?;
     }
-    Ok(say.done(&report))
+    let exit = say.done(&report);
+    // The report stands without a core, and the memory is kept for another try.
+    core.transpose().map(|_| exit)
 }
 
 fn message(found: &PostmortemRequest) -> String {

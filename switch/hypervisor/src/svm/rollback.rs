@@ -76,7 +76,8 @@ pub fn nmi_ends(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
 /// it would natively. The control block's state of the CPU is not defined any more (APM vol. 2, 15.14.3).
 pub fn shutdown(area: &mut Area, hardware: &mut impl Hardware) -> Result<Answer, Next> {
     publish::count(area, ExitReason::Other);
-    let signature = area.control.rip;
+    // Not 0, which stands for none.
+    let signature = area.control.rip | 1;
     match rollback::ask(area, hardware, RollbackReason::TripleFault, signature) {
         Ok(()) => Ok(Answer::RetryFlushed),
         Err(_) => Err(hardware.shut_down()),
