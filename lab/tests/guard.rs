@@ -124,6 +124,7 @@ fn a_cpu_never_leaves_a_handler_of_nmis() -> Result<()> {
 
 /// Events that stop CPUs, or keep interrupts off, and are no hang.
 const STORM: &str = r"
+set -e
 dmesg -n 8
 end=$(($(date +%s) + $1))
 while [ $(date +%s) -lt $end ]; do

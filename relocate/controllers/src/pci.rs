@@ -518,6 +518,7 @@ pub(crate) mod tests {
         assert_eq!(function.raise(0), None);
         function.write(0x44, &0xFEE0_3003_u32.to_le_bytes());
         function.write(0x4C, &[0x47, 0x41]);
+        function.write(4, &[7, 0]);
         assert!(function.uses_line());
         function.write(4, &[7, 4]);
         assert!(!function.uses_line());

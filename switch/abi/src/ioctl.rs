@@ -98,7 +98,7 @@ pub const MERCURY_WATCH_ON: u32 = 1 << 0;
 /// Without this bit a hang is reported.
 pub const MERCURY_WATCH_PANIC: u32 = 1 << 1;
 /// Bit of [`WatchRequest::acts`]: an oops puts the machine back to its snapshot if the kernel is
-/// likely to die of it: in a kernel thread, in an interrupt, or with a lock held.
+/// likely to die of it: in a kernel thread, in an interrupt, or with a spinlock held.
 pub const MERCURY_WATCH_OOPS_FATAL: u32 = 1 << 2;
 /// Bit of [`WatchRequest::acts`]: every oops puts the machine back to its snapshot.
 pub const MERCURY_WATCH_OOPS: u32 = 1 << 3;

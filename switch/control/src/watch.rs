@@ -91,8 +91,16 @@ impl Render for Watch {
         if self.state == "off" {
             to.line("the watch is off: `mercury guard on` starts it");
         } else {
-            let on = to.tone(Tone::Good, "on");
-            to.line(format!("the watch is {on} for {} CPUs", self.cpus));
+            match self.hpet.used || self.cycles.used {
+                true => {
+                    let on = to.tone(Tone::Good, "on");
+                    to.line(format!("the watch is {on} for {} CPUs", self.cpus));
+                }
+                false => {
+                    let blind = to.tone(Tone::Bad, "no source of NMIs is left");
+                    to.line(format!("{blind}: no hang is noticed; `mercury guard on` tries again"));
+                }
+            }
             to.line(format!("NMIs of the HPET: {}", self.hpet.text()));
             to.line(format!("NMIs of counters of cycles: {}", self.cycles.text()));
             let hang = if self.on_hang == "panic" { "a panic" } else { "reported" };

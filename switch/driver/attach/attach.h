@@ -34,6 +34,7 @@
  * @cpu_online: a CPU is online; on that CPU
  * @module_comes: a module is about to be initialized; without mercury.lock
  * @panic: the machine panics with this message; returns a MERCURY_CODE_* if it does so nevertheless
+ * @resume: the system resumes, also at the instant of a snapshot and after a rollback; interrupts off
  * @crash: the kernel goes down, and another one takes over; in any context
  * @stays_attached: the kernel stops this CPU in an emergency; returns true if the CPU must stay attached.
  *	May run in an NMI.
@@ -45,6 +46,7 @@ struct mercury_hooks {
 	void (*cpu_online)(void);
 	void (*module_comes)(const char *name);
 	u32 (*panic)(const char *message);
+	void (*resume)(void);
 	void (*crash)(void);
 	bool (*stays_attached)(void);
 };

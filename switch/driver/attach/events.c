@@ -136,6 +136,7 @@ static void system_resumes(SYSCORE_ARGUMENT)
 {
 	if (!mercury.at_instant)
 		attach_if_wanted(smp_processor_id());
+	mercury_hooks->resume();
 }
 
 static void system_shuts_down(SYSCORE_ARGUMENT)

@@ -520,6 +520,7 @@ const struct mercury_hooks mercury_snapshot_hooks = {
 	.cpu_online = cpu_is_online,
 	.module_comes = mercury_dma_module_comes,
 	.panic = panic_comes,
+	.resume = mercury_hpet_again,
 	.crash = mercury_hpet_silence,
 	.stays_attached = mercury_rollback_waits,
 };

@@ -107,22 +107,24 @@ static bool is_remapped(void)
 
 static u32 find_timer(void)
 {
-	u32 id, config;
+	phys_addr_t address = find_hpet();
+	u32 id, config, period;
 
-	hpet.registers = ioremap(find_hpet(), HPET_MMAP_SIZE);
+	/* Page 0 can be mapped, and its words may look like an HPET's. */
+	hpet.registers = address ? ioremap(address, HPET_MMAP_SIZE) : NULL;
 	if (!hpet.registers)
 		return MERCURY_CODE_WATCH_NO_HPET;
 	id = readl(hpet.registers + HPET_ID);
+	period = readl(hpet.registers + HPET_PERIOD);
 	hpet.timer = (id & HPET_ID_NUMBER) >> HPET_ID_NUMBER_SHIFT;
 	/* The first two are for the kernel's clock and the RTC. A counter that stands still is nobody's. */
-	if (id == U32_MAX || hpet.timer < 2 || !(readl(hpet.registers + HPET_CFG) & HPET_CFG_ENABLE))
+	if (id == U32_MAX || !period || hpet.timer < 2 || !(readl(hpet.registers + HPET_CFG) & HPET_CFG_ENABLE))
 		return MERCURY_CODE_WATCH_NO_HPET;
 	config = readl(hpet.registers + HPET_Tn_CFG(hpet.timer));
 	if (config & HPET_TN_ENABLE)
 		return MERCURY_CODE_WATCH_HPET_BUSY;
 	/* The period of the counter is in femtoseconds. */
-	hpet.period = div_u64(MERCURY_WATCH_PERIOD_MS * 1000000000000ull,
-			      readl(hpet.registers + HPET_PERIOD));
+	hpet.period = div_u64(MERCURY_WATCH_PERIOD_MS * 1000000000000ull, period);
 	hpet.config = HPET_TN_ENABLE | HPET_TN_32BIT | (config & HPET_TN_FSB_CAP ? HPET_TN_FSB : 0);
 	return is_remapped() ? MERCURY_CODE_WATCH_REMAPPED : MERCURY_CODE_OK;
 }
@@ -132,11 +134,8 @@ static u32 find_way(void)
 {
 	u32 routes = readl(hpet.registers + HPET_Tn_PINS(hpet.timer));
 
-	if (hpet.config & HPET_TN_FSB) {
-		writel(DELIVER_NMI, hpet.registers + HPET_Tn_ROUTE(hpet.timer));
-		writel(MESSAGE_ADDRESS, hpet.registers + HPET_Tn_ROUTE(hpet.timer) + 4);
+	if (hpet.config & HPET_TN_FSB)
 		return MERCURY_CODE_OK;
-	}
 	hpet.ioapic = ioremap(IO_APIC_DEFAULT_PHYS_BASE, PAGE_SIZE);
 	if (!hpet.ioapic)
 		return MERCURY_CODE_WATCH_NO_PIN;
@@ -159,22 +158,42 @@ static void set_comparator(u32 due)
 	}
 }
 
+/* Lets the timer fire. Another CPU may silence it meanwhile. */
+static void enable(void)
+{
+	writel(hpet.config, hpet.registers + HPET_Tn_CFG(hpet.timer));
+	if (!READ_ONCE(hpet.on))
+		writel(0, hpet.registers + HPET_Tn_CFG(hpet.timer));
+}
+
+/* Suspend, a rollback or another machine may have left every register in another state. */
 static void arm(void)
 {
 	u32 due = readl(hpet.registers + HPET_COUNTER) + hpet.period;
 
+	if (hpet.config & HPET_TN_FSB) {
+		writel(DELIVER_NMI, hpet.registers + HPET_Tn_ROUTE(hpet.timer));
+		writel(MESSAGE_ADDRESS, hpet.registers + HPET_Tn_ROUTE(hpet.timer) + 4);
+	}
 	/* First the comparator: an old value may fire at once. */
 	WRITE_ONCE(hpet.state.due, due);
 	set_comparator(due);
-	writel(hpet.config, hpet.registers + HPET_Tn_CFG(hpet.timer));
+	enable();
 }
 
 /* Sets the timer again after mercury_hpet_silence(). */
 void mercury_hpet_resume(void)
 {
 	hpet.mends = 0;
-	arm();
 	WRITE_ONCE(hpet.on, true);
+	arm();
+}
+
+/* The system resumes. After a rollback the driver's memory says that the timer is on, and it is not. */
+void mercury_hpet_again(void)
+{
+	if (READ_ONCE(hpet.on))
+		arm();
 }
 
 /* Starts the NMIs. A timer whose NMIs do not come is no watch. */
@@ -208,10 +227,9 @@ void mercury_hpet_stop(void)
 
 void mercury_hpet_silence(void)
 {
-	if (!READ_ONCE(hpet.on))
-		return;
 	WRITE_ONCE(hpet.on, false);
-	writel(0, hpet.registers + HPET_Tn_CFG(hpet.timer));
+	if (hpet.registers)
+		writel(0, hpet.registers + HPET_Tn_CFG(hpet.timer));
 }
 
 u32 mercury_hpet_ticks(void)
@@ -244,6 +262,7 @@ u32 mercury_hpet_tick(bool *first)
 	*first = cmpxchg64(&hpet.state.all, old.all, new.all) == old.all;
 	if (*first) {
 		set_comparator(new.due);
+		enable();
 		WRITE_ONCE(hpet.mends, 0);
 	}
 	return mercury_hpet_ticks();

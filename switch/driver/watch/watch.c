@@ -42,6 +42,7 @@
  * @beat_tick: the number of the HPET's last NMI at the last heartbeat
  * @answered: the number of the HPET's last NMI that this CPU has handled
  * @pulse: the conclusions so far
+ * @sampled_ms: the time of the last sample
  * @touched: the kernel has said that this CPU is well
  * @on: the CPU is watched
  */
@@ -52,6 +53,7 @@ struct watched {
 	u32 beat_tick;
 	u32 answered;
 	struct mercury_pulse pulse;
+	u64 sampled_ms;
 	bool touched;
 	bool on;
 };
@@ -111,9 +113,14 @@ static void sample_here(struct pt_regs *regs)
 		.beats = w->beats,
 		.irqs_off = !(regs->flags & X86_EFLAGS_IF),
 	};
-	bool touched = xchg(&w->touched, false), slow;
+	bool touched, slow;
 	u64 frozen;
 
+	/* After a pause of the whole machine the NMIs of both sources come at once, and are one sample. */
+	if (sample.now_ms - w->sampled_ms < MERCURY_WATCH_PERIOD_MS / 2)
+		return;
+	w->sampled_ms = sample.now_ms;
+	touched = xchg(&w->touched, false);
 	sample.excused = !w->on || touched || is_excused(sample.now_ms);
 	frozen = mercury_pulse_add(&w->pulse, &sample);
 	if (frozen > READ_ONCE(state.longest_ms))
@@ -166,7 +173,8 @@ static enum hrtimer_restart beat(struct hrtimer *timer)
 	if (READ_ONCE(state.tiers) & MERCURY_WATCH_TIER_HPET && !mercury_hpet_mend()) {
 		state.tiers &= ~MERCURY_WATCH_TIER_HPET;
 		state.hpet_code = MERCURY_CODE_WATCH_SILENT;
-		pr_warn("NMIs of the HPET come no more: the watch goes on without them\n");
+		pr_warn("NMIs of the HPET come no more: %s\n",
+			state.tiers ? "the watch goes on without them" : "no hang is noticed any more");
 	}
 	hrtimer_forward_now(timer, ms_to_ktime(MERCURY_WATCH_PERIOD_MS));
 	return HRTIMER_RESTART;
@@ -184,8 +192,11 @@ static void count_cycles(struct watched *w, unsigned int cpu)
 	};
 
 	w->event = perf_event_create_kernel_counter(&attributes, cpu, NULL, cycles_pass, NULL);
-	if (!IS_ERR(w->event))
+	/* A pinned counter that finds no room in the PMU is made all the same, and never counts. */
+	if (!IS_ERR(w->event) && READ_ONCE(w->event->state) != PERF_EVENT_STATE_ERROR)
 		return;
+	if (!IS_ERR(w->event))
+		perf_event_release_kernel(w->event);
 	w->event = NULL;
 	state.perf_code = MERCURY_CODE_WATCH_NO_PMU;
 }
@@ -281,15 +292,17 @@ static void stop(void)
 {
 	if (!state.acts)
 		return;
+	unregister_pm_notifier(&power_notifier);
+	/* An alarm that is under way, or a heartbeat, would set the timer again. */
+	WRITE_ONCE(state.tiers, 0);
+	synchronize_rcu();
 	mercury_hpet_stop();
 	cpuhp_remove_state(watch.hotplug);
-	unregister_pm_notifier(&power_notifier);
 	unregister_die_notifier(&die_notifier);
 	unregister_nmi_handler(NMI_LOCAL, "mercury-watch");
 	if (!watch.deaf)
 		unregister_kprobe(&touch_probe);
 	state.acts = 0;
-	state.tiers = 0;
 }
 
 static u32 start(u32 acts)
@@ -302,18 +315,21 @@ static u32 start(u32 acts)
 		goto no_handler;
 	state.perf_code = MERCURY_CODE_OK;
 	watch.paused = false;
+	/* Before there are other NMIs, which would be taken for the timer's. */
+	state.hpet_code = mercury_hpet_start();
 	watch.hotplug = cpuhp_setup_state(CPUHP_AP_ONLINE_DYN, "mercury:watch", cpu_comes, cpu_goes);
 	if (watch.hotplug < 0)
 		goto no_hotplug;
 	register_die_notifier(&die_notifier);
 	register_pm_notifier(&power_notifier);
-	state.hpet_code = mercury_hpet_start();
 	state.tiers = state.hpet_code ? 0 : MERCURY_WATCH_TIER_HPET;
 	state.tiers |= state.perf_code ? 0 : MERCURY_WATCH_TIER_PERF;
 	state.acts = acts;
 	return MERCURY_CODE_OK;
 
 no_hotplug:
+	if (!state.hpet_code)
+		mercury_hpet_stop();
 	unregister_nmi_handler(NMI_LOCAL, "mercury-watch");
 no_handler:
 	if (!watch.deaf)
@@ -329,7 +345,7 @@ int mercury_watch_set(const struct mercury_watch_request *request)
 	if (request->flags || request->reserved || acts & ~MERCURY_WATCH_ACTS ||
 	    (acts && !(acts & MERCURY_WATCH_ON)))
 		return MERCURY_CODE_BAD_ARGUMENT;
-	if (state.acts && acts) {
+	if (state.acts && acts && state.tiers) {
 		state.acts = acts;
 		return MERCURY_CODE_OK;
 	}

@@ -26,10 +26,11 @@ int mercury_watch_set(const struct mercury_watch_request *request);
 void mercury_watch_status(struct mercury_watch_request *request);
 void mercury_watch_exit(void);
 
-/* hpet.c: the last four in any context */
+/* hpet.c: from mercury_hpet_resume() on in any context */
 u32 mercury_hpet_start(void);
 void mercury_hpet_stop(void);
 void mercury_hpet_resume(void);
+void mercury_hpet_again(void);
 u32 mercury_hpet_tick(bool *first);
 u32 mercury_hpet_ticks(void);
 bool mercury_hpet_mend(void);

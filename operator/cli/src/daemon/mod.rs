@@ -130,7 +130,11 @@ pub fn run(args: &DaemonArgs) -> Result<Exit> {
     let options = args.migrate.clone();
     let mover: Mover = Arc::new(move |host: &str, line: &str| migrate(host, line, &options));
     let listener = listen(&args.socket)?;
-    let keeper = Keeper::begin(&args.rules, args.module.module.as_deref())?;
+    // Orders to move are taken all the same.
+    let keeper = Keeper::begin(&args.rules, args.module.module.as_deref()).unwrap_or_else(|error| {
+        tell(Priority::Critical, &format!("nothing is watched: {error}"), "not-watching", &[]);
+        None
+    });
     let mut daemon = Daemon { desk: Desk::default(), args, mover, moving: None, keeper };
     tell(Priority::Info, &format!("waiting for orders at {}", args.socket.display()), "waiting", &[]);
     let ended = daemon.serve(&listener, &|| deferred.requested());

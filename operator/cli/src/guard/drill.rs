@@ -57,9 +57,9 @@ enum Said {
 /// Returns an error if no snapshot can be kept, or the kernel does not panic.
 pub fn run(args: &DrillArgs) -> Result<Report> {
     access::need_root("guard drill")?;
-    let kept = access::current_status()?.snapshot.is_some();
+    let kept = access::current_status()?.snapshot.is_some_and(|snapshot| snapshot.state == "kept");
     if kept && !args.force {
-        return Err(Error::new(Exit::State, "a snapshot is kept already, which the drill would use up")
+        return Err(Error::new(Exit::State, "a snapshot is kept already, and all work since would be lost")
             .hint("`mercury snapshot --drop` gives it up; --force panics, and goes back to that one"));
     }
     match if kept { Said::Kept } else { snapshot()? } {
@@ -80,7 +80,7 @@ fn snapshot() -> Result<Said> {
             .hint("run `mercury snapshot` by hand: it says what is wrong")
     };
     let mut child = Command::new(std::env::current_exe().map_err(failed)?)
-        .args(["--json", "snapshot"])
+        .args(["--json", "snapshot", "--once"])
         .stdout(Stdio::piped())
         .spawn()
         .map_err(failed)?;

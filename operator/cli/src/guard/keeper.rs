@@ -2,10 +2,11 @@
 
 use super::{rules::Rules, start, switches::Switches};
 use libsystemd::logging::Priority;
-use mercury_control::{access, error::Result, journal, rollback::Rollback, watch::Watch};
+use mercury_control::{access, error::Result, journal, status::Status, watch::Watch};
 use std::{
     path::Path,
     process::{Command, Stdio},
+    thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
@@ -20,6 +21,7 @@ pub struct Seen {
     alarms: u64,
     uses_hpet: bool,
     rollbacks: u64,
+    is_lost: bool,
 }
 
 /// An event to report.
@@ -32,19 +34,27 @@ pub struct Event {
 
 /// Compares two answers of the driver.
 #[must_use]
-pub fn events(before: &Seen, watch: &Watch, rollback: Option<&Rollback>) -> (Vec<Event>, Seen) {
+pub fn events(before: &Seen, watch: &Watch, status: &Status) -> (Vec<Event>, Seen) {
+    let rollback = status.rollback.as_ref();
+    let lost_because = status.snapshot.as_ref().and_then(|snapshot| snapshot.lost_because);
     let now = Seen {
         alarms: watch.alarms,
         uses_hpet: watch.hpet.used,
         rollbacks: rollback.map_or(0, |rollback| rollback.count),
+        is_lost: lost_because.is_some(),
     };
     let mut events = Vec::new();
     if now.alarms > before.alarms {
         events.push(Event { priority: 2, name: "hang", text: watch.last_alarm.clone() });
     }
     if before.uses_hpet && !now.uses_hpet && watch.state == "on" {
-        let text = "NMIs of the HPET come no more: `mercury explain watch-silent`".to_owned();
-        events.push(Event { priority: 4, name: "source-lost", text });
+        let rest = if watch.cycles.used { "" } else { ", and no hang is noticed any more" };
+        let text = format!("NMIs of the HPET come no more{rest}: `mercury explain watch-silent`");
+        events.push(Event { priority: if watch.cycles.used { 4 } else { 2 }, name: "source-lost", text });
+    }
+    if let Some(why) = lost_because.filter(|_| !before.is_lost) {
+        let text = format!("the snapshot was lost: `mercury explain {why}`");
+        events.push(Event { priority: 4, name: "snapshot-lost", text });
     }
     if let Some(rollback) = rollback.filter(|rollback| rollback.count > before.rollbacks) {
         let text = format!("this machine was put back to its snapshot: {}", rollback.text());
@@ -60,6 +70,8 @@ pub struct Keeper {
     seen: Option<Seen>,
     asked: Option<Instant>,
     snapshot_tried: Option<Instant>,
+    /// A command that keeps a snapshot. Orders are taken meanwhile.
+    keeping: Option<JoinHandle<String>>,
 }
 
 impl Keeper {
@@ -77,7 +89,7 @@ impl Keeper {
         let state = start(&device, &rules)?;
         let text = format!("watching {} CPUs, profile {}", state.watch.cpus, rules.profile.name());
         tell(&rules, &Event { priority: 6, name: "watching", text });
-        Ok(Some(Self { rules, seen: None, asked: None, snapshot_tried: None }))
+        Ok(Some(Self { rules, seen: None, asked: None, snapshot_tried: None, keeping: None }))
     }
 
     /// Asks the driver now and then, and reports what has changed.
@@ -90,30 +102,41 @@ impl Keeper {
         let Ok(status) = access::current_status() else { return };
         let watch = Watch::new(&watch);
         let (events, now) = match &self.seen {
-            Some(before) => events(before, &watch, status.rollback.as_ref()),
-            None => (Vec::new(), events(&Seen::default(), &watch, status.rollback.as_ref()).1),
+            Some(before) => events(before, &watch, &status),
+            None => (Vec::new(), events(&Seen::default(), &watch, &status).1),
         };
         self.seen = Some(now);
         events.iter().for_each(|event| tell(&self.rules, event));
-        if self.rules.keeps_snapshots() && status.snapshot.is_none() {
+        let is_kept = status.snapshot.is_some_and(|snapshot| snapshot.state != "lost");
+        if self.rules.keeps_snapshots() && !is_kept {
             self.keep_snapshot();
+        }
+        if let Some(ended) = self.keeping.take_if(|keeping| keeping.is_finished()) {
+            self.report_snapshot(&ended.join().unwrap_or_default());
         }
     }
 
-    /// Keeps a snapshot, by the command. It ends a second time after a rollback, which is no matter here.
+    /// Starts the command that keeps a snapshot.
     fn keep_snapshot(&mut self) {
-        if self.snapshot_tried.is_some_and(|tried| tried.elapsed() < SNAPSHOT_INTERVAL) {
+        let is_early = self.snapshot_tried.is_some_and(|tried| tried.elapsed() < SNAPSHOT_INTERVAL);
+        if is_early || self.keeping.is_some() {
             return;
         }
         self.snapshot_tried = Some(Instant::now());
-        let output = std::env::current_exe().and_then(|program| {
-            Command::new(program).args(["--json", "snapshot"]).stdin(Stdio::null()).output()
-        });
-        let said = output.map_or_else(
-            |error| error.to_string(),
-            |output| String::from_utf8_lossy(&output.stdout).into_owned(),
-        );
-        let value: serde_json::Value = serde_json::from_str(&said).unwrap_or_default();
+        self.keeping = Some(thread::spawn(|| {
+            let output = std::env::current_exe().and_then(|program| {
+                Command::new(program).args(["--json", "snapshot"]).stdin(Stdio::null()).output()
+            });
+            output.map_or_else(
+                |error| error.to_string(),
+                |output| String::from_utf8_lossy(&output.stdout).into_owned(),
+            )
+        }));
+    }
+
+    /// Reports the end of that command. It ends a second time after a rollback, which is no matter here.
+    fn report_snapshot(&self, said: &str) {
+        let value: serde_json::Value = serde_json::from_str(said).unwrap_or_default();
         match (value["state"].as_str(), value["error"]["message"].as_str()) {
             (Some("kept"), _) => {
                 let text = "a snapshot is kept".to_owned();
@@ -140,7 +163,7 @@ impl Keeper {
     }
 }
 
-/// Reports an event, and runs the hook.
+/// Reports an event, and runs the hook without waiting for it.
 fn tell(rules: &Rules, event: &Event) {
     let priority = match event.priority {
         0..=2 => Priority::Critical,
@@ -149,9 +172,9 @@ fn tell(rules: &Rules, event: &Event) {
     };
     journal::say(priority, "mercuryd", &event.text, vec![("MERCURY_EVENT", event.name.to_owned())]);
     let Some(hook) = &rules.hook else { return };
-    let run = Command::new(hook).args([event.name, &event.text]).stdin(Stdio::null()).status();
-    if let Err(error) = run {
-        journal::say(Priority::Warning, "mercuryd", &format!("{hook}: {error}"), vec![]);
+    match Command::new(hook).args([event.name, &event.text]).stdin(Stdio::null()).spawn() {
+        Ok(mut child) => drop(thread::spawn(move || child.wait())),
+        Err(error) => journal::say(Priority::Warning, "mercuryd", &format!("{hook}: {error}"), vec![]),
     }
 }
 
@@ -159,6 +182,7 @@ fn tell(rules: &Rules, event: &Event) {
 mod tests {
     use super::*;
     use mercury_abi::snapshot::RollbackReport;
+    use mercury_control::{rollback::Rollback, status::Snapshot, sysroot::Sysroot};
 
     fn watch(alarms: u64, used: bool) -> Watch {
         let source = |used| mercury_control::watch::Source { used, code: None };
@@ -176,17 +200,25 @@ mod tests {
         }
     }
 
+    fn status(rollback: Option<Rollback>, lost_because: Option<&'static str>) -> Status {
+        let state = if lost_because.is_some() { "lost" } else { "kept" };
+        let snapshot = Some(Snapshot { state, lost_because, copied_pages: 0, free_bytes: 0 });
+        Status { rollback, snapshot, ..Status::without_driver(&Sysroot::default()) }
+    }
+
     #[test]
     fn each_change_is_reported_once() {
-        let (said, seen) = events(&Seen::default(), &watch(0, true), None);
+        let (said, seen) = events(&Seen::default(), &watch(0, true), &status(None, None));
         assert!(said.is_empty());
         let report = RollbackReport { count: 1, reason: 5, ..RollbackReport::default() };
         let rollback = Rollback::new(&report, "CPU 1 hangs".into(), 1_000_000);
-        let (said, seen) = events(&seen, &watch(1, false), Some(&rollback));
+        let after = status(Some(rollback), Some("snapshot-pool"));
+        let (said, seen) = events(&seen, &watch(1, false), &after);
         let names: Vec<_> = said.iter().map(|event| event.name).collect();
-        assert_eq!(names, ["hang", "source-lost", "rolled-back"]);
-        assert!(said[2].text.contains("hang on CPU 0"), "{}", said[2].text);
-        let (said, _) = events(&seen, &watch(1, false), Some(&rollback));
+        assert_eq!(names, ["hang", "source-lost", "snapshot-lost", "rolled-back"]);
+        assert!(said[1].text.contains("no hang is noticed any more"), "{}", said[1].text);
+        assert!(said[3].text.contains("hang on CPU 0"), "{}", said[3].text);
+        let (said, _) = events(&seen, &watch(1, false), &after);
         assert!(said.is_empty());
     }
 }

@@ -91,9 +91,13 @@ pub fn run(command: &GuardCommand, say: Say<'_>) -> Result<Exit> {
 fn start(device: &Device, rules: &Rules) -> Result<State> {
     let watch = Watch::new(&device.watch(rules.acts())?);
     let mut switches = Switches::system();
-    switches.put_back()?;
-    let changes = switches.set(&rules.kernel_switches())?;
-    Ok(State { watch, rules: rules.clone(), switches: changes })
+    let changes = switches.put_back().and_then(|()| switches.set(&rules.kernel_switches()));
+    if changes.is_err() {
+        // All or nothing. The first error is the one to report.
+        let _ = switches.put_back();
+        let _ = device.watch(0);
+    }
+    Ok(State { watch, rules: rules.clone(), switches: changes? })
 }
 
 /// Stops the watch, and puts the kernel's switches back.

@@ -49,7 +49,7 @@ pub enum Hang {
 pub enum Oops {
     /// None: the kernel goes on, or panics by its own switch.
     None,
-    /// Those in a kernel thread, in an interrupt or with a lock held.
+    /// Those in a kernel thread, in an interrupt or with a spinlock held.
     Fatal,
     All,
 }
