@@ -280,6 +280,16 @@ impl<'a> Guest<'a> {
         Ok(format!("{}{}", ended.stdout, ended.stderr))
     }
 
+    /// Waits for the end of the command that runs the guest, whose machine powers itself off. Returns the
+    /// command's words.
+    ///
+    /// # Errors
+    /// If the command does not end, or fails.
+    pub fn ends(self) -> Result<String> {
+        let ended = self.monitor.wait(LIMIT)?.check()?;
+        Ok(ended.stdout + &ended.stderr)
+    }
+
     /// Ends the guest as a power cut would, and waits for the end of the command that runs the guest. Returns
     /// the commands' words.
     ///

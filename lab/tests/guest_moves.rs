@@ -1,11 +1,12 @@
-//! Bare machines that move to a host in use, where they go on as guests (`mercury receive --beside`).
+//! Bare machines that move to a host in use, where they go on as guests (`mercury receive --beside`), and
+//! back to their own hardware.
 
 #![allow(clippy::unwrap_used)]
 
 use mercury_lab::{
     Kernel, Machine, Platform, Result, Spec, System, Vendor,
     as_guest::{self, Guest, NAME},
-    moving::{LIMIT, PEER, Switch, migrate, said},
+    moving::{LIMIT, PEER, Switch, migrate, receive, said},
     restart::{
         boot_id, comes_further, count, is_well, nothing_wrong,
         script::{CLOCK, TALK},
@@ -26,14 +27,14 @@ struct Scene {
 
 /// Returns a machine like metal with room for a restore environment beside what arrives.
 fn metal(kernel: Kernel, cpus: u32) -> Spec {
-    as_guest::metal(kernel, cpus).memory_mib(768)
+    as_guest::metal(kernel, cpus).memory_mib(1024)
 }
 
 impl Scene {
     fn new(kernel: Kernel, cpus: u32) -> Result<Self> {
         let switch = Switch::boot()?;
         let source = switch.boot_other(switch.plug_metal(as_guest::in_ram(metal(kernel, cpus))))?;
-        let host = switch.plugged(Kernel::BookwormCloud, 2, 1536, 3);
+        let host = switch.plugged(Kernel::BookwormCloud, 2, 1800, 3);
         let host = switch.boot_other(as_guest::with_ports(host))?;
         as_guest::bridge(&host, "10.9.0.3")?;
         plug_metal_in(&source, "10.9.0.2")?;
@@ -85,6 +86,40 @@ fn a_bare_machine_moves_to_a_host_in_use() -> Result<()> {
     is_seen_and_stopped(&host, guest)?;
     work.finish()?;
     host.check_health()
+}
+
+/// Moves a machine like metal to a host in use, and from there back to its own hardware: there are the same
+/// devices, names and addresses again, and it is native.
+#[test]
+#[ignore = "long"]
+fn a_machine_comes_back_from_a_host_in_use() -> Result<()> {
+    need_kvm()?;
+    let Scene { switch, source, host } = Scene::new(Kernel::BookwormGeneric, 1)?;
+    let boot_id = boot_id(&source)?;
+    let devices = "cd /sys/bus/pci/devices; grep -H . */vendor */device; ls /sys/class/net; \
+        ip -4 -o address | sed 's/^[0-9]*: //'";
+    let before = source.sh(devices)?;
+    let guest = moves_in(&source, &host, &boot_id)?;
+    talks(&guest, &switch.peer)?;
+
+    // The root in RAM has no kernel for a restore environment.
+    let repaired = source.start_as(switch.plug_metal(metal(Kernel::BookwormGeneric, 1)))?;
+    plug_metal_in(&repaired, "10.9.0.4")?;
+    let words = receive(&repaired, "10.9.0.4")?;
+    let boots = repaired.boots();
+    let mut moving = guest.link().spawn(&migrate(&words, "--max-throttle 0 --pool 300M"))?;
+    if let Err(error) = repaired.wait_other(boots) {
+        println!("{:?} {:?} {}", moving.output_so_far(), moving.errors_so_far(), guest.console());
+        return Err(error);
+    }
+    println!("{}", guest.ends()?);
+    is_well(&repaired, &boot_id)?;
+    assert_eq!(repaired.sh(devices)?, before);
+    talks(&repaired, &switch.peer)?;
+    repaired.sh("mercury verify")?;
+    println!("{}", repaired.sh("dmesg | tail -40")?);
+    host.check_health()?;
+    repaired.check_next_attach()
 }
 
 /// Checks that the commands about guests show the guest, and end it.

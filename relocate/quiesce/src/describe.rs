@@ -1,7 +1,7 @@
 //! The description of a machine in its image: the part from /proc and /sys, without the driver's
 //! part.
 
-use super::boot_map;
+use super::{boot_map, guest};
 use mercury_abi::restart::{MERCURY_RANGE_KEPT, MERCURY_RESTART_FIVE_LEVEL, MERCURY_RESTART_X2APIC};
 use mercury_control::{device::Restart, sysroot::Sysroot};
 use mercury_image::{Cpu, Device, FirmwareRange, Iommu, Kind, Machine, Processor, Range, Resume, VmCoreInfo};
@@ -110,7 +110,17 @@ fn vmcoreinfo(text: &str) -> Option<VmCoreInfo> {
     Some(VmCoreInfo { phys: hexadecimal(phys)?, bytes: hexadecimal(bytes)? })
 }
 
-fn devices(sysroot: &Sysroot) -> Vec<Device> {
+/// Describes the PCI devices. A guest's description has those of its hardware too, which it will need again.
+pub fn devices(sysroot: &Sysroot) -> Vec<Device> {
+    let mut found = present(sysroot);
+    if let Some(metal) = guest::recalled(sysroot) {
+        found.extend(metal.absent(&found));
+        found.sort_by(|one, other| one.address.cmp(&other.address));
+    }
+    found
+}
+
+fn present(sysroot: &Sysroot) -> Vec<Device> {
     let device = |address: &String| {
         let folder = format!("sys/bus/pci/devices/{address}");
         let field = |field: &str| sysroot.text(&format!("{folder}/{field}")).unwrap_or_default();

@@ -1,7 +1,15 @@
 //! The readiness of a machine for another life as a guest, where its own devices are gone and virtio devices
-//! come. What they need cannot be read then: a root on the network comes back with the card.
+//! come, and for the way back. What they need cannot be read then: a root on the network comes back with the
+//! card.
 
-use crate::ethernet::takeover::{self, Configuration};
+use crate::{
+    describe,
+    ethernet::{
+        self,
+        takeover::{self, Configuration},
+    },
+    metal::{Metal, Rescan},
+};
 use mercury_abi::guest::{
     MERCURY_GUEST_LEAF, MERCURY_GUEST_SIGNATURE_EBX, MERCURY_GUEST_SIGNATURE_ECX, MERCURY_GUEST_SIGNATURE_EDX,
 };
@@ -33,6 +41,10 @@ const TAKEN_OUT: [&str; 8] = [
 #[derive(Debug)]
 pub struct Readiness {
     network: io::Result<Configuration>,
+    /// The hardware, which a guest remembers.
+    metal: Metal,
+    /// In a guest: its way to find the hardware again.
+    rescan: Option<Rescan>,
     /// Modules, the newest first, as the kernel lists them.
     loaded: Vec<String>,
 }
@@ -49,21 +61,43 @@ impl Readiness {
         let _ = modprobe.stdout(Stdio::null()).stderr(Stdio::null()).status();
         let is_new = |name: &String| !before.contains(name) && TAKEN_OUT.contains(&name.as_str());
         let loaded = names(sysroot).into_iter().filter(is_new).collect();
-        Self { network: takeover::keep(sysroot), loaded }
+        let here = || Metal { devices: describe::devices(sysroot), cards: ethernet::cards(sysroot) };
+        let metal = recalled(sysroot).unwrap_or_else(here);
+        let rescan = is_guest().then(|| Rescan::prepare(sysroot));
+        Self { network: takeover::keep(sysroot), metal, rescan, loaded }
     }
 
-    /// In the machine that has arrived, before its applications go on: lets the monitor's cards take over the
-    /// network. Returns `None` if the machine is no guest, and otherwise what did not succeed.
+    /// In the machine that has arrived, before its applications go on: lets the cards that came take over the
+    /// network. They are the monitor's in a guest, and the machine's own again after a life as a guest.
+    /// Returns `None` if the machine has gone from metal to metal, and otherwise what did not succeed.
     pub fn arrive(&mut self) -> Option<Vec<String>> {
-        if !is_guest() {
-            return None;
+        let is_guest = is_guest();
+        let found = match &mut self.rescan {
+            _ if is_guest => None,
+            Some(rescan) => failure(rescan.find(&self.metal)),
+            None => return None,
+        };
+        if is_guest {
+            self.stay();
         }
-        self.stay();
-        Some(match (&self.network, takeover::links()) {
-            (Ok(network), Ok(cards)) => network.take_over(&cards),
+        Some(found.into_iter().chain(self.take_over()).collect())
+    }
+
+    /// After the arrival, when a server of the root answers again: a guest remembers its hardware, and a machine
+    /// on its hardware forgets it. Returns what did not succeed.
+    pub fn note(&self, sysroot: &Sysroot) -> Option<String> {
+        if is_guest() {
+            return failure(self.metal.remember(sysroot));
+        }
+        self.rescan.as_ref().and_then(|_| failure(Metal::forget(sysroot)))
+    }
+
+    fn take_over(&self) -> Vec<String> {
+        match (&self.network, takeover::links()) {
+            (Ok(network), Ok(cards)) => network.take_over(&self.metal.cards, &cards),
             (Err(error), _) => vec![format!("the network has no configuration: {error}")],
             (_, Err(error)) => vec![format!("the network cards are unknown: {error}")],
-        })
+        }
     }
 
     /// Lets the drivers stay: devices need them, or the machine ends.
@@ -79,6 +113,16 @@ impl Drop for Readiness {
             let _ = rustix::system::delete_module(&name, OFlags::NONBLOCK.bits().cast_signed());
         }
     }
+}
+
+/// Returns the hardware that a guest remembers. A machine on its hardware has nothing to remember.
+#[must_use]
+pub fn recalled(sysroot: &Sysroot) -> Option<Metal> {
+    is_guest().then(|| Metal::recall(sysroot))?
+}
+
+fn failure(result: io::Result<()>) -> Option<String> {
+    result.err().map(|error| format!("its hardware: {error}"))
 }
 
 fn names(sysroot: &Sysroot) -> Vec<String> {

@@ -72,6 +72,10 @@ fn rate(list: &str, device: &str) -> Option<u64> {
 fn add_resources(machine: &mut Machine, sysroot: &Sysroot) {
     for device in &mut machine.devices {
         let folder = format!("sys/bus/pci/devices/{}", device.address);
+        if !sysroot.exists(&folder) {
+            // A guest remembers it, with its resources.
+            continue;
+        }
         device.bars = bars(&sysroot.text(&format!("{folder}/resource")).unwrap_or_default());
         let is_shown = [BRIDGE, DISKS[0], DISKS[1]].iter().any(|class| device.class.starts_with(class));
         let length = if is_shown { CONFIG.1 } else { CONFIG.0 };

@@ -36,6 +36,7 @@ pub mod guest;
 pub mod hardware;
 pub mod hook;
 mod layers;
+pub mod metal;
 pub mod mounts;
 mod nvme;
 pub mod openers;

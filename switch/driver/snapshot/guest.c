@@ -17,11 +17,12 @@
 
 #include "snapshot.h"
 
+/* The name of the devices that are made. */
+#define VIRTIO	"virtio-mmio"
+
 static struct {
 	/* The devices that the monitor offers; none: there is no monitor. */
 	struct mercury_guest_description offered;
-	/* The devices that were made of its slots, in this guest or in an earlier one. */
-	struct platform_device *devices[MERCURY_GUEST_SLOTS_MAX];
 	/* The firmware of an earlier machine could be called. */
 	bool had_firmware;
 } guest;
@@ -93,12 +94,28 @@ static bool is_gone(struct pci_dev *device)
 	       device->class >> 8 != PCI_CLASS_SERIAL_SMBUS;
 }
 
-static bool is_offered(unsigned int slot)
+/* Returns true for a device that was made of a slot, in this guest or in an earlier one. */
+static bool is_of_slot(struct device *device)
 {
-	const struct platform_device *device = guest.devices[slot];
+	const struct platform_device *platform = to_platform_device(device);
 
-	return slot < guest.offered.count &&
-	       device->resource[0].start == guest.offered.slots[slot].window_phys;
+	return platform->id_auto && dev_get_platdata(device) && !strcmp(platform->name, VIRTIO);
+}
+
+static int is_at(struct device *device, const void *window)
+{
+	return is_of_slot(device) && to_platform_device(device)->resource[0].start == *(const u64 *)window;
+}
+
+/* Returns true for such a device that this monitor does not have, and bare metal neither. */
+static int is_absent(struct device *device, const void *unused)
+{
+	unsigned int i;
+
+	for (i = 0; i < guest.offered.count; i++)
+		if (is_at(device, &guest.offered.slots[i].window_phys))
+			return false;
+	return is_of_slot(device);
 }
 
 /*
@@ -123,6 +140,11 @@ static void let_gone_sleep(void)
 	}
 }
 
+static int let_wake(struct device *device, void *unused)
+{
+	return is_absent(device, NULL) ? device_for_each_child(device, NULL, mercury_absent) : 0;
+}
+
 /* UEFI's functions lie in memory that the image does not have. Kernels without EFI have no `efi` either. */
 static void change_firmware(void)
 {
@@ -137,17 +159,13 @@ static void change_firmware(void)
 /* In a machine that goes on from an image, before its devices wake up. */
 void mercury_guest_wake(void)
 {
-	unsigned int i;
-
 	memset(&guest.offered, 0, sizeof(guest.offered));
 	change_firmware();
 	if (has_monitor()) {
 		read_offer();
 		let_gone_sleep();
 	}
-	for (i = 0; i < MERCURY_GUEST_SLOTS_MAX; i++)
-		if (guest.devices[i] && !is_offered(i))
-			let_sleep(&guest.devices[i]->dev, NULL);
+	bus_for_each_dev(&platform_bus_type, NULL, NULL, let_wake);
 }
 
 /*
@@ -183,26 +201,41 @@ static void remove_gone(void)
 	}
 }
 
-/* Makes a device of a slot. */
-static void make_device(unsigned int number)
+/* A device whose driver has not woken up would fail at its removal, and stays. */
+static void remove_absent(void)
 {
-	const struct mercury_guest_slot *slot = &guest.offered.slots[number];
-	int irq = acpi_register_gsi(NULL, slot->gsi, ACPI_EDGE_SENSITIVE, ACPI_ACTIVE_HIGH);
+	struct device *device;
+
+	while (mercury_absent_are_awake() &&
+	       (device = bus_find_device(&platform_bus_type, NULL, NULL, is_absent))) {
+		platform_device_unregister(to_platform_device(device));
+		acpi_unregister_gsi(*(const u32 *)dev_get_platdata(device));
+		put_device(device);
+	}
+}
+
+/* Makes a device of a slot, unless an earlier guest has had it. */
+static void make_device(const struct mercury_guest_slot *slot)
+{
+	struct device *earlier = bus_find_device(&platform_bus_type, NULL, &slot->window_phys, is_at);
+	int irq = earlier ? 0 : acpi_register_gsi(NULL, slot->gsi, ACPI_EDGE_SENSITIVE, ACPI_ACTIVE_HIGH);
 	struct resource resources[] = {
 		DEFINE_RES_MEM(slot->window_phys, slot->window_bytes),
 		DEFINE_RES_IRQ(irq),
 	};
 	struct platform_device *device = ERR_PTR(irq);
 
-	if (irq >= 0)
-		device = platform_device_register_simple("virtio-mmio", PLATFORM_DEVID_AUTO, resources,
-							 ARRAY_SIZE(resources));
-	if (IS_ERR(device)) {
-		pr_err("virtio device %u cannot come: %ld\n", slot->device, PTR_ERR(device));
+	put_device(earlier);
+	if (earlier)
 		return;
-	}
-	pr_info("virtio device %u comes at %#llx\n", slot->device, slot->window_phys);
-	guest.devices[number] = device;
+	if (irq >= 0)
+		device = platform_device_register_resndata(NULL, VIRTIO, PLATFORM_DEVID_AUTO, resources,
+							   ARRAY_SIZE(resources), &slot->gsi,
+							   sizeof(slot->gsi));
+	if (IS_ERR(device))
+		pr_err("virtio device %u cannot come: %ld\n", slot->device, PTR_ERR(device));
+	else
+		pr_info("virtio device %u comes at %#llx\n", slot->device, slot->window_phys);
 }
 
 /* In a machine that goes on from an image, when its devices are awake and before its applications go on. */
@@ -210,17 +243,11 @@ void mercury_guest_arrive(void)
 {
 	unsigned int i;
 
-	for (i = 0; i < MERCURY_GUEST_SLOTS_MAX; i++) {
-		if (!guest.devices[i] || is_offered(i))
-			continue;
-		platform_device_unregister(guest.devices[i]);
-		guest.devices[i] = NULL;
-	}
+	remove_absent();
 	if (!has_monitor())
 		return;
 	remove_gone();
 	for (i = 0; i < guest.offered.count; i++)
-		if (!guest.devices[i])
-			make_device(i);
+		make_device(&guest.offered.slots[i]);
 	pr_info("the machine goes on as a guest, with %u virtio devices\n", guest.offered.count);
 }

@@ -164,6 +164,10 @@ int mercury_firmware_read(const struct mercury_firmware_request *request);
 void mercury_guest_wake(void);
 void mercury_guest_arrive(void);
 
+/* absent.c */
+int mercury_absent(struct device *device, void *unused);
+bool mercury_absent_are_awake(void);
+
 /* rollback.c: the last two in any context */
 u32 mercury_rollback_prepare(struct mercury_snapshot_setup *setup, void *page,
 			     struct mercury_restart_cpu *cpus);

@@ -35,6 +35,8 @@ const LINK: usize = 16;
 const IFLA_ADDRESS: u16 = 1;
 const IFLA_IFNAME: u16 = 3;
 const IFLA_LINKINFO: u16 = 18;
+/// Name of the device that an interface belongs to; for a device on PCI it is the address.
+const IFLA_PARENT_DEV_NAME: u16 = 56;
 /// Offset of the flags in `struct ifinfomsg`.
 const LINK_FLAGS_AT: usize = 8;
 const IFLA_MTU: u16 = 4;
@@ -98,12 +100,13 @@ pub fn keep(sysroot: &Sysroot) -> io::Result<Configuration> {
 }
 
 impl Configuration {
-    /// Gives new cards the names and the configuration of cards that are gone, in their order, those that
-    /// were up first. Returns what did not succeed.
+    /// Gives new cards the names and the configuration of cards that are gone. A card at the place that
+    /// `metal` has for a name gets that one; the others come in their order, those that were up first.
+    /// Returns what did not succeed.
     #[must_use]
-    pub fn take_over(&self, now: &[Card]) -> Vec<String> {
+    pub fn take_over(&self, metal: &[Card], now: &[Card]) -> Vec<String> {
         let mut told = Vec::new();
-        for (kept, card) in self.pairs(now) {
+        for (kept, card) in self.pairs(now, metal) {
             match card {
                 Some(card) => told.extend(kept.move_to(card)),
                 None if kept.card.up => {
@@ -116,13 +119,23 @@ impl Configuration {
     }
 
     /// Pairs the cards that are gone with cards that came.
-    fn pairs<'a>(&'a self, now: &'a [Card]) -> Vec<(&'a Kept, Option<&'a Card>)> {
+    fn pairs<'a>(&'a self, now: &'a [Card], metal: &[Card]) -> Vec<(&'a Kept, Option<&'a Card>)> {
         let is_gone = |kept: &&Kept| !now.iter().any(|card| card.index == kept.card.index);
         let mut gone: Vec<_> = self.0.iter().filter(is_gone).collect();
         gone.sort_by_key(|kept| !kept.card.up);
         let came = |card: &&Card| !self.0.iter().any(|kept| kept.card.index == card.index);
-        let mut new = now.iter().filter(came);
-        gone.into_iter().map(|kept| (kept, new.next())).collect()
+        let mut new: Vec<&Card> = now.iter().filter(came).collect();
+        let place = |name: &str| metal.iter().find(|card| card.name == name).map(|card| &card.place);
+        let at_its_place: Vec<_> = gone
+            .iter()
+            .map(|kept| {
+                let wanted = place(&kept.card.name)?;
+                let at = new.iter().position(|card| card.place == *wanted)?;
+                Some(new.remove(at))
+            })
+            .collect();
+        let mut rest = new.into_iter();
+        gone.into_iter().zip(at_its_place).map(|(kept, card)| (kept, card.or_else(|| rest.next()))).collect()
     }
 }
 
@@ -170,8 +183,8 @@ fn with_nul(name: &str) -> Vec<u8> {
     [name.as_bytes(), &[0]].concat()
 }
 
-/// Lists the Ethernet cards by the kernel's messages, without their places. No path is looked up: the root
-/// may be behind a card that has no address yet.
+/// Lists the Ethernet cards by the kernel's messages. No path is looked up: the root may be behind a card that
+/// has no address yet. The kernel does not tell ports, so a place is that of the first port.
 ///
 /// # Errors
 ///
@@ -192,9 +205,13 @@ fn link_of(kind: u16, payload: &[u8]) -> Option<Card> {
     if value(IFLA_LINKINFO).is_some() {
         return None;
     }
-    let name = value(IFLA_IFNAME)?.split(|byte| *byte == 0).next()?;
+    let text = |wanted| {
+        let bytes = value(wanted)?.split(|byte| *byte == 0).next()?;
+        Some(String::from_utf8_lossy(bytes).into_owned())
+    };
     Some(Card {
-        name: String::from_utf8_lossy(name).into_owned(),
+        name: text(IFLA_IFNAME)?,
+        place: format!("{} 0", text(IFLA_PARENT_DEV_NAME).unwrap_or_default()),
         mac: value(IFLA_ADDRESS)?.try_into().ok()?,
         index: word(payload, 4)?.cast_signed(),
         up: word(payload, LINK_FLAGS_AT)? & libc::IFF_UP.cast_unsigned() != 0,
@@ -399,8 +416,10 @@ mod tests {
         };
         add(&mut payload, IFLA_IFNAME, b"eth0\0");
         add(&mut payload, IFLA_ADDRESS, &[2, 0, 0, 0, 0, 9]);
+        add(&mut payload, IFLA_PARENT_DEV_NAME, b"0000:00:05.0\0");
         let card = link_of(RTM_NEWLINK, &payload).expect("a card");
         assert_eq!((card.name.as_str(), card.index, card.up, card.mac[5]), ("eth0", 7, true, 9));
+        assert_eq!(card.place, "0000:00:05.0 0");
         assert_eq!(link_of(RTM_NEWADDR, &payload), None);
         let mut loopback = payload.clone();
         (loopback[2], loopback[3]) = (4, 3);
@@ -420,24 +439,34 @@ mod tests {
     }
 
     #[test]
-    fn cards_that_came_take_the_places_of_those_that_are_gone() {
-        let card = |name: &str, index, up| Card { name: name.into(), index, up, ..Card::default() };
+    fn cards_come_back_at_their_places() {
+        let card = |name: &str, index, place: &str, up| Card {
+            name: name.into(),
+            index,
+            place: place.into(),
+            up,
+            ..Card::default()
+        };
         let kept = |card: Card| Kept { card, mtu: 0, whole: None, messages: Vec::new() };
-        let guest = [card("down", 2, false), card("a", 3, true), card("b", 4, true)];
-        let configuration = Configuration(guest.map(kept).into());
-        let paired = |now: &[Card]| -> Vec<(String, Option<i32>)> {
-            let pairs = configuration.pairs(now);
+        let paired = |metal: &[Card], now: &[Card]| -> Vec<(String, Option<i32>)> {
+            let guest = [card("down", 2, "", false), card("a", 3, "", true), card("b", 4, "", true)];
+            let configuration = Configuration(guest.map(kept).into());
+            let pairs = configuration.pairs(now, metal);
             pairs
                 .into_iter()
                 .map(|(kept, card)| (kept.card.name.clone(), card.map(|card| card.index)))
                 .collect()
         };
         let pair = |name: &str, index| (name.to_owned(), index);
-        let now = [card("eth0", 7, false), card("eth1", 8, false)];
-        assert_eq!(paired(&now), [pair("a", Some(7)), pair("b", Some(8)), pair("down", None)]);
+        let now = [card("eth0", 7, "x", false), card("eth1", 8, "y", false)];
+        // In a guest the places are new: cards come in their order.
+        assert_eq!(paired(&[], &now), [pair("a", Some(7)), pair("b", Some(8)), pair("down", None)]);
+        // On the machine's own hardware each has its place.
+        let metal = [card("a", 1, "y", true), card("down", 1, "x", false)];
+        assert_eq!(paired(&metal, &now), [pair("a", Some(8)), pair("b", None), pair("down", Some(7))]);
         // A card that is still there keeps its own.
-        let now = [card("a", 3, true), card("eth1", 8, false)];
-        assert_eq!(paired(&now), [pair("b", Some(8)), pair("down", None)]);
+        let now = [card("a", 3, "", true), card("eth1", 8, "y", false)];
+        assert_eq!(paired(&[], &now), [pair("b", Some(8)), pair("down", None)]);
     }
 
     #[test]

@@ -420,10 +420,11 @@ fn reach(
     hardware::note_instant(&mut machine);
     let pause = begun.elapsed();
     let restored = begin.restored != 0;
-    let missing = if restored { readiness.arrive().unwrap_or_default() } else { Vec::new() };
+    let mut missing = if restored { readiness.arrive().unwrap_or_default() } else { Vec::new() };
     if restored {
         // A server of files may take a minute to answer the restored machine.
         guard.hear_during(|| fenced.has_returned(device, sysroot))?;
+        missing.extend(guard.hear_during(|| readiness.note(sysroot)));
     } else {
         swap::end_if_swap_changed(device, &swap)?;
     }

@@ -84,7 +84,8 @@ impl Arrival {
         step("Arrived");
         let sysroot = Sysroot::default();
         let mut told = match guard.hear_during(|| readiness.arrive()) {
-            Some(told) => {
+            Some(mut told) => {
+                told.extend(guard.hear_during(|| readiness.note(&sysroot)));
                 self.cards = ethernet::cards(&sysroot);
                 told
             }
