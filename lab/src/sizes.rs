@@ -50,8 +50,9 @@ const PARTS: [Part; 3] = [
         folder: "switch/driver",
         endings: &["c", "h", "S"],
         has: |path| path != "mercury_abi.h",
-        // Of these, 60 let a guest go back to its hardware: virtio's drivers have to wake up without a device.
-        most_lines: 7330,
+        // Of these, 60 let a guest go back to its hardware: virtio's drivers have to wake up without a
+        // device.
+        most_lines: 7360,
     },
 ];
 

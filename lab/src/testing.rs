@@ -478,7 +478,8 @@ mod tests {
         let mut running = Command::new("sh");
         running.args([
             "-c",
-            "printf 'test b ... FAILED\\n\\nfailures:\\n\\n---- b stdout ----\\n\\nbefore\\nError: no\\n'; seq 15; \
+            "printf 'test b ... FAILED\\n\\nfailures:\\n\\n---- b stdout ----\\n\\nbefore\\nError: no\\n'; \
+             seq 15; \
              printf '\\nfailures:\\n    b\\n\\ntest result: FAILED. 0 passed; 1 failed\\n'; exit 101",
         ]);
         let tally = run_counting("file: ", &mut running).unwrap();

@@ -268,7 +268,8 @@ lives=${lives:-0}
 test ! -e /run/been || echo "<3>lives: a file of another life" > /dev/kmsg
 status=$(mercury status --json | tr -d ' \n')
 number() { echo "$status" | grep -o "\"$1\":[0-9]*" | cut -d: -f2; }
-echo "<3>life $lives: $(tr -s ' \n' ' ' < /run/said) [$(number free_bytes), $(number total_bytes)]" > /dev/kmsg
+said=$(tr -s ' \n' ' ' < /run/said)
+echo "<3>life $lives: $said [$(number free_bytes), $(number total_bytes)]" > /dev/kmsg
 if test $lives -lt "$1"; then
     touch /run/been
     ls -lR /usr/lib > /run/listing

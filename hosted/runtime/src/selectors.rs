@@ -1,9 +1,9 @@
 //! Selectors of data segments: ES, DS, FS and GS.
 //!
-//! Programs load them without a trap. So the CPU's own registers hold the guest's selectors, while the guest's
-//! kernel and the monitor run, too: in 64-bit code only the bases of FS and GS have an effect, and these are
-//! set before the guest goes on. The kernel reads and loads the registers when it changes tasks. A process
-//! that goes on with the guest gets the selectors from the process that the guest has left.
+//! Programs load them without a trap. So the CPU's own registers hold the guest's selectors, while the
+//! guest's kernel and the monitor run, too: in 64-bit code only the bases of FS and GS have an effect, and
+//! these are set before the guest goes on. The kernel reads and loads the registers when it changes tasks. A
+//! process that goes on with the guest gets the selectors from the process that the guest has left.
 
 use iced_x86::Register;
 
@@ -39,8 +39,8 @@ pub fn read() -> Selectors {
 /// Loads selectors into the CPU's registers. The base of FS stays the monitor's. The base of GS is lost: the
 /// monitor does not use it.
 ///
-/// In place of a selector that the host does not have for a process, such as the guest's kernel's own, the null
-/// selector is loaded. A program may have chosen the selectors.
+/// In place of a selector that the host does not have for a process, such as the guest's kernel's own, the
+/// null selector is loaded. A program may have chosen the selectors.
 pub fn load(selectors: Selectors) {
     for ((register, old), new) in REGISTERS.into_iter().zip(read()).zip(selectors) {
         let new = if is_loadable(new) { new } else { 0 };

@@ -139,7 +139,10 @@ fn use_java(isolation: &str, cpus: &str) -> Result<()> {
     machine.type_line("cat > /mnt/tmp/Heap.java <<'E''ND'");
     HEAP.lines().for_each(|line| machine.type_line(line));
     machine.type_line("END");
-    machine.type_line("cat /usr/lib/x86_64-linux-gnu/* /mnt/usr/lib/jvm/*/lib/* > /dev/null 2>&1; cat /dev/vda | head -c 2500M > /dev/null");
+    machine.type_line(
+        "cat /usr/lib/x86_64-linux-gnu/* /mnt/usr/lib/jvm/*/lib/* > /dev/null 2>&1; \
+         cat /dev/vda | head -c 2500M > /dev/null",
+    );
     let java = format!("chroot /mnt {} -Xmx1g -Xlog:gc+heap+coops=debug", java::JAVA);
     // Serial collects in one thread, G1 in several.
     for options in ["-XX:+UseSerialGC", "-XX:+UseG1GC -Xms1g -XX:+AlwaysPreTouch"] {

@@ -364,7 +364,8 @@ impl Function {
         })
     }
 
-    /// Returns true if the driver lets the function use its line: without messages, and the line not disabled.
+    /// Returns true if the driver lets the function use its line: without messages, and the line not
+    /// disabled.
     #[must_use]
     pub fn uses_line(&self) -> bool {
         let has_messages = self.msi.is_some_and(|msi| self.word(msi + 2) & 1 != 0) || self.has_table();

@@ -1,5 +1,5 @@
-//! The machine's own disks on NVMe and AHCI, whose contents an operator gives. The kernel finds each of them at its
-//! old place, under its old name.
+//! The machine's own disks on NVMe and AHCI, whose contents an operator gives. The kernel finds each of them
+//! at its old place, under its old name.
 //!
 //! Everything is checked before the guest starts. A file system that was mounted must be on a given disk,
 //! and must be as the instant left it.

@@ -83,8 +83,8 @@ impl Readiness {
         Some(found.into_iter().chain(self.take_over()).collect())
     }
 
-    /// After the arrival, when a server of the root answers again: a guest remembers its hardware, and a machine
-    /// on its hardware forgets it. Returns what did not succeed.
+    /// After the arrival, when a server of the root answers again: a guest remembers its hardware, and a
+    /// machine on its hardware forgets it. Returns what did not succeed.
     pub fn note(&self, sysroot: &Sysroot) -> Option<String> {
         if is_guest() {
             return failure(self.metal.remember(sysroot));

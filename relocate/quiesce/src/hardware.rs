@@ -18,8 +18,8 @@ const APIC_DIVISOR: u64 = 16;
 /// No timer counts so fast.
 const RATE_MAX: u64 = 1 << 40;
 
-/// Adds the firmware's memory, what the PCI devices decode, disks on NVMe and AHCI, and clocks. A machine whose
-/// firmware's memory cannot be read goes on only on equal hardware.
+/// Adds the firmware's memory, what the PCI devices decode, disks on NVMe and AHCI, and clocks. A machine
+/// whose firmware's memory cannot be read goes on only on equal hardware.
 ///
 /// # Errors
 ///

@@ -70,8 +70,8 @@ impl Metal {
     }
 }
 
-/// The kernel's look for PCI devices. No path is looked up for it: the root may lie behind a card that has yet
-/// to be found.
+/// The kernel's look for PCI devices. No path is looked up for it: the root may lie behind a card that has
+/// yet to be found.
 #[derive(Debug)]
 pub struct Rescan(io::Result<File>);
 

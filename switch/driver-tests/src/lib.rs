@@ -1,8 +1,9 @@
 //! The driver's arithmetic, called from Rust for tests on the host.
 //!
 //! The files `frames.c`, `landing.c` and `places.c` of `switch/driver/snapshot/`, and `judge.c` of
-//! `switch/driver/watch/`, know nothing of the kernel. This crate compiles them for the host and compares them with models: for random input, and for all input
-//! up to a small size. `ioctls.rs` reads the driver's table of ioctls. Nothing uses the crate but its tests.
+//! `switch/driver/watch/`, know nothing of the kernel. This crate compiles them for the host and compares
+//! them with models: for random input, and for all input up to a small size. `ioctls.rs` reads the driver's
+//! table of ioctls. Nothing uses the crate but its tests.
 
 #[cfg(test)]
 mod frames;

@@ -31,8 +31,8 @@ const HAS_48_BITS: u16 = 1 << 10;
 const CACHES: u16 = 1 << 5;
 /// Bits of word 69: what is trimmed reads as zeros, and the same at each time.
 const ZEROS: u16 = 1 << 5 | 1 << 14;
-/// The words with what a disk can do, and the bits that stay. The others are SMART, security, a host-protected
-/// area, commands by DMA for logs, and the like.
+/// The words with what a disk can do, and the bits that stay. The others are SMART, security, a
+/// host-protected area, commands by DMA for logs, and the like.
 const KEPT: [(usize, u16); 26] = [
     (47, 0),
     (48, 0),

@@ -1,5 +1,5 @@
-//! An AHCI controller (Serial ATA AHCI 1.3.1) with SATA disks, as a driver finds it that knew another one at the
-//! same place.
+//! An AHCI controller (Serial ATA AHCI 1.3.1) with SATA disks, as a driver finds it that knew another one at
+//! the same place.
 //!
 //! Processors reach [`Registers`], which never wait. One thread of the monitor owns the [`Controller`]: it
 //! reads commands from the ports' lists in the guest's memory, executes them one after the other, and writes

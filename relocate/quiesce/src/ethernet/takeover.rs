@@ -183,8 +183,8 @@ fn with_nul(name: &str) -> Vec<u8> {
     [name.as_bytes(), &[0]].concat()
 }
 
-/// Lists the Ethernet cards by the kernel's messages. No path is looked up: the root may be behind a card that
-/// has no address yet. The kernel does not tell ports, so a place is that of the first port.
+/// Lists the Ethernet cards by the kernel's messages. No path is looked up: the root may be behind a card
+/// that has no address yet. The kernel does not tell ports, so a place is that of the first port.
 ///
 /// # Errors
 ///

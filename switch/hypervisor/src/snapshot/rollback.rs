@@ -25,8 +25,8 @@ use crate::{pci, publish};
 /// for the CPUs that it stops.
 const PATIENCE: u64 = 1 << 35;
 
-/// Rendezvous of this rollback and of the next one, in turns. The last CPU to come prepares the next one while
-/// no CPU is there any more, since all have come here.
+/// Rendezvous of this rollback and of the next one, in turns. The last CPU to come prepares the next one
+/// while no CPU is there any more, since all have come here.
 static RENDEZVOUS: [Rendezvous; 2] = [Rendezvous::new(), Rendezvous::new()];
 /// Number of rollbacks since the snapshot began.
 static ROUND: AtomicU32 = AtomicU32::new(0);
