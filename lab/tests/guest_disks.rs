@@ -128,7 +128,8 @@ const SATA_ERRORS: &str = "port=$(readlink -f /sys/block/sda | grep -o 'ata[0-9]
                            grep -E \"$port.*(failed|exception|error|timeout|revalid)|I/O error\" || true";
 /// Writes and reads past the page cache, with many commands in the queue.
 const LOAD: &str = "for n in 1 2 3 4; do dd if=/root/noise of=/root/load$n bs=64k oflag=direct conv=fsync & \
-                    done; wait; for n in 1 2 3 4; do cmp /root/noise /root/load$n || exit 1; rm /root/load$n; done";
+                    done; wait; \
+                    for n in 1 2 3 4; do cmp /root/noise /root/load$n || exit 1; rm /root/load$n; done";
 
 /// Boots a machine like metal with its root on AHCI, lets it go on as a guest of another machine with its
 /// disks, and checks both.
