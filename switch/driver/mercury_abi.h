@@ -413,8 +413,8 @@
 #define MERCURY_WATCH_PANIC 2
 /*
  * Bit of WatchRequest::acts: an oops puts the machine back to its snapshot if the
- * kernel is likely to die of it: in a kernel thread, in an interrupt, or with a lock
- * held.
+ * kernel is likely to die of it: in a kernel thread, in an interrupt, or with a
+ * spinlock held.
  */
 #define MERCURY_WATCH_OOPS_FATAL 4
 /* Bit of WatchRequest::acts: every oops puts the machine back to its snapshot. */
