@@ -118,7 +118,8 @@ static u32 find_timer(void)
 	period = readl(hpet.registers + HPET_PERIOD);
 	hpet.timer = (id & HPET_ID_NUMBER) >> HPET_ID_NUMBER_SHIFT;
 	/* The first two are for the kernel's clock and the RTC. A counter that stands still is nobody's. */
-	if (id == U32_MAX || !period || hpet.timer < 2 || !(readl(hpet.registers + HPET_CFG) & HPET_CFG_ENABLE))
+	if (id == U32_MAX || !period || hpet.timer < 2 ||
+	    !(readl(hpet.registers + HPET_CFG) & HPET_CFG_ENABLE))
 		return MERCURY_CODE_WATCH_NO_HPET;
 	config = readl(hpet.registers + HPET_Tn_CFG(hpet.timer));
 	if (config & HPET_TN_ENABLE)
