@@ -1343,7 +1343,12 @@ const SHELL: &str = "stty -echo; export PATH=/usr/bin:/bin:/usr/sbin:/sbin; moun
 
 /// Starts Debian's disk with a shell as the first program.
 fn shell_on_disk(place: &Place, disk: &Path, options: &[&str]) -> Machine {
-    let words = ["--memory", "512", "--append", "root=/dev/vda rw init=/bin/sh"];
+    shell_with_memory(place, disk, "512", options)
+}
+
+/// Starts Debian's disk as [`shell_on_disk`] does, with so many MiB.
+fn shell_with_memory(place: &Place, disk: &Path, mib: &str, options: &[&str]) -> Machine {
+    let words = ["--memory", mib, "--append", "root=/dev/vda rw init=/bin/sh"];
     let mut machine = Machine::start(place, place.run().arg("--disk").arg(disk).args(words).args(options));
     machine.wait_for("Run /bin/sh as init");
     machine.type_line(SHELL);

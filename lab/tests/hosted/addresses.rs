@@ -42,13 +42,7 @@ const COMMANDS: &str = "cd /run; gcc -O1 low.c -o low && ./low; \
 fn use_addresses(isolation: &str) -> Result<()> {
     let place = Place::new("addresses")?;
     let disk = place.root_disk(&Image::ensure(Release::Bookworm)?)?;
-    let mut command = place.run();
-    command.arg("--disk").arg(&disk);
-    command.args(["--memory", "3072", "--append", "root=/dev/vda rw init=/bin/sh", isolation]);
-    let mut machine = Machine::start(&place, &mut command);
-    machine.wait_for("Run /bin/sh as init");
-    machine.type_line(SHELL);
-    machine.wait_for("ready\n");
+    let mut machine = shell_with_memory(&place, &disk, "3072", &[isolation]);
     machine.type_line("mount -t tmpfs t /run");
     for (name, program) in [("low.c", LOW), ("checked.c", CHECKED)] {
         machine.type_line(&format!("cat > /run/{name} <<'E''ND'"));
@@ -119,22 +113,9 @@ fn heap_s_sum() -> String {
 fn use_java(isolation: &str, cpus: &str) -> Result<()> {
     let place = Place::new("java")?;
     let disk = place.root_disk(&Image::ensure(Release::Bookworm)?)?;
-    let mut command = place.run();
-    command.arg("--disk").arg(&disk);
-    command.args(["--disk", &format!("{},ro", place.name_for(&java::disk()?, "java.img")?.display())]);
-    command.args([
-        "--memory",
-        "3072",
-        "--append",
-        "root=/dev/vda rw init=/bin/sh",
-        isolation,
-        "--cpus",
-        cpus,
-    ]);
-    let mut machine = Machine::start(&place, &mut command);
-    machine.wait_for("Run /bin/sh as init");
-    machine.type_line(SHELL);
-    machine.wait_for("ready\n");
+    let java = format!("{},ro", place.name_for(&java::disk()?, "java.img")?.display());
+    let options = ["--disk", &java, isolation, "--cpus", cpus];
+    let mut machine = shell_with_memory(&place, &disk, "3072", &options);
     machine.type_line("mount -o ro /dev/vdb /mnt; mount -t proc p /mnt/proc; mount -t tmpfs t /mnt/tmp");
     machine.type_line("cat > /mnt/tmp/Heap.java <<'E''ND'");
     HEAP.lines().for_each(|line| machine.type_line(line));

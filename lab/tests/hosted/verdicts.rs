@@ -127,21 +127,9 @@ fn hosted(isolation: &str, cpus: &str, only: &str) -> Result<String> {
     let disk = place.root_disk(&Image::ensure(Release::Bookworm)?)?;
     write_to_disk(&place, &disk, SCRIPT.as_bytes(), "/root/verdicts");
     let tests = place.name_for(&selftests::programs()?, "tests.img")?;
-    let mut command = place.run();
-    command.arg("--disk").arg(&disk).args(["--disk", &format!("{},ro", tests.display())]);
-    command.args([
-        "--memory",
-        "1024",
-        "--append",
-        "root=/dev/vda rw init=/bin/sh",
-        isolation,
-        "--cpus",
-        cpus,
-    ]);
-    let mut machine = Machine::start(&place, &mut command);
-    machine.wait_for("Run /bin/sh as init");
-    machine.type_line(SHELL);
-    machine.wait_for("ready\n");
+    let tests = format!("{},ro", tests.display());
+    let options = ["--disk", &tests, isolation, "--cpus", cpus];
+    let mut machine = shell_with_memory(&place, &disk, "1024", &options);
     machine.type_line(&format!(
         "{MOUNTS}; unshare -m bash /root/verdicts /mnt {LIMIT_S} /root/said {only}; echo do''ne $?"
     ));

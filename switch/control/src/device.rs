@@ -83,7 +83,7 @@ impl Silent {
 }
 
 /// Returns an empty request to the watch.
-fn no_watch() -> WatchRequest {
+pub(crate) fn no_watch() -> WatchRequest {
     WatchRequest {
         header: Header::of::<WatchRequest>(),
         flags: 0,

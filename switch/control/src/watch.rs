@@ -122,29 +122,11 @@ impl Render for Watch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mercury_abi::{Header, ioctl::Outcome};
-
-    fn request() -> WatchRequest {
-        WatchRequest {
-            header: Header::of::<WatchRequest>(),
-            flags: 0,
-            acts: 0,
-            tiers: 0,
-            hpet_code: 0,
-            perf_code: 0,
-            cpus: 0,
-            reserved: 0,
-            ticks: 0,
-            alarms: 0,
-            longest_ms: 0,
-            message: [0; 128],
-            outcome: Outcome::default(),
-        }
-    }
+    use crate::device::no_watch;
 
     #[test]
     fn a_watch_in_words() {
-        let mut given = request();
+        let mut given = no_watch();
         assert_eq!(Watch::new(&given).state, "off");
         (given.acts, given.tiers, given.cpus) = (1 | MERCURY_WATCH_PANIC, MERCURY_WATCH_TIER_HPET, 4);
         given.perf_code = Code::WatchNoPmu as u32;
@@ -163,7 +145,7 @@ mod tests {
         for (acts, name) in
             [(1, "none"), (1 | MERCURY_WATCH_OOPS_FATAL, "fatal"), (1 | MERCURY_WATCH_OOPS, "all")]
         {
-            assert_eq!(Watch::new(&WatchRequest { acts, ..request() }).on_oops, name);
+            assert_eq!(Watch::new(&WatchRequest { acts, ..no_watch() }).on_oops, name);
         }
     }
 }

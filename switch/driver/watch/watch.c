@@ -246,7 +246,7 @@ static struct kprobe touch_probe = {
 	.pre_handler = kernel_says_why,
 };
 
-/* A task of the kernel's, an interrupt, or a task that holds a lock takes the kernel with it. */
+/* A task of the kernel's, an interrupt, or a task that holds a spinlock takes the kernel with it. */
 static bool is_fatal(const struct pt_regs *regs)
 {
 	return current->flags & PF_KTHREAD || preempt_count() || !(regs->flags & X86_EFLAGS_IF);

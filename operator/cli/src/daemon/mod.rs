@@ -248,7 +248,12 @@ impl Daemon<'_> {
     fn start(&mut self, to: String, line: String) {
         let (said, moving) = channel();
         let mover = Arc::clone(&self.mover);
-        thread::spawn(move || said.send(mover(&to, &line)));
+        let busy = self.keeper.as_mut().and_then(Keeper::hand_over);
+        thread::spawn(move || {
+            // A snapshot that comes too late is of no use to a machine that moves.
+            let _ = busy.map(thread::JoinHandle::join);
+            said.send(mover(&to, &line))
+        });
         self.moving = Some(moving);
     }
 
@@ -384,19 +389,22 @@ mod tests {
         line.to_string()
     }
 
+    fn args(folder: &Folder) -> DaemonArgs {
+        DaemonArgs {
+            to: Some("10.0.0.2".into()),
+            key_file: folder.key(&format!("mercury migrate 10.0.0.2 --key {}\n", some_line())),
+            rules: folder.0.join("guard.toml"),
+            socket: folder.0.join("run/control"),
+            module: ModuleArgs { module: None },
+            migrate: vec![],
+        }
+    }
+
     /// Runs a daemon whose moves end as the test says.
     fn with_daemon(name: &str, test: impl FnOnce(&Folder, &Path, &Sender<Moved>)) {
         let folder = Folder::new(name);
-        let socket = folder.0.join("run/control");
-        let key_file = folder.key(&format!("mercury migrate 10.0.0.2 --key {}\n", some_line()));
-        let args = DaemonArgs {
-            to: Some("10.0.0.2".into()),
-            key_file,
-            rules: folder.0.join("guard.toml"),
-            socket: socket.clone(),
-            module: ModuleArgs { module: None },
-            migrate: vec![],
-        };
+        let args = args(&folder);
+        let socket = args.socket.clone();
         let (end, ends) = channel();
         let ends = std::sync::Mutex::new(ends);
         let mover: Mover = Arc::new(move |host, line| {
@@ -470,6 +478,27 @@ mod tests {
             folder.key(&some_line());
             assert!(evacuate(socket, "errors").refused.is_none());
         });
+    }
+
+    /// The snapshot's command holds the driver, and a move beside it would be refused.
+    #[test]
+    fn a_move_waits_for_a_snapshot_that_is_under_way() {
+        let folder = Folder::new("busy");
+        let args = args(&folder);
+        let is_kept = Arc::new(AtomicBool::new(false));
+        let (keeps, sees) = (Arc::clone(&is_kept), Arc::clone(&is_kept));
+        let busy = thread::spawn(move || {
+            thread::sleep(Duration::from_millis(200));
+            keeps.store(true, Ordering::Relaxed);
+            String::new()
+        });
+        let mover: Mover = Arc::new(move |_, _| {
+            sees.load(Ordering::Relaxed).then_some(()).ok_or_else(|| "too early".into())
+        });
+        let keeper = Some(Keeper::busy_with(busy));
+        let mut daemon = Daemon { desk: Desk::default(), args: &args, mover, moving: None, keeper };
+        daemon.start("10.0.0.2".into(), some_line());
+        assert_eq!(daemon.moving.unwrap().recv().unwrap(), Ok(()));
     }
 
     #[test]

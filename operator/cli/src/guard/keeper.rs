@@ -92,6 +92,12 @@ impl Keeper {
         Ok(Some(Self { rules, seen: None, asked: None, snapshot_tried: None, keeping: None }))
     }
 
+    #[cfg(test)]
+    pub fn busy_with(keeping: JoinHandle<String>) -> Self {
+        let rules = Rules::default();
+        Self { rules, seen: None, asked: Some(Instant::now()), snapshot_tried: None, keeping: Some(keeping) }
+    }
+
     /// Asks the driver now and then, and reports what has changed.
     pub fn look(&mut self) {
         if self.asked.is_some_and(|asked| asked.elapsed() < INTERVAL) {
@@ -132,6 +138,11 @@ impl Keeper {
                 |output| String::from_utf8_lossy(&output.stdout).into_owned(),
             )
         }));
+    }
+
+    /// Returns the command under way that keeps a snapshot. It holds the driver, so a move waits for it.
+    pub fn hand_over(&mut self) -> Option<JoinHandle<String>> {
+        self.keeping.take()
     }
 
     /// Reports the end of that command. It ends a second time after a rollback, which is no matter here.

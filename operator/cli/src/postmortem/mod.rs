@@ -22,7 +22,7 @@ use mercury_control::{
     driver::Driver,
     error::{Error, Result},
     exit::Exit,
-    output::{Render, Text, bytes, duration, thousands, ticks_to_us},
+    output::{Render, Text, Tone, bytes, duration, thousands, ticks_to_us},
     rollback::Rollback,
     say::Say,
     status::nul_padded,
@@ -67,6 +67,9 @@ pub struct Report {
     /// The core that was written.
     #[serde(skip_serializing_if = "Option::is_none")]
     core: Option<Written>,
+    /// Reason why no core was written. The report stands, and the memory is kept for another try.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error: Option<Error>,
     /// True if its memory was given back.
     dropped: bool,
 }
@@ -107,6 +110,11 @@ impl Render for Report {
         if let Some(core) = &self.core {
             to.line(format!("{} of its memory are in {}", bytes(core.memory), core.file.display()));
         }
+        if let Some(error) = &self.error {
+            let failed = to.tone(Tone::Bad, "no core was written:");
+            to.line(format!("{failed} {error}"));
+            error.hint.iter().for_each(|hint| to.line(format!("  → {hint}")));
+        }
         match self.dropped {
             true => to.line(format!("{} were given back", bytes(self.held))),
             false => to.line(format!(
@@ -121,7 +129,7 @@ impl Render for Report {
 ///
 /// # Errors
 ///
-/// Returns an error if there is none, or the core cannot be written.
+/// Returns an error if there is none. A core that cannot be written is a part of the report.
 pub fn run(args: &PostmortemArgs, say: Say<'_>) -> Result<Exit> {
     access::need_root("postmortem")?;
     let device = Device::open(Access::Control)?;
@@ -136,21 +144,22 @@ pub fn run(args: &PostmortemArgs, say: Say<'_>) -> Result<Exit> {
     let cpus: Vec<_> = ended.iter().map(|cpu| Cpu::of(&memory, &symbols, offsets, cpu)).collect();
     let tsc_khz = device.system()?.tsc_khz;
     let core = args.core.as_ref().map(|path| write(path, &device, &machine, &ended, &cpus, &found));
+    let (core, error) = core.transpose().map_or_else(|error| (None, Some(error)), |core| (core, None));
     let report = Report {
         rollback: Rollback::new(&found.status.rollback, message(&found), tsc_khz),
         lived_s: ticks_to_us(found.status.rollback.lived_ticks, tsc_khz) / 1e6,
         held: found.status.dead_pages * memory::PAGE as u64,
         log: log::read(&memory).unwrap_or_default(),
-        core: core.as_ref().and_then(|core| core.as_ref().ok().cloned()),
+        dropped: args.drop && error.is_none(),
+        core,
+        error,
         cpus,
-        dropped: args.drop && !matches!(core, Some(Err(_))),
     };
     if report.dropped {
         device.postmortem_drop()?;
     }
     let exit = say.done(&report);
-    // The report stands without a core, and the memory is kept for another try.
-    core.transpose().map(|_| exit)
+    Ok(report.error.map_or(exit, |error| error.exit))
 }
 
 fn message(found: &PostmortemRequest) -> String {
@@ -233,4 +242,37 @@ fn chunk(phys: &[u64], data: &[u8]) -> Chunk {
         }
     }
     chunk
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mercury_abi::snapshot::RollbackReport;
+    use mercury_control::output::{Format, text};
+
+    #[test]
+    fn a_report_stands_without_its_core() {
+        let rollback = RollbackReport { count: 1, reason: 2, ..RollbackReport::default() };
+        let report = Report {
+            rollback: Rollback::new(&rollback, "it died".into(), 1),
+            lived_s: 1.0,
+            held: 4096,
+            cpus: vec![],
+            log: vec!["a line".into()],
+            core: None,
+            error: Some(Error::new(Exit::Failed, "the disk is full").hint("use another")),
+            dropped: false,
+        };
+        let words = text(Format::Text, "postmortem", &report);
+        for wanted in ["a line", "no core was written: the disk is full", "→ use another", "--drop"] {
+            assert!(words.contains(wanted), "{wanted}: {words}");
+        }
+        // One document, with the failure where every command has it.
+        let json = text(Format::Json, "postmortem", &report);
+        let value: serde_json::Value = serde_json::from_str(&json).expect("one document");
+        assert_eq!(
+            (&value["error"]["message"], &value["log"][0]),
+            (&"the disk is full".into(), &"a line".into())
+        );
+    }
 }
