@@ -9,18 +9,14 @@ use crate::{
         takeover::{self, Configuration},
     },
     metal::{Metal, Rescan},
+    patient::{self, PROGRAM_PATIENCE},
 };
 use mercury_abi::guest::{
     MERCURY_GUEST_LEAF, MERCURY_GUEST_SIGNATURE_EBX, MERCURY_GUEST_SIGNATURE_ECX, MERCURY_GUEST_SIGNATURE_EDX,
 };
 use mercury_control::sysroot::Sysroot;
 use rustix::fs::OFlags;
-use std::{
-    arch::x86_64::__cpuid,
-    ffi::CString,
-    io,
-    process::{Command, Stdio},
-};
+use std::{arch::x86_64::__cpuid, ffi::CString, io, process::Command};
 
 /// Drivers of the devices that come.
 const DRIVERS: [&str; 4] = ["virtio_mmio", "virtio_blk", "virtio_net", "virtio_rng"];
@@ -56,9 +52,9 @@ impl Readiness {
     pub fn prepare(sysroot: &Sysroot) -> Self {
         let before = names(sysroot);
         let mut modprobe = Command::new("modprobe");
-        modprobe.args(["-q", "-a"]).args(DRIVERS).stdin(Stdio::null());
+        modprobe.args(["-q", "-a"]).args(DRIVERS);
         // A driver may be built in, or missing.
-        let _ = modprobe.stdout(Stdio::null()).stderr(Stdio::null()).status();
+        let _ = patient::output(modprobe, PROGRAM_PATIENCE);
         let is_new = |name: &String| !before.contains(name) && TAKEN_OUT.contains(&name.as_str());
         let loaded = names(sysroot).into_iter().filter(is_new).collect();
         let here = || Metal { devices: describe::devices(sysroot), cards: ethernet::cards(sysroot) };

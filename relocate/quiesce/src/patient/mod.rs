@@ -8,10 +8,12 @@
 //! locked in the child.
 
 mod image;
+mod program;
 mod progress;
 mod writeback;
 
 pub use image::{Sink, Source};
+pub use program::{PROGRAM_PATIENCE, output};
 pub use progress::Progress;
 
 use mercury_control::{

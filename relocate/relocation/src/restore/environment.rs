@@ -13,7 +13,10 @@ use mercury_control::{
     sysroot::Sysroot,
 };
 use mercury_initramfs::Archive;
-use mercury_quiesce::{disks, mounts, patient};
+use mercury_quiesce::{
+    disks, mounts,
+    patient::{self, PROGRAM_PATIENCE},
+};
 use std::{
     collections::BTreeSet,
     fs::{self, File},
@@ -420,7 +423,9 @@ fn modules_above(mut folder: PathBuf, links: &[&str]) -> Vec<String> {
 
 /// Lists a module's file after those that it needs; nothing if it is built in.
 fn with_dependencies(name: &str, sysroot: &Sysroot) -> Result<Vec<PathBuf>> {
-    let output = Command::new("modprobe").args(["--show-depends", "--ignore-install", name]).output();
+    let mut modprobe = Command::new("modprobe");
+    modprobe.args(["--show-depends", "--ignore-install", name]);
+    let output = patient::output(modprobe, PROGRAM_PATIENCE);
     files(name, &output.map_err(|error| failed("modprobe", &error))?, sysroot)
 }
 
@@ -454,7 +459,9 @@ fn module_bytes(path: &Path) -> io::Result<Vec<u8>> {
         Some("gz") => "gzip",
         _ => return fs::read(path),
     };
-    let output = Command::new(tool).arg("-dc").arg(path).output()?;
+    let mut command = Command::new(tool);
+    command.arg("-dc").arg(path);
+    let output = patient::output(command, PROGRAM_PATIENCE)?;
     if output.status.success() {
         Ok(output.stdout)
     } else {

@@ -9,6 +9,7 @@ use mercury_control::{
     exit::Exit,
     sysroot::Sysroot,
 };
+use mercury_quiesce::patient::{self, PROGRAM_PATIENCE};
 use std::{fs, io, path::Path, process::Command};
 
 /// The file in which a system that has checked says so, with [`digest`].
@@ -59,7 +60,9 @@ fn looks(named: &Named, spots: &[Spot], sysroot: &Sysroot) -> std::result::Resul
     if !file.exists() {
         return Err(format!("the check did not run at this start, and there is no {}", file.display()));
     }
-    let listed = Command::new("lsinitramfs").arg(&file).output();
+    let mut lsinitramfs = Command::new("lsinitramfs");
+    lsinitramfs.arg(&file);
+    let listed = patient::output(lsinitramfs, PROGRAM_PATIENCE);
     let listed = listed.map_err(|error| format!("lsinitramfs: {error}"))?;
     holds(&String::from_utf8_lossy(&listed.stdout), needs_place.then_some(&*wanted))
         .map_err(|why| format!("{} {why}", file.display()))
