@@ -174,7 +174,9 @@ pub enum Command {
         long_about = "Notices CPUs that hang, also all of them at once, within two seconds. A hang becomes a \
             panic, so that a crash kernel or a restart follows. If a snapshot is kept, the machine goes back \
             to it instead. No hypervisor is needed for the watch, and a machine at work has no exits.\n\n\
-            NMIs come from the HPET and from counters of cycles. The rules are in /etc/mercury/guard.toml."
+            NMIs come from the HPET and from counters of cycles. The rules are in /etc/mercury/guard.toml.\n\n\
+            By the same rules mercuryd reads sensors of the hardware and watches services, and reports an \
+            alarm, or moves the machine to its destination."
     )]
     Guard(GuardCommand),
     /// Order this machine to move to mercuryd's destination, before its hardware fails

@@ -1,6 +1,7 @@
 //! `mercury metrics`: state and counters for Prometheus, on standard output or in a file for node_exporter's
 //! textfile collector.
 
+use crate::guard::report::Report;
 use clap::Args;
 use mercury_control::{
     access,
@@ -10,6 +11,7 @@ use mercury_control::{
     output::Format,
     say::{self, Say},
     status::Status,
+    sysroot::Sysroot,
     watch::Watch,
 };
 use prometheus_client::{
@@ -61,6 +63,22 @@ struct Source {
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Sensor {
+    sensor: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct SensorSignal {
+    sensor: &'static str,
+    signal: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Service {
+    service: String,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct Act {
     action: &'static str,
 }
@@ -85,6 +103,13 @@ struct Past {
     is_running: bool,
 }
 
+/// The state of the guard: of the driver's part, and of mercuryd's.
+#[derive(Clone, Debug, Default)]
+struct Guarded {
+    watch: Option<Watch>,
+    daemon: Option<Report>,
+}
+
 /// Prints the metrics, or writes them to the file.
 ///
 /// # Errors
@@ -104,7 +129,8 @@ pub fn run(args: &MetricsArgs, say: Say<'_>) -> Result<Exit> {
     });
     let watch = access::observe().and_then(|device| device.watch_status()).ok();
     let watch = watch.map(|state| Watch::new(&state));
-    let text = exposition(&access::current_status()?, watch.as_ref(), &past).map_err(|error| {
+    let guarded = Guarded { watch, daemon: Report::read(&Sysroot::default()) };
+    let text = exposition(&access::current_status()?, &guarded, &past).map_err(|error| {
         Error::new(Exit::Failed, format!("the metrics could not be put into text: {error}"))
             .hint("report it as a bug")
     })?;
@@ -116,17 +142,14 @@ pub fn run(args: &MetricsArgs, say: Say<'_>) -> Result<Exit> {
 }
 
 /// Formats the metrics in Prometheus' text format.
-fn exposition(
-    status: &Status,
-    watch: Option<&Watch>,
-    past: &[Past],
-) -> std::result::Result<String, fmt::Error> {
+fn exposition(status: &Status, guarded: &Guarded, past: &[Past]) -> std::result::Result<String, fmt::Error> {
     let mut registry = Registry::with_prefix("mercury");
     system(&mut registry, status);
     switches(&mut registry, status);
     exits(&mut registry, status);
     snapshot(&mut registry, status);
-    watch.into_iter().for_each(|watch| guard(&mut registry, watch));
+    guarded.watch.iter().for_each(|watch| guard(&mut registry, watch));
+    guarded.daemon.iter().for_each(|report| sensors(&mut registry, report));
     attempts(&mut registry, past);
     last_attempts(&mut registry, past);
     let mut text = String::new();
@@ -275,6 +298,36 @@ fn guard(registry: &mut Registry, watch: &Watch) {
         Unit::Seconds,
         longest,
     );
+}
+
+fn sensors(registry: &mut Registry, report: &Report) {
+    let up = Family::<Sensor, Gauge>::default();
+    for sensor in &report.sensors {
+        let label = Sensor { sensor: sensor.name.name() };
+        up.get_or_create(&label).set(i64::from(sensor.silent.is_none()));
+    }
+    registry.register("guard_sensor_up", "1 if the sensor answers", up);
+    let [amounts, alarms] = [(); 2].map(|()| Family::<SensorSignal, Counter>::default());
+    for sum in &report.signals {
+        let label = SensorSignal { sensor: sum.sensor.name(), signal: sum.signal.name() };
+        amounts.get_or_create(&label).inc_by(sum.amount);
+        alarms.get_or_create(&label).inc_by(sum.alarms);
+    }
+    registry.register(
+        "guard_sensor_signals",
+        "Errors, or readings in alarm, since mercuryd reads this hardware",
+        amounts,
+    );
+    registry.register("guard_sensor_alarms", "Times that a sensor's limit was passed", alarms);
+    let down = Family::<Service, Gauge>::default();
+    let failures = Family::<Service, Counter>::default();
+    for service in &report.services {
+        let label = Service { service: service.name.clone() };
+        down.get_or_create(&label).set(i64::from(service.down));
+        failures.get_or_create(&label).inc_by(service.failures);
+    }
+    registry.register("guard_service_down", "1 from a service's failure to its end", down);
+    registry.register("guard_service_failures", "Failures of a service since mercuryd's start", failures);
 }
 
 fn attempts(registry: &mut Registry, past: &[Past]) {
@@ -456,7 +509,16 @@ mod tests {
 
     #[test]
     fn metrics_of_an_attached_machine() {
-        insta::assert_snapshot!(sorted(&exposition(&attached(), None, &past()).expect("text")));
+        insta::assert_snapshot!(sorted(
+            &exposition(&attached(), &Guarded::default(), &past()).expect("text")
+        ));
+    }
+
+    fn guarded() -> Guarded {
+        let report = r#"{"pid":1,"sensors":[{"name":"disks","silent":"no answer"}],"stuck":[],
+            "signals":[{"sensor":"disks","signal":"disk-errors","amount":3,"alarms":1}],
+            "services":[{"name":"solver","state":"down","down":true,"failures":4}]}"#;
+        Guarded { watch: None, daemon: serde_json::from_str(report).ok() }
     }
 
     /// Every sample belongs to a family that is described and typed under the same name, as the
@@ -476,8 +538,14 @@ mod tests {
             longest_frozen_ms: 1500,
             last_alarm: String::new(),
         };
-        let text = exposition(&attached(), Some(&watch), &past()).expect("text");
+        let guarded = Guarded { watch: Some(watch), ..guarded() };
+        let text = exposition(&attached(), &guarded, &past()).expect("text");
         for line in [
+            "mercury_guard_sensor_up{sensor=\"disks\"} 0",
+            "mercury_guard_sensor_signals_total{sensor=\"disks\",signal=\"disk-errors\"} 3",
+            "mercury_guard_sensor_alarms_total{sensor=\"disks\",signal=\"disk-errors\"} 1",
+            "mercury_guard_service_down{service=\"solver\"} 1",
+            "mercury_guard_service_failures_total{service=\"solver\"} 4",
             "mercury_guard_hangs_total 2",
             "mercury_guard_nmis_total 9",
             "mercury_guard_cpus 4",
@@ -492,7 +560,7 @@ mod tests {
     #[test]
     fn each_sample_has_a_type_and_a_description() {
         for status in [attached(), Status::without_driver(&Sysroot::at("/nowhere"))] {
-            let text = exposition(&status, None, &past()).expect("text");
+            let text = exposition(&status, &guarded(), &past()).expect("text");
             assert!(!text.contains("# EOF") && !text.contains("# UNIT"), "{text}");
             for line in text.lines().filter(|line| !line.starts_with('#')) {
                 let name = line.split(['{', ' ']).next().expect("a name");

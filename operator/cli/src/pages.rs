@@ -290,7 +290,7 @@ pub const PAGES: &[Page] = &[
         &[
             example("Watch this machine from now on", "mercury guard on"),
             example("Show the watch", "mercury guard status"),
-            example("See what helps, and what a rollback would lose", "mercury guard check"),
+            example("See what helps, the sensors, and what a rollback would lose", "mercury guard check"),
             example("Watch at each boot", "systemctl enable --now mercuryd"),
         ],
     )
@@ -313,7 +313,14 @@ pub const PAGES: &[Page] = &[
         ],
     )
     .files(&[RULES]),
-    Page::new("guard check", &[example("Check this machine", "mercury guard check")]),
+    Page::new(
+        "guard check",
+        &[
+            example("Check this machine", "mercury guard check"),
+            example("Check with other rules", "mercury guard check --rules ./guard.toml"),
+        ],
+    )
+    .files(&[RULES]),
     Page::new(
         "guard drill",
         &[

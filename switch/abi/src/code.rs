@@ -322,6 +322,20 @@ codes! {
     /// A restart forgets memory until a driver has set it up.
     MemoryForgotten = 193, "memory-forgotten";
 
+    // 194..: events and refusals of the guard in mercuryd
+    /// The file with the guard's rules has a mistake.
+    BadRules = 194, "bad-rules";
+    /// A sensor of the hardware has passed its limit.
+    SensorAlarm = 195, "sensor-alarm";
+    /// A sensor of the hardware does not answer.
+    SensorSilent = 196, "sensor-silent";
+    /// A service has failed, or gives no heartbeat.
+    ServiceSilent = 197, "service-silent";
+    /// There is no machine to move to.
+    NoDestination = 198, "no-destination";
+    /// Rollbacks for services have not helped.
+    RollbackInVain = 199, "rollback-in-vain";
+
     // 200..: reasons for which a machine cannot be a guest. Only user space has them.
     /// The processor's vendor or family is another one.
     GuestProcessor = 200, "guest-processor";

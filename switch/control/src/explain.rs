@@ -922,6 +922,51 @@ pub const TABLE: &[Entry] = &[
          only if the memory is not in use",
     ),
     entry_of(
+        Code::BadRules,
+        "the file with the guard's rules has a mistake",
+        "A rule that is not understood would not be kept. So mercuryd and `mercury guard on` refuse the whole \
+         file, and name the line and the key.",
+        "correct the line; /usr/share/doc/mercury/examples/guard.toml explains each key",
+    ),
+    entry_of(
+        Code::SensorAlarm,
+        "a sensor of the hardware has passed its limit",
+        "Corrected errors, alarms of temperature, fans and voltages, and disks that report their own end \
+         often come before a failure. The event names the sensor, the part and the count. By default it is \
+         only reported.",
+        "look at the part that the event names; move the machine (`mercury evacuate`) before it fails; raise \
+         the limit in [sensors.limits] if the part is sound",
+    ),
+    entry_of(
+        Code::SensorSilent,
+        "a sensor of the hardware does not answer",
+        "A program (smartctl, ipmitool), a disk or a file in /sys has not answered in time. No alarm of this \
+         sensor can come meanwhile. The other sensors are not concerned.",
+        "run the program by hand; a disk that does not answer may be failing; leave the sensor out by \
+         [sensors] use = [...] if this machine has no use for it",
+    ),
+    entry_of(
+        Code::ServiceSilent,
+        "a service has failed, or has given no heartbeat in time",
+        "The service is in a [[service]] of the guard's rules. Either its unit is in the state `failed` or \
+         does not get on, or the program has sent no WATCHDOG=1 for its patience.",
+        "look at the service (`systemctl status`, `journalctl -u`); raise patience_s if it is slow by nature",
+    ),
+    entry_of(
+        Code::NoDestination,
+        "there is no machine to move to",
+        "An order to move needs a destination that waits in `mercury receive`, and its pairing token.",
+        "set MERCURY_DESTINATION in /etc/default/mercuryd, or a [[spare]] in /etc/mercury/guard.toml, and put \
+         the pairing token into its file",
+    ),
+    entry_of(
+        Code::RollbackInVain,
+        "rollbacks for services have not helped",
+        "The machine was put back to its snapshot three times, and the service failed again. A fourth time \
+         would end the same way. The service's failure is reported instead.",
+        "look at the service; a new snapshot (`mercury snapshot`) allows rollbacks again",
+    ),
+    entry_of(
         Code::GuestProcessor,
         "the host's processor is of another vendor or family",
         "A running kernel has chosen its code, its workarounds and its registers by the processor on which \

@@ -12,7 +12,10 @@ pub mod evacuate;
 pub mod order;
 
 use crate::{
-    guard::{keeper::Keeper, rules},
+    guard::{
+        keeper::Keeper,
+        rules::{self, Rules},
+    },
     shared::ModuleArgs,
 };
 use clap::Args;
@@ -129,12 +132,10 @@ pub fn run(args: &DaemonArgs) -> Result<Exit> {
     watch_for_signals();
     let options = args.migrate.clone();
     let mover: Mover = Arc::new(move |host: &str, line: &str| migrate(host, line, &options));
+    // Mistakes in the rules are refused before anything begins.
+    let rules = args.rules.exists().then(|| Rules::read(&args.rules)).transpose()?;
     let listener = listen(&args.socket)?;
-    // Orders to move are taken all the same.
-    let keeper = Keeper::begin(&args.rules, args.module.module.as_deref()).unwrap_or_else(|error| {
-        tell(Priority::Critical, &format!("nothing is watched: {error}"), "not-watching", &[]);
-        None
-    });
+    let keeper = rules.map(|rules| Keeper::begin(rules, args.module.module.as_deref()));
     let mut daemon = Daemon { desk: Desk::default(), args, mover, moving: None, keeper };
     tell(Priority::Info, &format!("waiting for orders at {}", args.socket.display()), "waiting", &[]);
     let ended = daemon.serve(&listener, &|| deferred.requested());
@@ -169,8 +170,10 @@ impl Daemon<'_> {
         loop {
             self.settle_the_move();
             // A machine that moves is held still by its mover.
-            if let Some(keeper) = self.keeper.as_mut().filter(|_| self.moving.is_none()) {
-                keeper.look();
+            if self.moving.is_none()
+                && let Some(reason) = self.keeper.as_mut().and_then(Keeper::look)
+            {
+                self.answer(Order::Evacuate { reason });
             }
             // A move ends by itself, or by the signal, which it got as well.
             if wants_to_end() && self.moving.is_none() {
@@ -279,6 +282,7 @@ impl Daemon<'_> {
         }
         self.desk.end(ended.map_err(|failure| failure.why));
         self.moving = None;
+        self.keeper.iter_mut().for_each(Keeper::resume);
     }
 }
 

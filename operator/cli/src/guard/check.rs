@@ -1,6 +1,13 @@
 //! `mercury guard check`: the help that this machine gives the guard, and what a rollback would lose here.
 
-use mercury_control::output::{Render, Text, Tone};
+use super::{
+    rules::Rules,
+    sensors::{self, rules::Kind},
+};
+use mercury_control::{
+    output::{Render, Text, Tone},
+    sysroot::Sysroot,
+};
 use serde::Serialize;
 use std::{fs, path::Path};
 
@@ -128,10 +135,32 @@ fn written(mounts: &str) -> Vec<String> {
     mounts.lines().filter_map(mount).collect()
 }
 
+/// Returns a finding for each sensor.
+fn sensors(sysroot: &Sysroot, rules: &Rules) -> Vec<Finding> {
+    let of = |kind: Kind| {
+        let (state, text) = match sensors::presence(kind, sysroot) {
+            Ok(text) if rules.sensors.used.contains(&kind) => ("good", text),
+            Ok(text) => ("note", format!("not in use, by the rules: {text}")),
+            Err(text) => ("note", text),
+        };
+        let name = match kind {
+            Kind::Counters => "sensor-counters",
+            Kind::Traces => "sensor-traces",
+            Kind::Hwmon => "sensor-hwmon",
+            Kind::Disks => "sensor-disks",
+            Kind::EventLog => "sensor-event-log",
+        };
+        Finding { name, state, text }
+    };
+    Kind::ALL.into_iter().map(of).collect()
+}
+
 /// Checks this machine.
 #[must_use]
-pub fn check() -> Findings {
-    Facts::read(Path::new("/")).findings()
+pub fn check(rules: &Rules) -> Findings {
+    let Findings { mut findings } = Facts::read(Path::new("/")).findings();
+    findings.extend(sensors(&Sysroot::default(), rules));
+    Findings { findings }
 }
 
 impl Render for Findings {
@@ -180,6 +209,20 @@ mod tests {
             Facts { has_hpet: true, remapped: true, panic_timeout: 10, ..Facts::default() }.findings();
         assert!(state(&remapped, "hpet").text.contains("watch-remapped"));
         assert_eq!(state(&remapped, "after-a-panic").state, "good");
+    }
+
+    #[test]
+    fn each_sensor_is_named() {
+        let fake = sensors::testing::Fake::new();
+        fake.put("sys/class/hwmon/hwmon0/temp1_alarm", "0");
+        fake.put("sys/class/nvme/nvme0/state", "live");
+        let rules = Rules::parse("[sensors]\nuse = ['hwmon']").expect("rules");
+        let findings = Findings { findings: sensors(&fake.sysroot(), &rules) };
+        assert_eq!(state(&findings, "sensor-hwmon").state, "good");
+        assert!(state(&findings, "sensor-disks").text.starts_with("not in use"), "{findings:?}");
+        for name in ["sensor-counters", "sensor-traces", "sensor-event-log"] {
+            assert_eq!(state(&findings, name).state, "note", "{name}");
+        }
     }
 
     #[test]

@@ -1,8 +1,15 @@
 //! The guard in mercuryd: starts the watch, and reports what the driver has seen.
 
-use super::{rules::Rules, start, switches::Switches};
+use super::{
+    outlook::{Outlook, Wish},
+    report::Report,
+    rules::Rules,
+    start,
+    switches::Switches,
+};
 use libsystemd::logging::Priority;
-use mercury_control::{access, error::Result, journal, status::Status, watch::Watch};
+use mercury_abi::code::Code;
+use mercury_control::{access, journal, status::Status, sysroot::Sysroot, watch::Watch};
 use std::{
     path::Path,
     process::{Command, Stdio},
@@ -14,6 +21,8 @@ use std::{
 const INTERVAL: Duration = Duration::from_secs(5);
 /// Interval at which a snapshot is tried that could not be kept.
 const SNAPSHOT_INTERVAL: Duration = Duration::from_secs(60);
+/// Rollbacks to one snapshot after which no service causes another one.
+const ROLLBACKS_MAX: u64 = 3;
 
 /// What the driver said the last time.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -25,11 +34,33 @@ pub struct Seen {
 }
 
 /// An event to report.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Event {
-    priority: u8,
-    name: &'static str,
-    text: String,
+    pub priority: u8,
+    pub name: &'static str,
+    pub text: String,
+    pub fields: Vec<(&'static str, String)>,
+}
+
+impl Event {
+    /// Makes an event with a priority of syslog's.
+    #[must_use]
+    pub fn new(priority: u8, name: &'static str, text: String) -> Self {
+        Self { priority, name, text, fields: Vec::new() }
+    }
+
+    /// Adds a field of the journal.
+    #[must_use]
+    pub fn field(mut self, name: &'static str, value: &str) -> Self {
+        self.fields.push((name, value.to_owned()));
+        self
+    }
+
+    /// Adds the code that `mercury explain` knows.
+    #[must_use]
+    pub fn code(self, code: Code) -> Self {
+        self.field("MERCURY_CODE", code.name())
+    }
 }
 
 /// Compares two answers of the driver.
@@ -45,20 +76,20 @@ pub fn events(before: &Seen, watch: &Watch, status: &Status) -> (Vec<Event>, See
     };
     let mut events = Vec::new();
     if now.alarms > before.alarms {
-        events.push(Event { priority: 2, name: "hang", text: watch.last_alarm.clone() });
+        events.push(Event::new(2, "hang", watch.last_alarm.clone()));
     }
     if before.uses_hpet && !now.uses_hpet && watch.state == "on" {
         let rest = if watch.cycles.used { "" } else { ", and no hang is noticed any more" };
         let text = format!("NMIs of the HPET come no more{rest}: `mercury explain watch-silent`");
-        events.push(Event { priority: if watch.cycles.used { 4 } else { 2 }, name: "source-lost", text });
+        events.push(Event::new(if watch.cycles.used { 4 } else { 2 }, "source-lost", text));
     }
     if let Some(why) = lost_because.filter(|_| !before.is_lost) {
         let text = format!("the snapshot was lost: `mercury explain {why}`");
-        events.push(Event { priority: 4, name: "snapshot-lost", text });
+        events.push(Event::new(4, "snapshot-lost", text));
     }
     if let Some(rollback) = rollback.filter(|rollback| rollback.count > before.rollbacks) {
         let text = format!("this machine was put back to its snapshot: {}", rollback.text());
-        events.push(Event { priority: 2, name: "rolled-back", text });
+        events.push(Event::new(2, "rolled-back", text));
     }
     (events, now)
 }
@@ -67,43 +98,98 @@ pub fn events(before: &Seen, watch: &Watch, status: &Status) -> (Vec<Event>, See
 #[derive(Debug)]
 pub struct Keeper {
     rules: Rules,
+    outlook: Outlook,
+    reported: Option<Report>,
     seen: Option<Seen>,
     asked: Option<Instant>,
     snapshot_tried: Option<Instant>,
+    /// Rollbacks of this machine before the snapshot that is kept. In the lives after it this number is still
+    /// that of the instant, so the difference counts the rollbacks to this snapshot.
+    rollbacks_before: Option<u64>,
     /// A command that keeps a snapshot. Orders are taken meanwhile.
     keeping: Option<JoinHandle<String>>,
+    /// A command that goes back to the snapshot. It ends only if the machine does not.
+    going_back: Option<JoinHandle<String>>,
 }
 
 impl Keeper {
-    /// Starts the watch if there are rules.
-    ///
-    /// # Errors
-    ///
-    /// Returns an error if the rules are wrong, or the driver refuses.
-    pub fn begin(path: &Path, module: Option<&Path>) -> Result<Option<Self>> {
-        if !path.exists() {
-            return Ok(None);
+    /// Starts the watch, the sensors and the services. A driver that refuses is reported, and the others are
+    /// watched all the same.
+    #[must_use]
+    pub fn begin(rules: Rules, module: Option<&Path>) -> Self {
+        let watching = access::controlled(module, "guard").and_then(|(device, _)| start(&device, &rules));
+        tell(
+            &rules,
+            &match watching {
+                Ok((watch, _)) => {
+                    let text = format!("watching {} CPUs, profile {}", watch.cpus, rules.profile.name());
+                    Event::new(6, "watching", text)
+                }
+                Err(error) => {
+                    let event = Event::new(2, "not-watching", format!("no hang is noticed: {error}"));
+                    error.code.into_iter().fold(event, Event::code)
+                }
+            },
+        );
+        let outlook = Outlook::begin(&Sysroot::default(), &rules);
+        Self::of(rules, outlook)
+    }
+
+    fn of(rules: Rules, outlook: Outlook) -> Self {
+        Self {
+            rules,
+            outlook,
+            reported: None,
+            seen: None,
+            asked: None,
+            snapshot_tried: None,
+            rollbacks_before: None,
+            keeping: None,
+            going_back: None,
         }
-        let rules = Rules::read(path)?;
-        let (device, _) = access::controlled(module, "guard")?;
-        let state = start(&device, &rules)?;
-        let text = format!("watching {} CPUs, profile {}", state.watch.cpus, rules.profile.name());
-        tell(&rules, &Event { priority: 6, name: "watching", text });
-        Ok(Some(Self { rules, seen: None, asked: None, snapshot_tried: None, keeping: None }))
     }
 
     #[cfg(test)]
     pub fn busy_with(keeping: JoinHandle<String>) -> Self {
-        let rules = Rules::default();
-        Self { rules, seen: None, asked: Some(Instant::now()), snapshot_tried: None, keeping: Some(keeping) }
+        let rules = Rules { sensors: super::sensors::rules::SensorRules::none(), ..Rules::default() };
+        let outlook = Outlook::begin(&Sysroot::at("/nowhere"), &rules);
+        Self { asked: Some(Instant::now()), keeping: Some(keeping), ..Self::of(rules, outlook) }
     }
 
-    /// Asks the driver now and then, and reports what has changed.
-    pub fn look(&mut self) {
-        if self.asked.is_some_and(|asked| asked.elapsed() < INTERVAL) {
-            return;
+    /// Looks at the sensors and services, and now and then at the driver. Reports what has changed. Returns
+    /// the reason if this machine is to move.
+    pub fn look(&mut self) -> Option<String> {
+        let now = Instant::now();
+        let mut order = None;
+        for wish in self.outlook.look(now) {
+            match wish {
+                Wish::Tell(event) => tell(&self.rules, &event),
+                Wish::Run(program, event) => run(program, &event),
+                Wish::Evacuate(reason) => order = Some(reason),
+                Wish::Rollback(reason) => self.go_back(&reason),
+            }
         }
-        self.asked = Some(Instant::now());
+        if self.asked.is_none_or(|asked| now.duration_since(asked) >= INTERVAL) {
+            self.asked = Some(now);
+            self.publish();
+            self.look_at_driver();
+        }
+        order
+    }
+
+    /// Writes the state, if it has changed, for other commands.
+    fn publish(&mut self) {
+        let report = self.outlook.report();
+        if self.reported.as_ref() != Some(&report) && report.write(&Sysroot::default()).is_ok() {
+            self.reported = Some(report);
+        }
+    }
+
+    /// Asks the driver, and reports what has changed.
+    fn look_at_driver(&mut self) {
+        if let Some(ended) = self.going_back.take_if(|command| command.is_finished()) {
+            self.report_going_back(&ended.join().unwrap_or_default());
+        }
         let Ok(watch) = access::observe().and_then(|device| device.watch_status()) else { return };
         let Ok(status) = access::current_status() else { return };
         let watch = Watch::new(&watch);
@@ -111,15 +197,58 @@ impl Keeper {
             Some(before) => events(before, &watch, &status),
             None => (Vec::new(), events(&Seen::default(), &watch, &status).1),
         };
+        let is_kept = status.snapshot.is_some_and(|snapshot| snapshot.state != "lost");
+        if !is_kept || self.rollbacks_before.is_none() {
+            self.rollbacks_before = Some(now.rollbacks);
+        }
         self.seen = Some(now);
         events.iter().for_each(|event| tell(&self.rules, event));
-        let is_kept = status.snapshot.is_some_and(|snapshot| snapshot.state != "lost");
         if self.rules.keeps_snapshots() && !is_kept {
             self.keep_snapshot();
         }
         if let Some(ended) = self.keeping.take_if(|keeping| keeping.is_finished()) {
             self.report_snapshot(&ended.join().unwrap_or_default());
         }
+    }
+
+    /// Returns the number of rollbacks to the snapshot that is kept.
+    fn rollbacks(&self) -> u64 {
+        let now = access::current_status().ok().and_then(|status| status.rollback);
+        let now = now.map_or(0, |rollback| rollback.count);
+        now.saturating_sub(self.rollbacks_before.unwrap_or_default())
+    }
+
+    /// Starts the command that goes back to the snapshot.
+    fn go_back(&mut self, reason: &str) {
+        if self.going_back.is_some() {
+            return;
+        }
+        if self.rollbacks() >= ROLLBACKS_MAX {
+            let text = format!("no rollback for {reason}: {ROLLBACKS_MAX} have not helped");
+            tell(&self.rules, &Event::new(2, "not-rolled-back", text).code(Code::RollbackInVain));
+            return;
+        }
+        tell(&self.rules, &Event::new(2, "going-back", format!("going back to the snapshot: {reason}")));
+        self.going_back = Some(thread::spawn(|| mercury(&["--json", "rollback"])));
+    }
+
+    /// Reports a rollback that has not happened.
+    fn report_going_back(&self, said: &str) {
+        let value: serde_json::Value = serde_json::from_str(said).unwrap_or_default();
+        let why = value["error"]["message"].as_str().unwrap_or("the command said nothing");
+        let event = Event::new(2, "not-rolled-back", format!("this machine was not put back: {why}"));
+        tell(
+            &self.rules,
+            &value["error"]["code"]
+                .as_str()
+                .into_iter()
+                .fold(event, |event, code| event.field("MERCURY_CODE", code)),
+        );
+    }
+
+    /// Reads the hardware again after a move, which may have led to another machine.
+    pub fn resume(&mut self) {
+        self.outlook.resume();
     }
 
     /// Starts the command that keeps a snapshot.
@@ -129,19 +258,13 @@ impl Keeper {
             return;
         }
         self.snapshot_tried = Some(Instant::now());
-        self.keeping = Some(thread::spawn(|| {
-            let output = std::env::current_exe().and_then(|program| {
-                Command::new(program).args(["--json", "snapshot"]).stdin(Stdio::null()).output()
-            });
-            output.map_or_else(
-                |error| error.to_string(),
-                |output| String::from_utf8_lossy(&output.stdout).into_owned(),
-            )
-        }));
+        self.keeping = Some(thread::spawn(|| mercury(&["--json", "snapshot"])));
     }
 
-    /// Returns the command under way that keeps a snapshot. It holds the driver, so a move waits for it.
+    /// Leaves this hardware, and returns the command under way that keeps a snapshot. It holds the driver, so
+    /// a move waits for it.
     pub fn hand_over(&mut self) -> Option<JoinHandle<String>> {
+        self.outlook.pause();
         self.keeping.take()
     }
 
@@ -151,27 +274,36 @@ impl Keeper {
         match (value["state"].as_str(), value["error"]["message"].as_str()) {
             (Some("kept"), _) => {
                 let text = "a snapshot is kept".to_owned();
-                tell(&self.rules, &Event { priority: 6, name: "snapshot-kept", text });
+                tell(&self.rules, &Event::new(6, "snapshot-kept", text));
             }
             // The second life: the next look reports it.
             (Some(_), _) => {}
             (None, why) => {
                 let text = format!("no snapshot can be kept: {}", why.unwrap_or("the command said nothing"));
-                tell(&self.rules, &Event { priority: 4, name: "no-snapshot", text });
+                tell(&self.rules, &Event::new(4, "no-snapshot", text));
             }
         }
     }
 
-    /// Stops the watch, and puts the kernel's switches back.
+    /// Stops the watch, the sensors and the services, and puts the kernel's switches back.
     pub fn end(self) {
+        Report::remove(&Sysroot::default());
         let stopped = Switches::system().put_back().and_then(|()| match access::control_if_loaded()? {
             Some(device) => device.watch(0).map(drop),
             None => Ok(()),
         });
         if let Err(error) = stopped {
-            tell(&self.rules, &Event { priority: 4, name: "not-stopped", text: error.to_string() });
+            tell(&self.rules, &Event::new(4, "not-stopped", error.to_string()));
         }
     }
+}
+
+/// Runs a command of Mercury's, and returns what it has said.
+fn mercury(arguments: &[&str]) -> String {
+    let output = std::env::current_exe()
+        .and_then(|program| Command::new(program).args(arguments).stdin(Stdio::null()).output());
+    output
+        .map_or_else(|error| error.to_string(), |output| String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 /// Reports an event, and runs the hook without waiting for it.
@@ -181,12 +313,24 @@ fn tell(rules: &Rules, event: &Event) {
         3..=4 => Priority::Warning,
         _ => Priority::Info,
     };
-    journal::say(priority, "mercuryd", &event.text, vec![("MERCURY_EVENT", event.name.to_owned())]);
-    let Some(hook) = &rules.hook else { return };
-    match Command::new(hook).args([event.name, &event.text]).stdin(Stdio::null()).spawn() {
-        Ok(mut child) => drop(thread::spawn(move || child.wait())),
-        Err(error) => journal::say(Priority::Warning, "mercuryd", &format!("{hook}: {error}"), vec![]),
+    let name = [("MERCURY_EVENT", event.name.to_owned())].into_iter();
+    journal::say(priority, "mercuryd", &event.text, name.chain(event.fields.clone()).collect());
+    if let Some(hook) = &rules.hook {
+        run(hook.clone(), event);
     }
+}
+
+/// Runs a program with an event's name and text as its arguments, and its fields as variables. The program
+/// may lie on a disk that does not answer, so a thread starts it.
+fn run(program: String, event: &Event) {
+    let mut command = Command::new(&program);
+    let fields = event.fields.iter().map(|(name, value)| (*name, value.as_str()));
+    command.args([event.name, &event.text]).envs(fields).stdin(Stdio::null());
+    drop(thread::spawn(move || {
+        if let Err(error) = command.status() {
+            journal::say(Priority::Warning, "mercuryd", &format!("{program}: {error}"), vec![]);
+        }
+    }));
 }
 
 #[cfg(test)]

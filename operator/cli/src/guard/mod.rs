@@ -7,7 +7,11 @@
 pub mod check;
 pub mod drill;
 pub mod keeper;
+pub mod outlook;
+pub mod report;
 pub mod rules;
+pub mod sensors;
+pub mod services;
 pub mod switches;
 
 use clap::{Args, Subcommand};
@@ -19,8 +23,10 @@ use mercury_control::{
     exit::Exit,
     output::{Render, Text},
     say::Say,
+    sysroot::Sysroot,
     watch::Watch,
 };
+use report::Report;
 use rules::Rules;
 use serde::Serialize;
 use std::path::PathBuf;
@@ -34,8 +40,8 @@ pub enum GuardCommand {
     Off,
     /// Show the watch and its rules
     Status(RulesArgs),
-    /// Check what helps the guard on this machine, and what a rollback would lose here
-    Check,
+    /// Check what helps the guard on this machine, its sensors, and what a rollback would lose here
+    Check(RulesArgs),
     /// Panic on purpose, and report how this machine came back
     #[command(
         long_about = "Keeps a snapshot, and makes the kernel panic. The machine goes back to the snapshot, \
@@ -63,9 +69,13 @@ pub struct RulesArgs {
 /// State of the guard.
 #[derive(Debug, Serialize)]
 struct State {
-    watch: Watch,
+    /// The watch; none without the driver.
+    watch: Option<Watch>,
     rules: Rules,
     switches: Vec<Change>,
+    /// Sensors and services, if mercuryd runs and guards.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    daemon: Option<Report>,
 }
 
 /// Runs a command of the guard.
@@ -78,17 +88,18 @@ pub fn run(command: &GuardCommand, say: Say<'_>) -> Result<Exit> {
         GuardCommand::On(args) => {
             let (device, _) = access::controlled(args.module.module.as_deref(), "guard on")?;
             let rules = Rules::read(&args.rules.rules)?;
-            start(&device, &rules).map(|state| say.done(&state))
+            let (watch, switches) = start(&device, &rules)?;
+            Ok(say.done(&State { watch: Some(watch), rules, switches, daemon: None }))
         }
         GuardCommand::Off => off().map(|state| say.done(&state)),
         GuardCommand::Status(args) => status(args).map(|state| say.done(&state)),
-        GuardCommand::Check => Ok(say.done(&check::check())),
+        GuardCommand::Check(args) => Ok(say.done(&check::check(&Rules::read(&args.rules)?))),
         GuardCommand::Drill(args) => drill::run(args).map(|report| say.done(&report)),
     }
 }
 
 /// Starts the watch, then sets the kernel's switches.
-fn start(device: &Device, rules: &Rules) -> Result<State> {
+fn start(device: &Device, rules: &Rules) -> Result<(Watch, Vec<Change>)> {
     let watch = Watch::new(&device.watch(rules.acts())?);
     let mut switches = Switches::system();
     let changes = switches.put_back().and_then(|()| switches.set(&rules.kernel_switches()));
@@ -97,7 +108,7 @@ fn start(device: &Device, rules: &Rules) -> Result<State> {
         let _ = switches.put_back();
         let _ = device.watch(0);
     }
-    Ok(State { watch, rules: rules.clone(), switches: changes? })
+    Ok((watch, changes?))
 }
 
 /// Stops the watch, and puts the kernel's switches back.
@@ -112,9 +123,12 @@ fn off() -> Result<Watch> {
 
 fn status(args: &RulesArgs) -> Result<State> {
     access::need_root("guard status")?;
-    let device = Device::open(Access::Observe)?;
-    let watch = Watch::new(&device.watch_status()?);
-    Ok(State { watch, rules: Rules::read(&args.rules)?, switches: Switches::system().changes() })
+    let watch = Device::open(Access::Observe).and_then(|device| Ok(Watch::new(&device.watch_status()?)));
+    let daemon = Report::read(&Sysroot::default());
+    let rules = Rules::read(&args.rules)?;
+    // Without the driver, the daemon's part is worth showing.
+    let watch = watch.map(Some).or_else(|error| if daemon.is_some() { Ok(None) } else { Err(error) })?;
+    Ok(State { watch, rules, switches: Switches::system().changes(), daemon })
 }
 
 fn without_driver() -> Error {
@@ -124,10 +138,18 @@ fn without_driver() -> Error {
 
 impl Render for State {
     fn render(&self, to: &mut Text) {
-        self.watch.render(to);
-        to.line(format!("rules: profile {}", self.rules.profile.name()));
+        match &self.watch {
+            Some(watch) => watch.render(to),
+            None => to.line("the driver is not loaded, so no hang is noticed"),
+        }
+        let tried = if self.rules.dry_run { ", only tried (dry_run)" } else { "" };
+        to.line(format!("rules: profile {}{tried}", self.rules.profile.name()));
         for change in &self.switches {
             to.line(format!("{}: {} (was {})", change.name, change.set, change.before));
+        }
+        match &self.daemon {
+            Some(report) => report.render(to),
+            None => to.line("mercuryd does not guard, so no sensor and no service is watched"),
         }
     }
 }

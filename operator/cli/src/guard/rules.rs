@@ -1,5 +1,10 @@
 //! `/etc/mercury/guard.toml`: the rules of the guard.
 
+use super::{
+    sensors::rules::{Seconds, SensorRules},
+    services::{self, rules::Service},
+};
+use mercury_abi::code::Code;
 use mercury_abi::ioctl::{
     MERCURY_WATCH_ON, MERCURY_WATCH_OOPS, MERCURY_WATCH_OOPS_FATAL, MERCURY_WATCH_PANIC,
 };
@@ -8,7 +13,7 @@ use mercury_control::{
     exit::Exit,
 };
 use serde::{Deserialize, Serialize};
-use std::{fs, io, path::Path};
+use std::{collections::BTreeSet, fs, io, path::Path, time::Duration};
 
 /// The file with the rules.
 pub const PATH: &str = "/etc/mercury/guard.toml";
@@ -79,6 +84,16 @@ pub struct Rules {
     /// Program that is run after an event, with the event's name and text as its arguments.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hook: Option<String>,
+    /// True if orders to move, and rollbacks for services, are only reported.
+    pub dry_run: bool,
+    /// Least time between two orders to move that the guard gives.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub order_interval_s: Option<Seconds<1, 86_400>>,
+    /// Sensors of the hardware.
+    pub sensors: SensorRules,
+    /// Services that are watched.
+    #[serde(rename = "service", skip_serializing_if = "Vec::is_empty")]
+    pub services: Vec<Service>,
 }
 
 /// The kernel's own detectors.
@@ -104,8 +119,8 @@ impl Rules {
     pub fn read(path: &Path) -> Result<Self> {
         match fs::read_to_string(path) {
             Ok(text) => Self::parse(&text).map_err(|why| {
-                Error::new(Exit::Usage, format!("{}: {}", path.display(), why.trim_end()))
-                    .hint("man mercury-guard has every key; without the file the profile is watch")
+                let why = format!("{}: {}", path.display(), why.trim_end());
+                Error { exit: Exit::Usage, ..Error::coded(Code::BadRules, why) }
             }),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Self::default()),
             Err(error) => Err(Error::new(Exit::Failed, format!("{}: {error}", path.display()))
@@ -119,7 +134,12 @@ impl Rules {
     ///
     /// Returns the reason, with the line.
     pub fn parse(text: &str) -> std::result::Result<Self, String> {
-        toml::from_str(text).map_err(|error| error.to_string())
+        let rules: Self = toml::from_str(text).map_err(|error| error.to_string())?;
+        let mut names = BTreeSet::new();
+        match rules.services.iter().find(|service| !names.insert(service.target().name())) {
+            Some(twice) => Err(format!("the service {} is there twice", twice.target().name())),
+            None => Ok(rules),
+        }
     }
 
     /// Returns the consequence of a hang.
@@ -133,6 +153,19 @@ impl Rules {
     pub fn oops(&self) -> Oops {
         let default = if self.profile == Profile::Stateless { Oops::Fatal } else { Oops::None };
         self.on_oops.unwrap_or(default)
+    }
+
+    /// Returns the least time between two orders to move.
+    #[must_use]
+    pub fn order_interval(&self) -> Duration {
+        self.order_interval_s.map_or(Duration::from_secs(600), Seconds::time)
+    }
+
+    /// Returns true if the guard itself may order this machine to move.
+    #[must_use]
+    pub fn may_evacuate(&self) -> bool {
+        let is_moved_for = |service: &Service| service.action() == services::rules::Action::Evacuate;
+        self.sensors.may_evacuate() || self.services.iter().any(is_moved_for)
     }
 
     /// Returns true if the daemon keeps a snapshot at all times.
@@ -170,7 +203,8 @@ impl Rules {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::sensors::rules::Signal, *};
+    use std::collections::BTreeMap;
 
     #[test]
     fn without_a_file_nothing_is_put_back() {
@@ -189,6 +223,29 @@ mod tests {
         assert_eq!(rules.kernel_switches(), ["kernel/hung_task_panic", "kernel/panic_on_rcu_stall"]);
         let rules = Rules::parse("on_hang = 'report'\non_oops = 'all'").expect("rules");
         assert_eq!(rules.acts(), MERCURY_WATCH_ON | MERCURY_WATCH_OOPS);
+    }
+
+    /// The example's defaults are those of the program, and each key in it is one.
+    #[test]
+    fn the_example_is_what_it_says() {
+        const EXAMPLE: &str = include_str!("../../../../packaging/examples/guard.toml");
+        assert_eq!(Rules::parse(EXAMPLE), Ok(Rules::default()));
+        let is_key = |line: &&str| line.starts_with(|c: char| c.is_ascii_lowercase() || c == '[');
+        let bare = |line| str::strip_prefix(line, "#").filter(is_key).unwrap_or(line);
+        let text: Vec<_> = EXAMPLE.lines().map(bare).collect();
+        let rules = Rules::parse(&text.join("\n")).expect("an example");
+        assert_eq!((rules.services.len(), rules.sensors.ignore.len()), (2, 2));
+        assert_eq!((rules.order_interval(), rules.hang(), rules.oops()), {
+            let default = Rules::default();
+            (default.order_interval(), default.hang(), default.oops())
+        });
+        for signal in Signal::ALL {
+            assert!(rules.sensors.limits.contains_key(&signal), "{}", signal.name());
+            assert_eq!(rules.sensors.limit(signal), Rules::default().sensors.limit(signal));
+        }
+        assert!(!rules.may_evacuate() && !rules.dry_run);
+        let sensors = SensorRules { ignore: Vec::new(), limits: BTreeMap::new(), ..rules.sensors };
+        assert_eq!(sensors, SensorRules::default());
     }
 
     #[test]
