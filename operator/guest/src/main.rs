@@ -76,8 +76,10 @@ fn main() -> ExitCode {
 fn run(args: &RunArgs, format: Format) -> Result<Ended> {
     // Before any thread, so that each has the signals blocked.
     let signals = Signals::block(&SIGNALS)?;
-    let guest = Guest::prepare(&args.image, &own_disks(&args.guest.disk))?;
     let life = &args.guest.life;
+    let own = own_disks(&args.guest.disk);
+    let drivers = drivers(life.net.is_some(), own.len() < args.guest.disk.len());
+    let guest = Guest::prepare(&args.image, &drivers, &own)?;
     let name = life.name.clone().unwrap_or_else(|| Name::of_machine(&guest.machine().host));
     let mut folder = claim(&name)?;
     folder.entrust(start_keeper()?).map_err(no_keeper)?;
@@ -164,6 +166,13 @@ fn options(args: &LifeArgs, console: Console, disks: Vec<Disk>, folder: &Folder)
             Console::Socket => run::Console::Sockets { first: folder.console(), second },
         },
     }
+}
+
+/// Returns the drivers that a guest's kernel needs for a network card and for new disks.
+fn drivers(has_card: bool, has_disks: bool) -> Vec<&'static str> {
+    let needed =
+        [(has_card || has_disks, "virtio_mmio"), (has_card, "virtio_net"), (has_disks, "virtio_blk")];
+    needed.into_iter().filter_map(|(is_needed, name)| is_needed.then_some(name)).collect()
 }
 
 /// Returns the contents of the machine's own disks.

@@ -18,7 +18,7 @@ use mercury_controllers::{
     nvme::{Identity, Limits, Namespace},
     pci::Function,
 };
-use mercury_image::{Device, FileSystem, Machine};
+use mercury_image::{Device, FileSystem, Machine, SwapArea};
 use mercury_quiesce::{block_devices::ReadAt, disks::fingerprint_elsewhere};
 use std::{
     collections::BTreeSet,
@@ -106,6 +106,7 @@ impl Plan {
         };
         let reasons = machine.file_systems.iter().filter_map(|one| obstacle(one, machine, &content));
         plan.reasons.extend(reasons);
+        plan.reasons.extend(machine.swap.iter().filter_map(|one| absent_swap(one, machine, &content)));
         for theirs in &machine.nvme {
             let planned = nvme::plan(machine, theirs, &opened);
             plan.add(&theirs.name, &theirs.address, planned, taken, end);
@@ -223,6 +224,24 @@ fn obstacle<'a>(
         )),
         Err(why) => Some(format!("{mounted_at} cannot be compared with the image: {why}")),
     }
+}
+
+/// Returns the reason for which a swap area could not go on. Its content does not matter.
+fn absent_swap<'a>(
+    one: &SwapArea,
+    machine: &Machine,
+    content: &dyn Fn(&str) -> Option<&'a dyn ReadAt>,
+) -> Option<String> {
+    let is_absent = |name: &&String| content(name).is_none();
+    if one.goes_along || (!one.disks.is_empty() && !one.disks.iter().any(|name| is_absent(&name))) {
+        return None;
+    }
+    let device = &one.device;
+    let given = match one.disks.iter().find(is_absent).and_then(|name| find(machine, name)) {
+        Some(disk) => format!("give the content of the disk {} with --disk {}=FILE", disk.label, disk.name),
+        None => "a guest can have only disks on NVMe and AHCI that its image names".into(),
+    };
+    Some(format!("swap is on {device}: {given}, or switch it off before (`swapoff {device}`)"))
 }
 
 /// Finds the PCI device of a controller.
@@ -445,6 +464,31 @@ pub(crate) mod tests {
         drop(far);
         file.as_file().set_len(SIZE as u64 - 512).unwrap();
         assert!(reason(&whole, given).contains("it has 1.00 MiB, and"));
+    }
+
+    #[test]
+    fn swap_needs_its_disks_or_a_server() {
+        let (_file, disk) = content();
+        let mut machine = with_fingerprint(machine(), &disk);
+        let given = std::slice::from_ref(&disk);
+        let area = |disks: &[&str]| SwapArea {
+            device: "/dev/dm-1".into(),
+            disks: disks.iter().copied().map(str::to_owned).collect(),
+            goes_along: false,
+        };
+        machine.swap = vec![area(&["nvme0n1"])];
+        assert_eq!(plan(&machine, given).reasons, [""; 0]);
+        for unknown in [area(&[]), area(&["sdb"]), area(&["nvme0n1", "sdb"])] {
+            machine.swap = vec![unknown];
+            let text = reason(&machine, given);
+            assert!(text.starts_with("swap is on /dev/dm-1: a guest can have only"), "{text}");
+        }
+        machine.swap[0].goes_along = true;
+        assert_eq!(plan(&machine, given).reasons, [""; 0]);
+        machine.file_systems.clear();
+        machine.swap = vec![area(&["nvme0n1"])];
+        let text = reason(&machine, &[]);
+        assert!(text.contains("SERIAL") && text.contains("--disk nvme0n1=FILE, or switch it off"), "{text}");
     }
 
     #[test]

@@ -79,6 +79,8 @@ pub struct Host<'a> {
     pub cpus_max: usize,
     /// Memory that is available, in bytes.
     pub available: u64,
+    /// Drivers of the devices that the guest will find.
+    pub drivers: &'a [&'static str],
 }
 
 /// Returns every reason for which the machine cannot go on here as a guest.
@@ -97,6 +99,7 @@ pub fn reasons(
         Err(unfit) => found.push(Reason::new(Code::GuestDescription, unfit)),
     }
     devices(machine, &mut found);
+    drivers(machine, host.drivers, &mut found);
     let late = machine.timers.as_ref().and_then(time::obstacle);
     found.extend(late.map(|why| Reason::new(Code::GuestTimers, why)));
     match tables {
@@ -238,6 +241,18 @@ fn devices(machine: &Machine, found: &mut Vec<Reason>) {
     }
 }
 
+fn drivers(machine: &Machine, needed: &[&str], found: &mut Vec<Reason>) {
+    let is_missing = |name: &&&str| machine.missing_drivers.iter().any(|missing| missing == **name);
+    let missing: Vec<&str> = needed.iter().filter(is_missing).copied().collect();
+    if !missing.is_empty() {
+        let text = format!(
+            "its kernel has no driver for devices that the guest would find: {} could not be loaded there",
+            missing.join(", ")
+        );
+        found.push(Reason::new(Code::GuestDrivers, text));
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -282,7 +297,8 @@ mod tests {
         change(&mut machine);
         let layout = Layout::of(&machine);
         let cpuid = cpuid();
-        let host = Host { cpuid: &cpuid, cpus_max: 8, available: 1 << 20 };
+        let host =
+            Host { cpuid: &cpuid, cpus_max: 8, available: 1 << 20, drivers: &["virtio_mmio", "virtio_net"] };
         reasons(&machine, &layout, &tables, &host)
     }
 
@@ -320,7 +336,7 @@ mod tests {
             ..Device::default()
         };
         type Change = Box<dyn FnOnce(&mut Machine)>;
-        let changes: [(Change, &str); 16] = [
+        let changes: [(Change, &str); 17] = [
             (Box::new(|one| one.processor.vendor = "GenuineIntel".into()), "GenuineIntel (family 23)"),
             (Box::new(|one| one.processor.signature[0] = 25), "this host's is AuthenticAMD (family 23)"),
             (Box::new(|one| one.processor.flags.push("avx2".into())), "does not offer here: avx2"),
@@ -339,6 +355,10 @@ mod tests {
                 "ivhd0",
             ),
             (Box::new(|one| one.ranges[0].pages = 257), "are available"),
+            (
+                Box::new(|one| one.missing_drivers = vec!["virtio_net".into(), "virtio_blk".into()]),
+                "would find: virtio_net could not",
+            ),
             (
                 Box::new(|one| one.timers = Some(Timers { apic_hz: 2_000_000_000, ..Timers::default() })),
                 "would be late",

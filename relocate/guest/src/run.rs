@@ -100,26 +100,19 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Checks that a machine can be a guest here.
+    /// Checks that a machine can be a guest here, with devices for these drivers of its kernel, and with the
+    /// contents of its own disks.
     ///
     /// # Errors
     /// Names every reason against it.
-    pub fn of(machine: Machine) -> Result<Self> {
-        Self::with_disks(machine, &[])
-    }
-
-    /// Checks that a machine can be a guest here, with the contents of its own disks.
-    ///
-    /// # Errors
-    /// Names every reason against it.
-    pub fn with_disks(machine: Machine, own: &[OwnDisk]) -> Result<Self> {
+    pub fn of(machine: Machine, drivers: &[&'static str], own: &[OwnDisk]) -> Result<Self> {
         let firmware = image::firmware(&machine)?;
         let tables = Tables::find(&firmware);
         let layout = Layout::of(&machine);
         let kvm = open_kvm()?;
         let cpuid = cpu::offered(&kvm, &machine)?;
-        let host =
-            Host { cpuid: cpuid.as_slice(), cpus_max: kvm.get_max_vcpus(), available: available_memory()? };
+        let (cpus_max, available) = (kvm.get_max_vcpus(), available_memory()?);
+        let host = Host { cpuid: cpuid.as_slice(), cpus_max, available, drivers };
         let taken = layout.as_ref().map_or(Vec::new(), |layout| [layout.ranges(), &TAKEN].concat());
         let own = disks::Plan::of(&machine, own, &taken, cpu::addresses_end(cpuid.as_slice()))?;
         let mut reasons = fit::reasons(&machine, &layout, &tables, &host);
@@ -240,9 +233,9 @@ impl Guest {
     ///
     /// # Errors
     /// Names every reason against it.
-    pub fn prepare(path: &Path, own: &[OwnDisk]) -> Result<Self> {
+    pub fn prepare(path: &Path, drivers: &[&'static str], own: &[OwnDisk]) -> Result<Self> {
         let image = Image::open(path)?;
-        let plan = Plan::with_disks(image.machine().clone(), own)?;
+        let plan = Plan::of(image.machine().clone(), drivers, own)?;
         Ok(Self { image, plan })
     }
 

@@ -40,6 +40,13 @@ pub struct Machine {
     pub iommus: Option<Vec<Iommu>>,
     /// File systems on block devices that were mounted for writing.
     pub file_systems: Vec<FileSystem>,
+    /// Swap areas on block devices that were on. They hold nothing of the machine's memory. Empty: there is
+    /// none, or an earlier Mercury made the image.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub swap: Vec<SwapArea>,
+    /// Drivers of a guest's devices that the kernel does not have.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub missing_drivers: Vec<String>,
     /// Memory of the firmware that the kernel may read: ACPI tables and the like. It is needed where
     /// the machine goes on with other firmware, as a guest. Empty: it could not be read, or an
     /// earlier Mercury made the image.
@@ -247,6 +254,18 @@ pub struct FileSystem {
     pub place: Option<DiskPart>,
     /// True if the device is on a server, by a connection that only the kernel holds: the machine keeps it
     /// wherever it goes on with its addresses.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub goes_along: bool,
+}
+
+/// A swap area on a block device.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SwapArea {
+    /// Block device of the area.
+    pub device: String,
+    /// The kernel's names of the disks that hold it. Empty: unknown.
+    pub disks: Vec<String>,
+    /// True if the device is on a server, by a connection that only the kernel holds.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub goes_along: bool,
 }

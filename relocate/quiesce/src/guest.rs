@@ -18,8 +18,13 @@ use mercury_control::sysroot::Sysroot;
 use rustix::fs::OFlags;
 use std::{arch::x86_64::__cpuid, ffi::CString, io, process::Command};
 
-/// Drivers of the devices that come.
-const DRIVERS: [&str; 4] = ["virtio_mmio", "virtio_blk", "virtio_net", "virtio_rng"];
+/// Drivers of the devices that come, with their folders in /sys/bus.
+const DRIVERS: [(&str, &str); 4] = [
+    ("virtio_mmio", "platform/drivers/virtio-mmio"),
+    ("virtio_blk", "virtio/drivers/virtio_blk"),
+    ("virtio_net", "virtio/drivers/virtio_net"),
+    ("virtio_rng", "virtio/drivers/virtio_rng"),
+];
 
 /// The drivers and what they need. Other drivers that have come meanwhile are for other devices.
 const TAKEN_OUT: [&str; 8] = [
@@ -43,6 +48,8 @@ pub struct Readiness {
     rescan: Option<Rescan>,
     /// Modules, the newest first, as the kernel lists them.
     loaded: Vec<String>,
+    /// Drivers that the kernel does not have.
+    missing: Vec<String>,
 }
 
 impl Readiness {
@@ -52,7 +59,7 @@ impl Readiness {
     pub fn prepare(sysroot: &Sysroot) -> Self {
         let before = names(sysroot);
         let mut modprobe = Command::new("modprobe");
-        modprobe.args(["-q", "-a"]).args(DRIVERS);
+        modprobe.args(["-q", "-a"]).args(DRIVERS.map(|(name, _)| name));
         // A driver may be built in, or missing.
         let _ = patient::output(modprobe, PROGRAM_PATIENCE);
         let is_new = |name: &String| !before.contains(name) && TAKEN_OUT.contains(&name.as_str());
@@ -60,7 +67,14 @@ impl Readiness {
         let here = || Metal { devices: describe::devices(sysroot), cards: ethernet::cards(sysroot) };
         let metal = recalled(sysroot).unwrap_or_else(here);
         let rescan = is_guest().then(|| Rescan::prepare(sysroot));
-        Self { network: takeover::keep(sysroot), metal, rescan, loaded }
+        let missing = missing(sysroot);
+        Self { network: takeover::keep(sysroot), metal, rescan, loaded, missing }
+    }
+
+    /// Returns the drivers that the kernel does not have.
+    #[must_use]
+    pub fn missing(&self) -> &[String] {
+        &self.missing
     }
 
     /// In the machine that has arrived, before its applications go on: lets the cards that came take over the
@@ -121,6 +135,12 @@ fn failure(result: io::Result<()>) -> Option<String> {
     result.err().map(|error| format!("its hardware: {error}"))
 }
 
+/// Returns the drivers that are neither loaded nor built in.
+fn missing(sysroot: &Sysroot) -> Vec<String> {
+    let is_missing = |(_, folder): &(&str, &str)| !sysroot.exists(&format!("sys/bus/{folder}"));
+    DRIVERS.into_iter().filter(is_missing).map(|(name, _)| name.to_owned()).collect()
+}
+
 fn names(sysroot: &Sysroot) -> Vec<String> {
     sysroot.modules().into_iter().map(|module| module.name).collect()
 }
@@ -131,4 +151,20 @@ pub fn is_guest() -> bool {
     let leaf = __cpuid(MERCURY_GUEST_LEAF);
     [leaf.ebx, leaf.ecx, leaf.edx]
         == [MERCURY_GUEST_SIGNATURE_EBX, MERCURY_GUEST_SIGNATURE_ECX, MERCURY_GUEST_SIGNATURE_EDX]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_driver_that_is_not_there_is_missing_and_one_that_is_built_in_is_not() {
+        let root = tempfile::tempdir().expect("a folder");
+        let sysroot = Sysroot::at(root.path());
+        assert_eq!(missing(&sysroot), ["virtio_mmio", "virtio_blk", "virtio_net", "virtio_rng"]);
+        for folder in ["platform/drivers/virtio-mmio", "virtio/drivers/virtio_net"] {
+            std::fs::create_dir_all(root.path().join("sys/bus").join(folder)).expect("a folder");
+        }
+        assert_eq!(missing(&sysroot), ["virtio_blk", "virtio_rng"]);
+    }
 }

@@ -9,6 +9,7 @@ use super::block_devices;
 use mercury_control::sysroot::Sysroot;
 use mercury_image::Piece;
 use std::{
+    collections::BTreeSet,
     fs::File,
     io,
     ops::Range,
@@ -45,6 +46,26 @@ pub fn pieces(device: &Path, ranges: &[Range<u64>], sysroot: &Sysroot) -> Result
         }
     }
     Ok(pieces)
+}
+
+/// Returns the disks that hold a device, by the kernel's names.
+///
+/// # Errors
+///
+/// Returns the reason as a clause if they are unknown.
+pub fn disks(device: &Path, sysroot: &Sysroot) -> Result<BTreeSet<String>, String> {
+    let number = std::fs::metadata(device).map_err(|error| error.to_string())?.rdev();
+    let number = format!("{}:{}", rustix::fs::major(number), rustix::fs::minor(number));
+    // One sector would do for a partition, and not for a volume on several disks.
+    let sectors = sysroot.text(&format!("sys/dev/block/{number}/size"));
+    let sectors: u64 = sectors.and_then(|text| text.trim().parse().ok()).ok_or("its size is unknown")?;
+    let whole = 0..sectors.saturating_mul(SECTOR);
+    let parts = resolve(&number, &whole, DEPTH_MAX, &|number| layer(number, sysroot))?;
+    let disk = |(name, _): Stretch| {
+        let place = block_devices::place_of(&name, sysroot);
+        place.map(|place| place.disk).ok_or_else(|| format!("the place of {name} is unknown"))
+    };
+    parts.into_iter().map(disk).collect()
 }
 
 /// The structure of a device.

@@ -6,7 +6,7 @@
 //! number of free swap slots when no CPU runs anything else ([`Off::pages`]), and a change in
 //! between is noticed here ([`Off::refuse_changes`]).
 
-use super::{mounts::unescaped, patient};
+use super::{layers, mounts::unescaped, patient, reachable};
 use crate::undo::{Area, Undo, UndoProcess};
 use mercury_abi::code::Code;
 use mercury_abi::ioctl::MERCURY_SWAP_IN_MEMORY;
@@ -19,10 +19,12 @@ use mercury_control::{
     progress,
     sysroot::Sysroot,
 };
+use mercury_image::SwapArea;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use std::{
     fs::File,
     io::{self, Read},
+    os::unix::fs::FileTypeExt,
     path::PathBuf,
     time::Duration,
 };
@@ -204,6 +206,20 @@ impl Off {
         Ok(off)
     }
 
+    /// Describes the areas on block devices. Those in files go with their file systems.
+    #[must_use]
+    pub fn describe(&self, sysroot: &Sysroot) -> Vec<SwapArea> {
+        let is_device = |area: &&Area| {
+            std::fs::metadata(&area.path).is_ok_and(|found| found.file_type().is_block_device())
+        };
+        let describe = |area: &Area| SwapArea {
+            device: area.path.display().to_string(),
+            disks: layers::disks(&area.path, sysroot).into_iter().flatten().collect(),
+            goes_along: reachable::goes_along(&area.path, sysroot),
+        };
+        self.areas.iter().filter(is_device).map(describe).collect()
+    }
+
     /// Returns the number that the driver must find at the instant
     /// ([`mercury_abi::ioctl::SnapshotRequest::swap_pages`]).
     ///
@@ -327,6 +343,17 @@ mod tests {
         assert_eq!(area.left(&sysroot), 12 << 10);
         let error = area.switch_off(&sysroot).expect_err("no such area");
         assert!(matches!(error.raw_os_error(), Some(libc::EPERM | libc::EINVAL | libc::ENOENT)), "{error}");
+    }
+
+    #[test]
+    fn swap_in_files_is_no_area_on_a_device() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let file = folder.path().join("swap");
+        std::fs::write(&file, "").expect("a file");
+        let area = |path: &std::path::Path| Area { path: path.into(), used: 0, priority: 0 };
+        let off = |areas| std::mem::ManuallyDrop::new(Off { areas, table: None });
+        let none = off(vec![area(&file), area(&folder.path().join("gone"))]);
+        assert_eq!(none.describe(&Sysroot::default()), []);
     }
 
     #[test]

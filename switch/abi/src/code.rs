@@ -347,7 +347,7 @@ codes! {
     GuestDevices = 203, "guest-devices";
     /// The machine uses an IOMMU.
     GuestIommu = 204, "guest-iommu";
-    /// A file system is mounted from a disk that does not come along.
+    /// A file system or a swap area is on a disk that does not come along.
     GuestDisks = 205, "guest-disks";
     /// The host has too little memory available.
     GuestMemory = 206, "guest-memory";
@@ -359,4 +359,6 @@ codes! {
     GuestIncremental = 209, "guest-incremental";
     /// The image's description is not of a machine that can exist.
     GuestDescription = 210, "guest-description";
+    /// The kernel has no drivers of a guest's devices.
+    GuestDrivers = 211, "guest-drivers";
 }

@@ -1004,12 +1004,12 @@ pub const TABLE: &[Entry] = &[
     ),
     entry_of(
         Code::GuestDisks,
-        "a file system is mounted from a disk that does not come along",
+        "a file system is mounted from a disk that does not come along, or a swap area is on it",
         "A guest has only those of the machine's own disks whose contents are given and fit, on controllers \
          that a guest can have. The kernel would lose the file system. Disks of iSCSI belong here as well: a \
          process has to connect them again, and could not be read from them.",
         "give the content of each disk on NVMe and AHCI with `--disk NAME=FILE`, as it was at the instant; \
-         unmount other file systems before the checkpoint; root may lie in RAM, on NFS, on NBD or on NVMe \
+         unmount other file systems and switch other swap areas off (`swapoff DEVICE`) before; root may lie in RAM, on NFS, on NBD or on NVMe \
          over TCP as well",
     ),
     entry_of(
@@ -1045,6 +1045,15 @@ pub const TABLE: &[Entry] = &[
         "Addresses in the description lie outside of the machine's memory, or where the monitor has its own. \
          Nothing in an image is trusted.",
         "check the image with `mercury inspect`, or restore it on its own hardware (`mercury restore`)",
+    ),
+    entry_of(
+        Code::GuestDrivers,
+        "the machine's kernel has no driver for a device of a guest",
+        "A guest's network card and new disks are virtio devices. A guest may have no disk from which it \
+         could load their drivers. So they are loaded before the instant.",
+        "install the kernel's whole package on the machine (`modprobe -a virtio_mmio virtio_net virtio_blk \
+         virtio_rng` must succeed there), and make the checkpoint or the move again; or leave out --net and \
+         new disks",
     ),
 ];
 

@@ -382,6 +382,8 @@ fn reach(
     // Everything that needs no standstill is done before it, with most of the writing.
     let flags = if args.hashes.is_some() { MERCURY_SNAPSHOT_HASH } else { 0 };
     let mut swap = swap::Off::switch(guard, sysroot)?;
+    machine.swap = swap.describe(sysroot);
+    machine.missing_drivers = readiness.missing().to_vec();
     device.snapshot_prepare(pool, flags)?;
     describe::add_restart(&mut machine, &device.snapshot_machine()?);
     if args.poweroff && !args.force_devices {

@@ -142,6 +142,8 @@ impl<'a> Here<'a> {
         let mut machine = describe::describe(sysroot);
         describe::add_restart(&mut machine, &device.snapshot_machine()?);
         hardware::add_hardware(&mut machine, sysroot, device)?;
+        machine.swap = swap.describe(sysroot);
+        machine.missing_drivers = readiness.missing().to_vec();
         let compared = disks::to_be_compared(&mounts, sysroot);
         machine.file_systems = compared.iter().map(disks::name).collect();
         let disks = mirror.offered(&mounts);
