@@ -63,8 +63,18 @@ pub struct Status {
     /// Last rollback of this machine.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rollback: Option<Rollback>,
+    /// Memory of the life that ended at the last rollback, while it is kept.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub postmortem: Option<Postmortem>,
     /// One entry per possible CPU.
     pub cpus: Vec<Cpu>,
+}
+
+/// The life that ended at the last rollback, which `mercury postmortem` shows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Postmortem {
+    /// Bytes of the pool that hold its memory.
+    pub held_bytes: u64,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -223,6 +233,8 @@ impl Status {
             snapshot: Snapshot::new(&system.snapshot),
             rollback: (system.snapshot.rollback.count != 0)
                 .then(|| Rollback::new(&system.snapshot.rollback, String::new(), system.tsc_khz)),
+            postmortem: (system.snapshot.dead != 0)
+                .then(|| Postmortem { held_bytes: system.snapshot.dead_pages * 4096 }),
             cpus: cpus.iter().map(cpu).collect(),
         }
     }
@@ -362,6 +374,10 @@ impl Render for Status {
         if let Some(rollback) = &self.rollback {
             let count = rollback.count;
             to.line(format!("put back to a snapshot (so far: {count}); last by {}", rollback.text()));
+        }
+        if let Some(Postmortem { held_bytes }) = self.postmortem {
+            let held = bytes(held_bytes);
+            to.line(format!("{held} hold the memory of the life that ended: `mercury postmortem` shows it"));
         }
         if !self.cpus.is_empty() {
             to.line("");
@@ -572,6 +588,17 @@ mod tests {
     #[test]
     fn attached() {
         insta::assert_snapshot!(rendered(&status(MERCURY_MODE_ATTACHED)));
+    }
+
+    #[test]
+    fn a_life_that_ended_is_named_while_it_is_kept() {
+        let mut system = SystemInfo { state: MERCURY_STATE_ATTACHED, ..SystemInfo::default() };
+        assert_eq!(Status::new(&system, &[], &[]).postmortem, None);
+        (system.snapshot.dead, system.snapshot.dead_pages) = (1, 512);
+        let status = Status::new(&system, &[], &[]);
+        assert_eq!(status.postmortem, Some(Postmortem { held_bytes: 2 << 20 }));
+        let text = rendered(&status);
+        assert!(text.contains("MiB hold the memory of the life that ended: `mercury postmortem`"), "{text}");
     }
 
     #[test]

@@ -9,6 +9,7 @@
 //! pairing token.
 
 pub mod evacuate;
+pub mod manager;
 pub mod order;
 
 use crate::{
@@ -20,6 +21,7 @@ use crate::{
 };
 use clap::Args;
 use libsystemd::logging::Priority;
+use manager::Manager;
 use mercury_control::{
     access,
     error::{Error, Result},
@@ -46,7 +48,7 @@ use std::{
         mpsc::{Receiver, TryRecvError, channel},
     },
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 /// The daemon's control socket.
@@ -136,9 +138,11 @@ pub fn run(args: &DaemonArgs) -> Result<Exit> {
     let rules = args.rules.exists().then(|| Rules::read(&args.rules)).transpose()?;
     let listener = listen(&args.socket)?;
     let keeper = rules.map(|rules| Keeper::begin(rules, args.module.module.as_deref()));
-    let mut daemon = Daemon { desk: Desk::default(), args, mover, moving: None, keeper };
+    let manager = Manager::ready();
+    let mut daemon = Daemon { desk: Desk::default(), args, mover, moving: None, keeper, manager };
     tell(Priority::Info, &format!("waiting for orders at {}", args.socket.display()), "waiting", &[]);
     let ended = daemon.serve(&listener, &|| deferred.requested());
+    manager::stopping();
     if let Some(keeper) = daemon.keeper.take() {
         keeper.end();
     }
@@ -163,12 +167,14 @@ struct Daemon<'a> {
     mover: Mover,
     moving: Option<Receiver<Moved>>,
     keeper: Option<Keeper>,
+    manager: Manager,
 }
 
 impl Daemon<'_> {
     fn serve(&mut self, listener: &UnixListener, wants_to_end: &dyn Fn() -> bool) -> Result<()> {
         loop {
             self.settle_the_move();
+            self.manager.beat(self.moving.is_some(), Instant::now());
             // A machine that moves is held still by its mover.
             if self.moving.is_none()
                 && let Some(reason) = self.keeper.as_mut().and_then(Keeper::look)
@@ -418,7 +424,14 @@ mod tests {
         let listener = listen(&socket).unwrap();
         let stop = AtomicBool::new(false);
         thread::scope(|scope| {
-            let mut daemon = Daemon { desk: Desk::default(), args: &args, mover, moving: None, keeper: None };
+            let mut daemon = Daemon {
+                desk: Desk::default(),
+                args: &args,
+                mover,
+                moving: None,
+                keeper: None,
+                manager: Manager::with(None),
+            };
             let stop = &stop;
             scope.spawn(move || daemon.serve(&listener, &|| stop.load(Ordering::Relaxed)).unwrap());
             test(&folder, &socket, &end);
@@ -500,7 +513,14 @@ mod tests {
             sees.load(Ordering::Relaxed).then_some(()).ok_or_else(|| "too early".into())
         });
         let keeper = Some(Keeper::busy_with(busy));
-        let mut daemon = Daemon { desk: Desk::default(), args: &args, mover, moving: None, keeper };
+        let mut daemon = Daemon {
+            desk: Desk::default(),
+            args: &args,
+            mover,
+            moving: None,
+            keeper,
+            manager: Manager::with(None),
+        };
         daemon.start("10.0.0.2".into(), some_line());
         assert_eq!(daemon.moving.unwrap().recv().unwrap(), Ok(()));
     }
