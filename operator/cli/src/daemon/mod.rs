@@ -11,6 +11,7 @@
 pub mod evacuate;
 pub mod manager;
 pub mod order;
+pub mod spares;
 
 use crate::{
     guard::{
@@ -22,6 +23,7 @@ use crate::{
 use clap::Args;
 use libsystemd::logging::Priority;
 use manager::Manager;
+use mercury_abi::code::Code;
 use mercury_control::{
     access,
     error::{Error, Result},
@@ -33,11 +35,13 @@ use mercury_quiesce::this_process;
 use order::{Answer, Desk, LINE_MAX, Order};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::Deserialize;
+use spares::Spare;
 use std::{
+    collections::VecDeque,
     fs::{self, Permissions},
     io::{self, BufRead, BufReader, Read, Write},
     os::unix::{
-        fs::{MetadataExt, PermissionsExt},
+        fs::PermissionsExt,
         net::{UnixListener, UnixStream},
     },
     path::{Path, PathBuf},
@@ -136,10 +140,11 @@ pub fn run(args: &DaemonArgs) -> Result<Exit> {
     let mover: Mover = Arc::new(move |host: &str, line: &str| migrate(host, line, &options));
     // Mistakes in the rules are refused before anything begins.
     let rules = args.rules.exists().then(|| Rules::read(&args.rules)).transpose()?;
+    let spares = spares(args, rules.as_ref());
     let listener = listen(&args.socket)?;
     let keeper = rules.map(|rules| Keeper::begin(rules, args.module.module.as_deref()));
     let manager = Manager::ready();
-    let mut daemon = Daemon { desk: Desk::default(), args, mover, moving: None, keeper, manager };
+    let mut daemon = Daemon { keeper, manager, ..Daemon::new(spares, mover) };
     tell(Priority::Info, &format!("waiting for orders at {}", args.socket.display()), "waiting", &[]);
     let ended = daemon.serve(&listener, &|| deferred.requested());
     manager::stopping();
@@ -148,6 +153,19 @@ pub fn run(args: &DaemonArgs) -> Result<Exit> {
     }
     let _ = fs::remove_file(&args.socket);
     ended.map(|()| Exit::Done)
+}
+
+/// Returns the spares: the daemon's own destination first, then those of the rules.
+fn spares(args: &DaemonArgs, rules: Option<&Rules>) -> Vec<Spare> {
+    let own = args.to.iter().map(|host| Spare::new(host, &args.key_file));
+    own.chain(rules.into_iter().flat_map(|rules| rules.spares.clone())).collect()
+}
+
+/// Reports an order that is carried out.
+fn report_order(to: &str, reason: &str) {
+    let reason = order::printable(reason);
+    let text = format!("this machine is to move to {to}: {reason}");
+    tell(Priority::Notice, &text, "evacuating", &[("MERCURY_TO", to), ("MERCURY_REASON", &reason)]);
 }
 
 fn watch_for_signals() {
@@ -161,16 +179,24 @@ fn watch_for_signals() {
     }
 }
 
-struct Daemon<'a> {
+struct Daemon {
     desk: Desk,
-    args: &'a DaemonArgs,
+    /// Machines to which this one may move, in order of preference.
+    spares: Vec<Spare>,
+    /// Spares that the order under way has not tried yet.
+    left: VecDeque<Spare>,
     mover: Mover,
     moving: Option<Receiver<Moved>>,
     keeper: Option<Keeper>,
     manager: Manager,
 }
 
-impl Daemon<'_> {
+impl Daemon {
+    fn new(spares: Vec<Spare>, mover: Mover) -> Self {
+        let (desk, left) = (Desk::default(), VecDeque::new());
+        Self { desk, spares, left, mover, moving: None, keeper: None, manager: Manager::with(None) }
+    }
+
     fn serve(&mut self, listener: &UnixListener, wants_to_end: &dyn Fn() -> bool) -> Result<()> {
         loop {
             self.settle_the_move();
@@ -220,38 +246,49 @@ impl Daemon<'_> {
 
     fn answer(&mut self, order: Order) -> Answer {
         let Order::Evacuate { reason } = order else { return Answer::taken(&self.desk) };
-        let Some(to) = &self.args.to else {
-            return Answer::refused(&self.desk, "no destination is set: MERCURY_DESTINATION=HOST".into());
-        };
-        let begun = read_line(&self.args.key_file).and_then(|line| {
-            self.desk.begin(&reason, to, &line)?;
-            Ok(line)
-        });
-        match begun {
-            Ok(line) => {
-                let reason = order::printable(&reason);
-                let text = format!("this machine is to move to {to}: {reason}");
-                tell(
-                    Priority::Notice,
-                    &text,
-                    "evacuating",
-                    &[("MERCURY_TO", to), ("MERCURY_REASON", &reason)],
-                );
-                self.start(to.clone(), line);
-                Answer::taken(&self.desk)
-            }
-            Err(why) => {
-                let reason = order::printable(&reason);
-                let text = format!("not moving ({reason}): {why}");
-                tell(
-                    Priority::Error,
-                    &text,
-                    "order-refused",
-                    &[("MERCURY_TO", to), ("MERCURY_REASON", &reason)],
-                );
-                Answer::refused(&self.desk, why)
+        if self.moving.is_none() {
+            self.left = self.spares.clone().into();
+        }
+        match self.begin(&reason) {
+            Ok(()) => Answer::taken(&self.desk),
+            Err(why) => Answer::refused(&self.desk, why),
+        }
+    }
+
+    /// Begins to move to the first of the spares that are left and can be used.
+    fn begin(&mut self, reason: &str) -> std::result::Result<(), String> {
+        let mut refusals = Vec::new();
+        while let Some(spare) = self.left.pop_front() {
+            let begun = spare.line().and_then(|line| {
+                self.desk.begin(reason, spare.host(), &line)?;
+                Ok(line)
+            });
+            match begun {
+                Ok(line) => {
+                    report_order(spare.host(), reason);
+                    self.start(spare.host().to_owned(), line);
+                    return Ok(());
+                }
+                Err(why) => {
+                    let reason = order::printable(reason);
+                    let text = format!("not moving to {} ({reason}): {why}", spare.host());
+                    let fields = [("MERCURY_TO", spare.host()), ("MERCURY_REASON", &reason)];
+                    tell(Priority::Error, &text, "order-refused", &fields);
+                    refusals.push(why);
+                }
             }
         }
+        if refusals.is_empty() {
+            let reason = order::printable(reason);
+            let why = format!(
+                "no destination is set: MERCURY_DESTINATION=HOST, or a [[spare]] in the rules [{}]",
+                Code::NoDestination.name()
+            );
+            let fields = [("MERCURY_CODE", Code::NoDestination.name()), ("MERCURY_REASON", &reason)];
+            tell(Priority::Error, &format!("not moving ({reason}): {why}"), "order-refused", &fields);
+            return Err(why);
+        }
+        Err(refusals.join("; "))
     }
 
     fn start(&mut self, to: String, line: String) {
@@ -273,37 +310,28 @@ impl Daemon<'_> {
             Err(TryRecvError::Disconnected) => Err("the thread that moves it has crashed".into()),
             Err(TryRecvError::Empty) => return,
         };
-        let to = self.args.to.as_deref().unwrap_or_default();
+        let (to, reason) = self.desk.under_way();
         match &ended {
             Ok(()) => {
                 let text = format!("this machine has moved to {to}");
-                tell(Priority::Notice, &text, "moved", &[("MERCURY_TO", to)]);
+                tell(Priority::Notice, &text, "moved", &[("MERCURY_TO", &to)]);
             }
             Err(Failure { why, code }) => {
                 let text = format!("this machine has not moved: {why}");
                 let code = code.as_deref().map(|code| ("MERCURY_CODE", code));
-                let fields: Vec<_> = [("MERCURY_TO", to)].into_iter().chain(code).collect();
+                let fields: Vec<_> = [("MERCURY_TO", to.as_str())].into_iter().chain(code).collect();
                 tell(Priority::Error, &text, "not-moved", &fields);
             }
         }
+        let has_failed = ended.is_err();
         self.desk.end(ended.map_err(|failure| failure.why));
         self.moving = None;
+        // The next spare may be better. If none can be used, the last failure stands.
+        if has_failed && !self.left.is_empty() && self.begin(&reason).is_ok() {
+            return;
+        }
         self.keeper.iter_mut().for_each(Keeper::resume);
     }
-}
-
-/// Reads the pairing token. It is a secret, and it is read for each order, because an operator may
-/// have replaced it.
-fn read_line(file: &Path) -> std::result::Result<String, String> {
-    let failed = |why: String| format!("{}: {why}", file.display());
-    let status = fs::metadata(file).map_err(|error| failed(error.to_string()))?;
-    if status.mode() & 0o077 != 0 {
-        return Err(failed(format!("users other than root may read it: chmod 600 {}", file.display())));
-    }
-    let text = fs::read_to_string(file).map_err(|error| failed(error.to_string()))?;
-    let line = text.split_whitespace().last().unwrap_or_default();
-    line.parse::<mercury_migration::session::PairingToken>().map_err(|error| failed(error.to_string()))?;
-    Ok(line.to_owned())
 }
 
 /// Moves by `mercury migrate`, which gets the pairing token by a way that `ps` does not show.
@@ -369,6 +397,7 @@ fn listen(path: &Path) -> Result<UnixListener> {
 mod tests {
     use super::*;
     use order::State;
+    use std::os::unix::fs::MetadataExt;
     use std::{path::PathBuf, sync::mpsc::Sender, sync::mpsc::channel, time::Duration};
 
     struct Folder(PathBuf);
@@ -424,14 +453,7 @@ mod tests {
         let listener = listen(&socket).unwrap();
         let stop = AtomicBool::new(false);
         thread::scope(|scope| {
-            let mut daemon = Daemon {
-                desk: Desk::default(),
-                args: &args,
-                mover,
-                moving: None,
-                keeper: None,
-                manager: Manager::with(None),
-            };
+            let mut daemon = Daemon::new(spares(&args, None), mover);
             let stop = &stop;
             scope.spawn(move || daemon.serve(&listener, &|| stop.load(Ordering::Relaxed)).unwrap());
             test(&folder, &socket, &end);
@@ -497,6 +519,59 @@ mod tests {
         });
     }
 
+    /// Waits for the end of the moves that an order causes, and returns the hosts that were tried.
+    fn tried(folder: &Folder, rules: &str, comes: fn(&str) -> Moved) -> (Vec<String>, Daemon) {
+        let hosts = Arc::new(std::sync::Mutex::new(Vec::new()));
+        let seen = Arc::clone(&hosts);
+        let mover: Mover = Arc::new(move |host, _| {
+            seen.lock().unwrap().push(host.to_owned());
+            comes(host)
+        });
+        let rules = Rules::parse(rules).unwrap();
+        let mut daemon = Daemon::new(spares(&args(folder), Some(&rules)), mover);
+        assert_eq!(daemon.answer(Order::Evacuate { reason: "errors".into() }).refused, None);
+        for _ in 0..100 {
+            daemon.settle_the_move();
+            if daemon.moving.is_none() {
+                break;
+            }
+            thread::sleep(Duration::from_millis(20));
+        }
+        let hosts = hosts.lock().unwrap().clone();
+        (hosts, daemon)
+    }
+
+    #[test]
+    fn spares_are_tried_in_their_order() {
+        let folder = Folder::new("spares");
+        let spare = |name: &str, line: &str| {
+            let file = folder.0.join(name);
+            fs::write(&file, line).unwrap();
+            fs::set_permissions(&file, Permissions::from_mode(0o600)).unwrap();
+            format!("[[spare]]\nhost = '{name}'\nkey_file = '{}'\n", file.display())
+        };
+        let rules = [spare("unset", "nonsense"), spare("b", &some_line()), spare("c", &some_line())].concat();
+        let (hosts, mut daemon) = tried(&folder, &rules, |host| match host {
+            "b" => Ok(()),
+            _ => Err("no connection".into()),
+        });
+        assert_eq!(hosts, ["10.0.0.2", "b"]);
+        assert!(matches!(daemon.desk.state(), State::Moved { to, .. } if to == "b"));
+        // The next order begins with the first again, and leaves out the token that is used up.
+        assert_eq!(daemon.answer(Order::Evacuate { reason: "again".into() }).refused, None);
+        assert!(matches!(daemon.desk.state(), State::Evacuating { to, .. } if to == "10.0.0.2"));
+        let (hosts, daemon) = tried(&folder, &rules, |_| Err("no connection".into()));
+        assert_eq!(hosts, ["10.0.0.2", "b", "c"]);
+        assert!(matches!(daemon.desk.state(), State::Failed { to, .. } if to == "c"));
+    }
+
+    #[test]
+    fn without_a_spare_an_order_is_refused_by_its_code() {
+        let mut daemon = Daemon::new(Vec::new(), Arc::new(|_, _| Ok(())));
+        let refused = daemon.answer(Order::Evacuate { reason: "errors".into() }).refused.unwrap();
+        assert!(refused.contains("[no-destination]"), "{refused}");
+    }
+
     /// The snapshot's command holds the driver, and a move beside it would be refused.
     #[test]
     fn a_move_waits_for_a_snapshot_that_is_under_way() {
@@ -513,14 +588,7 @@ mod tests {
             sees.load(Ordering::Relaxed).then_some(()).ok_or_else(|| "too early".into())
         });
         let keeper = Some(Keeper::busy_with(busy));
-        let mut daemon = Daemon {
-            desk: Desk::default(),
-            args: &args,
-            mover,
-            moving: None,
-            keeper,
-            manager: Manager::with(None),
-        };
+        let mut daemon = Daemon { keeper, ..Daemon::new(spares(&args, None), mover) };
         daemon.start("10.0.0.2".into(), some_line());
         assert_eq!(daemon.moving.unwrap().recv().unwrap(), Ok(()));
     }

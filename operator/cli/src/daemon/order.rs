@@ -84,8 +84,8 @@ impl Render for Answer {
 #[derive(Debug, Default)]
 pub struct Desk {
     state: State,
-    /// Pairing token of the move that is under way or was the last to succeed.
-    line: Option<String>,
+    /// Pairing tokens of the move that is under way and of those that succeeded.
+    lines: Vec<String>,
 }
 
 impl Desk {
@@ -98,14 +98,28 @@ impl Desk {
         if matches!(self.state, State::Evacuating { .. }) {
             return Err("this machine is moving already".into());
         }
-        if self.line.as_deref() == Some(line) {
-            return Err("the pairing token was used for the last move: put that of another destination \
+        if self.lines.iter().any(|used| used == line) {
+            return Err("the pairing token was used for an earlier move: put that of another destination \
                 into the file"
                 .into());
         }
-        self.line = Some(line.into());
+        self.lines.push(line.into());
         self.state = State::Evacuating { reason: printable(reason), to: to.into() };
         Ok(())
+    }
+
+    #[must_use]
+    pub fn state(&self) -> &State {
+        &self.state
+    }
+
+    /// Returns the destination of the move that is under way, and its reason.
+    #[must_use]
+    pub fn under_way(&self) -> (String, String) {
+        match &self.state {
+            State::Evacuating { reason, to } => (to.clone(), reason.clone()),
+            _ => Default::default(),
+        }
     }
 
     /// Records the end of a move. A pairing token that was not used up may be tried again.
@@ -114,7 +128,7 @@ impl Desk {
         self.state = match ended {
             Ok(()) => State::Moved { reason, to },
             Err(why) => {
-                self.line = None;
+                self.lines.pop();
                 State::Failed { reason, to, why }
             }
         };

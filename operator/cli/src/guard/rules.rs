@@ -4,6 +4,7 @@ use super::{
     sensors::rules::{Seconds, SensorRules},
     services::{self, rules::Service},
 };
+use crate::daemon::spares::Spare;
 use mercury_abi::code::Code;
 use mercury_abi::ioctl::{
     MERCURY_WATCH_ON, MERCURY_WATCH_OOPS, MERCURY_WATCH_OOPS_FATAL, MERCURY_WATCH_PANIC,
@@ -91,6 +92,9 @@ pub struct Rules {
     pub order_interval_s: Option<Seconds<1, 86_400>>,
     /// Sensors of the hardware.
     pub sensors: SensorRules,
+    /// Machines to which this one may move, in order of preference.
+    #[serde(rename = "spare", skip_serializing_if = "Vec::is_empty")]
+    pub spares: Vec<Spare>,
     /// Services that are watched.
     #[serde(rename = "service", skip_serializing_if = "Vec::is_empty")]
     pub services: Vec<Service>,
@@ -234,7 +238,7 @@ mod tests {
         let bare = |line| str::strip_prefix(line, "#").filter(is_key).unwrap_or(line);
         let text: Vec<_> = EXAMPLE.lines().map(bare).collect();
         let rules = Rules::parse(&text.join("\n")).expect("an example");
-        assert_eq!((rules.services.len(), rules.sensors.ignore.len()), (2, 2));
+        assert_eq!((rules.services.len(), rules.spares.len(), rules.sensors.ignore.len()), (2, 1, 2));
         assert_eq!((rules.order_interval(), rules.hang(), rules.oops()), {
             let default = Rules::default();
             (default.order_interval(), default.hang(), default.oops())
