@@ -38,6 +38,12 @@ static const struct {
 	{ "oops", 1, test_oops },
 	{ "hang-and-panic", 1, test_hang_and_panic },
 	{ "triple-fault", 1, test_triple_fault },
+	{ "flip-code", 1, test_flip_code },
+	{ "flip-data", 2, test_flip_data },
+	{ "flip-slab", 2, test_flip_slab },
+	{ "flip-stack", 2, test_flip_stack },
+	{ "flip-page-table", 1, test_flip_page_table },
+	{ "flip-register", 1, test_flip_register },
 };
 
 void test_say(struct test_answer *answer, const char *format, ...)
@@ -166,6 +172,7 @@ no_device:
 static void __exit test_exit(void)
 {
 	misc_deregister(&device);
+	test_flip_exit();
 	test_refuse_exit();
 	test_interrupts_exit();
 }

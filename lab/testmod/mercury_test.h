@@ -11,6 +11,7 @@
  *	state.c		MSRs, CR4, and the readable state of a CPU
  *	refuse.c	a device that refuses to be quiesced
  *	death.c		a CPU that hangs, and one that shuts down
+ *	flip.c		random bits that flip
  *	send.c		a read-only page for a device
  *	queue.c		entries without pages in a virtqueue
  */
@@ -76,6 +77,15 @@ int test_hang_in_nmi(struct test_answer *answer, const u64 *arguments);
 int test_oops(struct test_answer *answer, const u64 *arguments);
 int test_hang_and_panic(struct test_answer *answer, const u64 *arguments);
 int test_triple_fault(struct test_answer *answer, const u64 *arguments);
+
+/* flip.c */
+int test_flip_code(struct test_answer *answer, const u64 *arguments);
+int test_flip_data(struct test_answer *answer, const u64 *arguments);
+int test_flip_slab(struct test_answer *answer, const u64 *arguments);
+int test_flip_stack(struct test_answer *answer, const u64 *arguments);
+int test_flip_page_table(struct test_answer *answer, const u64 *arguments);
+int test_flip_register(struct test_answer *answer, const u64 *arguments);
+void test_flip_exit(void);
 
 /* send.c */
 int test_send_read_only(struct test_answer *answer, const u64 *arguments);
