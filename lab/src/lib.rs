@@ -51,6 +51,7 @@ pub mod kernel;
 pub mod ledger;
 pub mod link;
 pub mod live;
+pub mod lkdtm;
 pub mod loaders;
 pub mod lock;
 pub mod machine;
