@@ -8,6 +8,7 @@
 
 #![allow(missing_docs)]
 
+pub mod campaign;
 pub mod checkpoint;
 pub mod counts;
 pub mod demo;

@@ -17,7 +17,11 @@ use mercury_lab::{
     previrtualization::{self, Flavour},
     testing,
 };
-use mercury_lab_bench::{self as bench, Depth, Part, demo, soak};
+use mercury_lab_bench::{
+    self as bench, Depth, Part,
+    campaign::{self, Load, Moment, fault::Class},
+    demo, soak,
+};
 
 #[derive(Parser)]
 #[command(name = "lab", about = "Makes and boots the machines that Mercury is developed on")]
@@ -119,8 +123,8 @@ enum Command {
     Check,
     /// Show what Mercury does
     Demo {
-        /// The subject: attach and detach; a checkpoint and a restore; a bare machine as a guest; or two
-        /// live moves
+        /// The subject: attach and detach; a checkpoint and a restore; a driver that corrupts memory; a bare
+        /// machine as a guest; or two live moves
         #[arg(value_enum, default_value_t = demo::Subject::Switch)]
         subject: demo::Subject,
     },
@@ -153,6 +157,8 @@ enum Command {
         #[command(flatten)]
         moves: MovesArgs,
     },
+    /// Inject faults into a machine, which has to go back to its snapshot with right sums
+    Campaign(CampaignArgs),
     /// Make the Debian packages
     Deb,
 }
@@ -192,6 +198,49 @@ impl MovesArgs {
         let Self { kernel, cpus, memory: memory_mib, moves, .. } = self;
         let time = self.minutes.map(|minutes| Duration::from_secs(60 * minutes));
         soak::migration::command(soak::migration::Plan { kernel, cpus, memory_mib, moves, time })
+    }
+}
+
+#[derive(Args)]
+struct CampaignArgs {
+    /// bookworm-cloud, bookworm-generic, trixie-cloud or trixie-generic
+    #[arg(long, default_value = "bookworm-cloud")]
+    kernel: Kernel,
+    /// Processors
+    #[arg(long, default_value_t = 2)]
+    cpus: u32,
+    /// The machine's work, besides the computation whose sums are known
+    #[arg(long, value_enum, default_value_t = Load::Idle)]
+    load: Load,
+    /// The time of a fault
+    #[arg(long, value_enum, default_value_t = Moment::JustBefore)]
+    moment: Moment,
+    /// Classes of faults, by turns [default: all]
+    #[arg(long, value_enum, value_delimiter = ',')]
+    classes: Vec<Class>,
+    /// Faults in all, with those of earlier runs of the same campaign
+    #[arg(long, default_value_t = 2000)]
+    count: usize,
+    /// Another seed is another campaign
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// The time in minutes after which no further fault is injected
+    #[arg(long)]
+    minutes: Option<u64>,
+    /// Inject nothing; write the results of all campaigns so far to docs/campaign.md
+    #[arg(long, exclusive = true)]
+    page: bool,
+}
+
+impl CampaignArgs {
+    fn run(self) -> Result<()> {
+        if self.page {
+            return campaign::write_page();
+        }
+        let Self { kernel, cpus, load, moment, count, seed, .. } = self;
+        let classes = if self.classes.is_empty() { Class::value_variants() } else { &self.classes }.to_vec();
+        let time = self.minutes.map(|minutes| Duration::from_secs(60 * minutes));
+        campaign::command(&campaign::Plan { kernel, cpus, load, moment, classes, count, seed, time })
     }
 }
 
@@ -389,6 +438,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Soak { cycles, guests: true, .. } => soak::guests::command(cycles.unwrap_or(2000))?,
         Command::Soak { cycles, checkpoint: true, .. } => soak::restart::command(cycles.unwrap_or(100))?,
         Command::Soak { cycles, .. } => soak::command(cycles.unwrap_or(10_000))?,
+        Command::Campaign(arguments) => arguments.run()?,
         Command::Deb => deb::run()?,
     }
     Ok(ExitCode::SUCCESS)
