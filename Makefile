@@ -11,12 +11,13 @@ export MERCURY_LAB_FULL = $(FULL)
 export MERCURY_LAB_MINUTES = $(MINUTES)
 export PATH := $(HOME)/.cargo/bin:$(PATH)
 
-.PHONY: help demo demo-move demo-checkpoint demo-guest hosted test shell pair bench soak deb check miri tsan \
-	clean bootstrap
+.PHONY: help demo demo-move demo-checkpoint demo-guard demo-guest hosted test shell pair bench soak campaign deb \
+	check miri tsan clean bootstrap
 
 help:
 	@echo 'make demo      attach and detach beneath a machine that is hard at work'
 	@echo 'make demo-checkpoint   a machine with PostgreSQL into an image, power off, and brought back elsewhere'
+	@echo 'make demo-guard   a driver corrupts memory: the machine goes back in an instant, and names the driver'
 	@echo 'make demo-guest   a bare machine into an image, power off, and on as a guest of another one with KVM'
 	@echo 'make demo-move a machine with PostgreSQL moves to another one and back, with clients outside'
 	@echo 'make shell     a machine to play with; make shell KERNEL=trixie-cloud CPUS=4 ROOT=disk DISK=4G'
@@ -28,6 +29,7 @@ help:
 	@echo 'make check     formatting, lints, style of the driver, a minute of each fuzz target'
 	@echo 'make bench     the tables of the paper, on this machine'
 	@echo 'make soak      for hours; make soak LAB=intel CYCLES=1000'
+	@echo 'make campaign  faults into a machine that has to go back each time; make campaign LOAD=postgres CPUS=4 COUNT=50'
 	@echo 'make deb       the Debian packages'
 	@echo 'make miri, make tsan   unit tests of shared memory under checkers that need the nightly toolchain'
 	@echo 'make clean     removes all that was built, the images too'
@@ -44,6 +46,9 @@ demo-move: bootstrap
 demo-checkpoint: bootstrap
 	@$(RUN) demo checkpoint
 
+demo-guard: bootstrap
+	@$(RUN) demo guard
+
 demo-guest: bootstrap
 	@$(RUN) demo guest
 
@@ -56,6 +61,11 @@ hosted: bootstrap
 
 soak: bootstrap
 	@$(RUN) soak $(if $(CYCLES),--cycles $(CYCLES))
+
+campaign: bootstrap
+	@$(RUN) campaign $(if $(KERNEL),--kernel $(KERNEL)) $(if $(CPUS),--cpus $(CPUS)) \
+		$(if $(LOAD),--load $(LOAD)) $(if $(MOMENT),--moment $(MOMENT)) $(if $(COUNT),--count $(COUNT)) \
+		$(if $(SEED),--seed $(SEED))
 
 test: bootstrap
 	@$(RUN) test $(FILTER)

@@ -6,7 +6,7 @@
 //! /mercury/bin       first in the search path: mercury, mercury-guest, mercury-workload, the agent,
 //! poweroff, scripts /mercury/lib       what those need /mercury/share     the manual pages of mercury, and
 //! its completion for bash /mercury/lib/modules/<kernel version>/mercury.ko          and modules-faults/
-//! beside it /mercury/lib/modules/<kernel version>/mercury_test.ko     and vboxdrv.ko, see lab/testmod
+//! beside it /mercury/lib/modules/<kernel version>/mercury_test.ko     and others, see lab/testmod
 //! /mercury/initramfs/<kernel version>.cpio                  for kexec
 //! ```
 

@@ -12,9 +12,9 @@ use crate::{
     paths,
 };
 
-/// The modules' files: the one that acts for tests in the kernel, and the one that poses as another
-/// hypervisor.
-pub const FILES: [&str; 2] = ["mercury_test.ko", "vboxdrv.ko"];
+/// The modules' files: the one that acts for tests in the kernel, the one that poses as another
+/// hypervisor, and a driver with a bug.
+pub const FILES: [&str; 3] = ["mercury_test.ko", "vboxdrv.ko", "faulty.ko"];
 /// The directory inside the build root.
 const DIRECTORY: &str = "build-test";
 /// The command that builds the modules inside the build root. Its argument is the kernel's headers.

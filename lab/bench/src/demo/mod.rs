@@ -1,8 +1,9 @@
-//! `make demo`, `make demo-checkpoint`, `make demo-guest` and `make demo-move`: demonstrations of Mercury,
-//! with live progress, a table and a verdict at the end.
+//! `make demo`, `make demo-checkpoint`, `make demo-guard`, `make demo-guest` and `make demo-move`: demonstrations
+//! of Mercury, with live progress, a table and a verdict at the end.
 
 mod checkpoint;
 pub(crate) mod database;
+mod guard;
 mod guest;
 mod moves;
 mod switch;
@@ -20,6 +21,8 @@ pub enum Subject {
     Switch,
     /// A checkpoint of a machine with a database, and its restore in a fresh machine.
     Checkpoint,
+    /// A driver that corrupts memory, in a machine that goes back and names the driver.
+    Guard,
     /// A bare machine that goes on as a guest of another one.
     Guest,
     /// Two live moves of a machine with a database.
@@ -34,6 +37,7 @@ pub fn run(subject: Subject) -> Result<()> {
     match subject {
         Subject::Switch => switch::run(),
         Subject::Checkpoint => checkpoint::run(),
+        Subject::Guard => guard::run(),
         Subject::Guest => guest::run(),
         Subject::Move => moves::run(),
     }
