@@ -44,6 +44,8 @@ static const struct {
 	{ "flip-stack", 2, test_flip_stack },
 	{ "flip-page-table", 1, test_flip_page_table },
 	{ "flip-register", 1, test_flip_register },
+	{ "stop", 1, test_stop },
+	{ "hpet", 1, test_hpet },
 };
 
 void test_say(struct test_answer *answer, const char *format, ...)

@@ -12,6 +12,7 @@
  *	refuse.c	a device that refuses to be quiesced
  *	death.c		a CPU that hangs, and one that shuts down
  *	flip.c		random bits that flip
+ *	pause.c		all CPUs stopped by the kernel; an HPET that falls silent
  *	send.c		a read-only page for a device
  *	queue.c		entries without pages in a virtqueue
  */
@@ -86,6 +87,10 @@ int test_flip_stack(struct test_answer *answer, const u64 *arguments);
 int test_flip_page_table(struct test_answer *answer, const u64 *arguments);
 int test_flip_register(struct test_answer *answer, const u64 *arguments);
 void test_flip_exit(void);
+
+/* pause.c */
+int test_stop(struct test_answer *answer, const u64 *arguments);
+int test_hpet(struct test_answer *answer, const u64 *arguments);
 
 /* send.c */
 int test_send_read_only(struct test_answer *answer, const u64 *arguments);

@@ -6,7 +6,7 @@ mod workloads;
 
 use std::time::Duration;
 
-use mercury_lab::{Kernel, Machine, Platform, Qemu, Result, Spec, Vendor};
+use mercury_lab::{Kernel, Machine, Platform, Qemu, Result, Spec, Vendor, error::wait_for};
 use serde_json::Value;
 use workloads::load_test_module;
 
@@ -131,6 +131,7 @@ while [ $(date +%s) -lt $end ]; do
     echo 0 > /sys/devices/system/cpu/cpu1/online
     echo 1 > /sys/devices/system/cpu/cpu1/online
     echo hold 1 400 > /dev/mercury_test
+    echo stop 2000 > /dev/mercury_test
     echo t > /proc/sysrq-trigger
     echo 'p:storm do_sys_openat2' > /sys/kernel/tracing/kprobe_events
     echo 1 > /sys/kernel/tracing/events/kprobes/storm/enable
@@ -175,6 +176,135 @@ fn a_storm_causes_no_alarm() -> Result<()> {
 #[ignore = "long"]
 fn a_long_storm_causes_no_alarm() -> Result<()> {
     storm(spec(2).qemu_version(Qemu::Newer), 300)
+}
+
+fn status(machine: &Machine) -> Result<Value> {
+    Ok(serde_json::from_str(&machine.sh("mercury guard status --json")?).unwrap())
+}
+
+/// Only reports hangs, so that a test goes on after one.
+const REPORT: &[u8] = b"on_hang = 'report'\n";
+
+/// Boots a machine whose watch reports hangs.
+fn reporting(spec: Spec) -> Result<Machine> {
+    need_qemu()?;
+    let machine = Machine::boot(spec)?;
+    load_test_module(&machine)?;
+    machine.put("/run/guard.toml", REPORT, 0o644)?;
+    machine.sh("mercury guard on --rules /run/guard.toml")?;
+    Ok(machine)
+}
+
+/// The kernel stops all CPUs for longer than a hang may last. The watch hears why, and knows no better once
+/// nobody tells it: the storm above can fail.
+#[test]
+#[ignore = "long"]
+fn a_long_stop_is_a_hang_if_the_kernel_does_not_say_why() -> Result<()> {
+    let machine = reporting(spec(2).qemu_version(Qemu::Newer))?;
+    machine.sh("echo stop 4000 > /dev/mercury_test")?;
+    assert_eq!(status(&machine)?["watch"]["alarms"], 0);
+    machine.sh("mount -t debugfs debugfs /sys/kernel/debug 2> /dev/null || true")?;
+    machine.sh("echo 0 > /sys/kernel/debug/kprobes/enabled; echo stop 4000 > /dev/mercury_test")?;
+    assert_eq!(status(&machine)?["watch"]["alarms"], 1);
+    Ok(())
+}
+
+/// The watch ends while it reports a hang, again and again. No NMI comes afterwards.
+#[test]
+#[ignore = "long"]
+fn the_watch_ends_during_an_alarm() -> Result<()> {
+    let machine = reporting(spec(2).qemu_version(Qemu::Newer))?;
+    for delay in ["0.9", "1.0", "1.1", "1.2", "1.3", "1.4", "1.5"] {
+        machine.sh("mercury guard on --rules /run/guard.toml")?;
+        machine
+            .sh(&format!("echo hold 1 2500 > /dev/mercury_test & sleep {delay}; mercury guard off; wait"))?;
+        let count = "grep NMI: /proc/interrupts";
+        let before = machine.sh(count)?;
+        machine.sh("sleep 1")?;
+        assert_eq!(machine.sh(count)?, before, "NMIs come after {delay} s");
+    }
+    let log = machine.sh("dmesg")?;
+    assert!(log.contains("CPU 1 hangs with interrupts off"), "an alarm was under way: {log}");
+    assert!(!log.contains("Call Trace") && !log.contains("NMI received"), "{log}");
+    Ok(())
+}
+
+/// A watch whose NMIs come no more says so, and `mercury guard on` starts it again.
+#[test]
+#[ignore = "long"]
+fn a_silent_timer_is_reported() -> Result<()> {
+    let machine = reporting(spec(2))?;
+    machine.sh("echo hpet 0 > /dev/mercury_test")?;
+    let said = "dmesg | grep -q 'NMIs of the HPET come no more: no hang is noticed'";
+    machine.sh(&format!("for _ in $(seq 60); do {said} && exit 0; sleep 1; done; dmesg; exit 1"))?;
+    let silent = status(&machine)?;
+    assert_eq!((&silent["watch"]["hpet"]["used"], &silent["watch"]["alarms"]), (&false.into(), &0.into()));
+    machine.sh("echo hpet 1 > /dev/mercury_test; mercury guard on --rules /run/guard.toml")?;
+    assert_eq!(status(&machine)?["watch"]["hpet"]["used"], true);
+    Ok(())
+}
+
+/// A machine that neither counts cycles nor has an HPET cannot be watched, and says which it lacks.
+#[test]
+#[ignore = "long"]
+fn a_machine_without_an_hpet_is_refused() -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(2).qemu_arg("-machine").qemu_arg("hpet=off"))?;
+    let refused = machine.command("mercury guard on").run()?;
+    assert!(!refused.success() && refused.stderr.contains("[watch-no-hpet]"), "{refused:?}");
+    assert!(machine.sh("mercury guard status")?.contains("the watch is off"));
+    Ok(())
+}
+
+/// A sleep is no hang, and the watch goes on after it.
+#[test]
+#[ignore = "long"]
+fn a_watched_machine_sleeps() -> Result<()> {
+    let machine = watched(spec(2))?;
+    let sleeper = machine.spawn("echo mem > /sys/power/state && echo awake")?;
+    let is = |wanted: &'static str| {
+        wait_for(&format!("the machine to be {wanted}"), 2 * MINUTE, || {
+            Ok((machine.qmp()?.status()? == wanted).then_some(()))
+        })
+    };
+    is("suspended")?;
+    std::thread::sleep(Duration::from_secs(5));
+    machine.qmp()?.system_wakeup()?;
+    assert!(sleeper.wait(2 * MINUTE)?.check()?.stdout.contains("awake"));
+    let before = status(&machine)?;
+    machine.sh("sleep 3")?;
+    let after = status(&machine)?;
+    assert_eq!((&after["watch"]["alarms"], &after["watch"]["hpet"]["used"]), (&0.into(), &true.into()));
+    assert!(after["watch"]["nmis"].as_u64() > before["watch"]["nmis"].as_u64().map(|nmis| nmis + 6));
+    kill(&machine, "hang-all 100")?;
+    assert!(panics(&machine, ALL, HANGS)? <= 2.0);
+    Ok(())
+}
+
+/// The profile of machines without data of their own: the daemon keeps a snapshot, a hang puts the machine
+/// back to it, and a snapshot that was lost is taken anew.
+#[test]
+#[ignore = "long"]
+fn a_stateless_machine_goes_back_and_keeps_a_snapshot() -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(2).qemu_version(Qemu::Newer))?;
+    load_test_module(&machine)?;
+    machine.put("/run/guard.toml", b"profile = 'stateless'\n", 0o644)?;
+    machine.sh("sync; mount -o remount,ro /")?;
+    let daemon = "exec mercury daemon --rules /run/guard.toml --socket /run/socket";
+    machine.sh(&format!("setsid sh -c '{daemon}' > /dev/kmsg 2>&1 < /dev/null &"))?;
+    machine.wait_serial("a snapshot is kept", 2 * MINUTE)?;
+    machine.sh("touch /run/first; setsid sh -c 'sleep 0.5; echo hang-all 100 > /dev/mercury_test' &")?;
+    machine.wait_serial("was put back to its snapshot", 2 * MINUTE)?;
+    assert_eq!(machine.sh("ls /run/first 2> /dev/null || true")?, "", "it has not been");
+    let kept = status(&machine)?;
+    assert_eq!(kept["watch"]["hpet"]["used"], true, "{kept}");
+
+    machine.sh("echo 0 > /sys/devices/system/cpu/cpu1/online")?;
+    let kept_twice = "[ $(dmesg | grep -c 'a snapshot is kept') -ge 2 ]";
+    machine.command(&format!("until {kept_twice}; do sleep 1; done")).timeout(3 * MINUTE).run()?.check()?;
+    assert!(machine.sh("dmesg")?.contains("the snapshot was lost"));
+    Ok(())
 }
 
 /// Starts and ends with the daemon, which reports to standard error here.
