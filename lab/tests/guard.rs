@@ -225,7 +225,9 @@ fn the_watch_ends_during_an_alarm() -> Result<()> {
     }
     let log = machine.sh("dmesg")?;
     assert!(log.contains("CPU 1 hangs with interrupts off"), "an alarm was under way: {log}");
-    assert!(!log.contains("Call Trace") && !log.contains("NMI received"), "{log}");
+    for unwanted in ["Call Trace", "NMI received", "the kernel cannot tell why"] {
+        assert!(!log.contains(unwanted), "{log}");
+    }
     Ok(())
 }
 
@@ -253,6 +255,19 @@ fn a_machine_without_an_hpet_is_refused() -> Result<()> {
     let refused = machine.command("mercury guard on").run()?;
     assert!(!refused.success() && refused.stderr.contains("[watch-no-hpet]"), "{refused:?}");
     assert!(machine.sh("mercury guard status")?.contains("the watch is off"));
+    Ok(())
+}
+
+/// The counter of QEMU's HPET wraps around 43 seconds after the start, and the timer fires once more then.
+#[test]
+#[ignore = "long"]
+fn no_nmi_is_left_over_when_the_counter_wraps() -> Result<()> {
+    let machine = watched(spec(2))?;
+    machine.sh("sleep 60")?;
+    let state = status(&machine)?;
+    assert_eq!((&state["watch"]["alarms"], &state["watch"]["hpet"]["used"]), (&0.into(), &true.into()));
+    let log = machine.sh("dmesg")?;
+    assert!(!log.contains("NMI received for unknown reason"), "{log}");
     Ok(())
 }
 
@@ -290,7 +305,8 @@ fn a_stateless_machine_goes_back_and_keeps_a_snapshot() -> Result<()> {
     let machine = Machine::boot(spec(2).qemu_version(Qemu::Newer))?;
     load_test_module(&machine)?;
     machine.put("/run/guard.toml", b"profile = 'stateless'\n", 0o644)?;
-    machine.sh("sync; mount -o remount,ro /")?;
+    // The console shows all that the daemon says.
+    machine.sh("dmesg -n 8; sync; mount -o remount,ro /")?;
     let daemon = "exec mercury daemon --rules /run/guard.toml --socket /run/socket";
     machine.sh(&format!("setsid sh -c '{daemon}' > /dev/kmsg 2>&1 < /dev/null &"))?;
     machine.wait_serial("a snapshot is kept", 2 * MINUTE)?;
@@ -301,8 +317,9 @@ fn a_stateless_machine_goes_back_and_keeps_a_snapshot() -> Result<()> {
     assert_eq!(kept["watch"]["hpet"]["used"], true, "{kept}");
 
     machine.sh("echo 0 > /sys/devices/system/cpu/cpu1/online")?;
-    let kept_twice = "[ $(dmesg | grep -c 'a snapshot is kept') -ge 2 ]";
-    machine.command(&format!("until {kept_twice}; do sleep 1; done")).timeout(3 * MINUTE).run()?.check()?;
+    // The second life knows nothing of the first one's lines.
+    let kept = "dmesg | grep -q 'a snapshot is kept'";
+    machine.command(&format!("until {kept}; do sleep 1; done")).timeout(3 * MINUTE).run()?.check()?;
     assert!(machine.sh("dmesg")?.contains("the snapshot was lost"));
     Ok(())
 }

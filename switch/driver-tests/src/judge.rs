@@ -25,6 +25,7 @@ unsafe extern "C" {
     fn mercury_pulse_add(pulse: *mut Pulse, sample: *const Sample) -> u64;
     fn mercury_pulse_is_dead(pulse: *const Pulse, frozen_ms: u64, patience_ms: u32) -> bool;
     fn mercury_is_silent(tick: u32, answered: u32, beat: u32) -> bool;
+    fn mercury_timer_has_fired(now: u32, due: u32, period: u32) -> bool;
 }
 
 const PATIENCE_MS: u32 = 1100;
@@ -43,6 +44,11 @@ fn add(pulse: &mut Pulse, sample: Sample) -> bool {
 fn silent(tick: u32, answered: u32, beat: u32) -> bool {
     // SAFETY: arithmetic on numbers.
     unsafe { mercury_is_silent(tick, answered, beat) }
+}
+
+fn fired(now: u32, due: u32, period: u32) -> bool {
+    // SAFETY: arithmetic on numbers.
+    unsafe { mercury_timer_has_fired(now, due, period) }
 }
 
 fn samples() -> impl Strategy<Value = Vec<Sample>> {
@@ -80,6 +86,21 @@ proptest! {
             prop_assert!(count >= SAMPLES_MIN, "{:?}", &all[..=index]);
             prop_assert!(sample.now_ms >= u64::from(PATIENCE_MS));
         }
+    }
+
+    /// A timer has fired when it is due, a little early, and when its counter wraps around; and not in between.
+    #[test]
+    fn a_timer_fires_when_due_and_at_the_wrap(
+        due in any::<u32>(), period in 1000..100_000_000u32, at in 0..1000u32
+    ) {
+        let early = period / 16;
+        // Parts of the time from the last setting to the early edge, without the edges.
+        let waiting = u64::from(period - early - 2);
+        let before = due.wrapping_sub(early + 1 + (waiting * u64::from(at) / 1000) as u32);
+        let wraps = before.wrapping_add(early) < 2 * early;
+        prop_assert_eq!(fired(before, due, period), wraps);
+        prop_assert!(fired(due.wrapping_sub(early), due, period) && fired(due.wrapping_add(at), due, period));
+        prop_assert!(fired(u32::MAX - early / 2, due, period) && fired(early / 2, due, period));
     }
 
     /// One heartbeat, one sample with interrupts on, or one excuse is enough for another second.

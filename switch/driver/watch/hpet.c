@@ -29,8 +29,6 @@
 #define PINS			24
 /* Silent ticks in a row after which the tier is given up. */
 #define MENDS_MAX		10
-/* The part of the period by which an NMI may come early. */
-#define EARLY			16
 
 union state {
 	struct {
@@ -45,7 +43,8 @@ static struct {
 	union state state;
 	u32 timer, period, config;
 	u32 pin;
-	u32 mends;
+	u32 mends, seen;
+	unsigned long seen_at;	/* in jiffies: NMIs came, or the timer was set */
 	bool on;
 } hpet;
 
@@ -176,6 +175,7 @@ static void arm(void)
 		writel(DELIVER_NMI, hpet.registers + HPET_Tn_ROUTE(hpet.timer));
 		writel(MESSAGE_ADDRESS, hpet.registers + HPET_Tn_ROUTE(hpet.timer) + 4);
 	}
+	hpet.seen_at = jiffies;
 	/* First the comparator: an old value may fire at once. */
 	WRITE_ONCE(hpet.state.due, due);
 	set_comparator(due);
@@ -245,18 +245,12 @@ u32 mercury_hpet_ticks(void)
 u32 mercury_hpet_tick(bool *first)
 {
 	union state old, new;
-	s32 late;
 
 	*first = false;
 	if (!READ_ONCE(hpet.on))
 		return mercury_hpet_ticks();
 	old.all = READ_ONCE(hpet.state.all);
-	/*
-	 * Some timers fire a little early, by the rounding of an emulator for one. A counter that is far off
-	 * was set by the kernel, in a resume, and the timer may fire at any time.
-	 */
-	late = readl(hpet.registers + HPET_COUNTER) - old.due;
-	if (late < -(s32)(hpet.period / EARLY) && late > -(s32)(2 * hpet.period))
+	if (!mercury_timer_has_fired(readl(hpet.registers + HPET_COUNTER), old.due, hpet.period))
 		return old.tick;
 	new.due = readl(hpet.registers + HPET_COUNTER) + hpet.period;
 	new.tick = old.tick + 1;
@@ -275,12 +269,18 @@ u32 mercury_hpet_tick(bool *first)
  */
 bool mercury_hpet_mend(void)
 {
+	u32 tick = mercury_hpet_ticks();
 	s32 late;
 
 	if (!READ_ONCE(hpet.on))
 		return true;
+	if (tick != hpet.seen)
+		hpet.seen_at = jiffies;
+	hpet.seen = tick;
 	late = readl(hpet.registers + HPET_COUNTER) - READ_ONCE(hpet.state.due);
-	if (late < (s32)(2 * hpet.period) && late > -(s32)(2 * hpet.period))
+	/* A counter that stands still is never late. */
+	if (late < (s32)(2 * hpet.period) && late > -(s32)(2 * hpet.period) &&
+	    time_before(jiffies, hpet.seen_at + msecs_to_jiffies(4 * MERCURY_WATCH_PERIOD_MS)))
 		return true;
 	if (READ_ONCE(hpet.mends) > MENDS_MAX) {
 		mercury_hpet_silence();

@@ -30,3 +30,17 @@ bool mercury_is_silent(u32 tick, u32 answered, u32 beat)
 	return (s32)(tick - answered) >= MERCURY_UNANSWERED_MAX &&
 	       (s32)(tick - beat) >= MERCURY_UNANSWERED_MAX;
 }
+
+/*
+ * Returns true if a timer has fired that compares the counter with @due once in a @period. Some fire a
+ * little early, by the rounding of an emulator for one. In 32-bit mode a timer fires also when the counter
+ * wraps around (IA-PC HPET specification 1.0a, 2.3.9.2.1). A counter that is far off was set by the kernel,
+ * in a resume, and the timer may fire at any time.
+ */
+bool mercury_timer_has_fired(u32 now, u32 due, u32 period)
+{
+	u32 early = period / MERCURY_EARLY;
+	s32 late = now - due;
+
+	return late >= -(s32)early || late <= -(s32)(2 * period) || now + early < 2 * early;
+}

@@ -11,6 +11,8 @@
 #define MERCURY_SAMPLES_MIN	3
 /* A CPU that left so many NMIs unanswered, and had no heartbeat in that time, is condemned. */
 #define MERCURY_UNANSWERED_MAX	6
+/* The part of its period by which a timer may fire early. */
+#define MERCURY_EARLY		16
 
 /**
  * struct mercury_sample - a CPU at the time of an NMI
@@ -41,5 +43,6 @@ struct mercury_pulse {
 u64 mercury_pulse_add(struct mercury_pulse *pulse, const struct mercury_sample *sample);
 bool mercury_pulse_is_dead(const struct mercury_pulse *pulse, u64 frozen_ms, u32 patience_ms);
 bool mercury_is_silent(u32 tick, u32 answered, u32 beat);
+bool mercury_timer_has_fired(u32 now, u32 due, u32 period);
 
 #endif /* MERCURY_JUDGE_H */

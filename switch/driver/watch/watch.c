@@ -43,6 +43,7 @@
  * @answered: the number of the HPET's last NMI that this CPU has handled
  * @pulse: the conclusions so far
  * @sampled_ms: the time of the last sample
+ * @owed: the last NMI has answered several of the HPET's, of which one may still come
  * @touched: the kernel has said that this CPU is well
  * @on: the CPU is watched
  */
@@ -54,6 +55,7 @@ struct watched {
 	u32 answered;
 	struct mercury_pulse pulse;
 	u64 sampled_ms;
+	bool owed;
 	bool touched;
 	bool on;
 };
@@ -151,7 +153,8 @@ static int nmi_comes(unsigned int type, struct pt_regs *regs)
 	u32 tick = mercury_hpet_tick(&first);
 
 	if (tick == w->answered)
-		return NMI_DONE;
+		return xchg(&w->owed, false) ? NMI_HANDLED : NMI_DONE;
+	w->owed = tick - w->answered > 1;
 	WRITE_ONCE(w->answered, tick);
 	sample_here(regs);
 	if (first)
@@ -307,6 +310,9 @@ static void stop(void)
 
 static u32 start(u32 acts)
 {
+	/* What an earlier registration has left there would be refused. */
+	touch_probe.addr = NULL;
+	touch_probe.flags = 0;
 	watch.deaf = register_kprobe(&touch_probe) != 0;
 	if (watch.deaf)
 		pr_notice("the kernel cannot tell why CPUs stand still: hangs count after %d s\n",
