@@ -52,7 +52,7 @@ const PARTS: [Part; 3] = [
         has: |path| path != "mercury_abi.h",
         // Of these, 60 let a guest go back to its hardware: virtio's drivers have to wake up without a
         // device.
-        most_lines: 7360,
+        most_lines: 7370,
     },
 ];
 

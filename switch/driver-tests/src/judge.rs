@@ -88,7 +88,7 @@ proptest! {
         }
     }
 
-    /// A timer has fired when it is due, a little early, and when its counter wraps around; and not in between.
+    /// A timer has fired when it is due, a little early, and when its counter wraps around, not in between.
     #[test]
     fn a_timer_fires_when_due_and_at_the_wrap(
         due in any::<u32>(), period in 1000..100_000_000u32, at in 0..1000u32
