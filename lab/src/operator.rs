@@ -16,7 +16,7 @@ use crate::{
 /// Text that a kernel prints only when something is wrong.
 static COMPLAINT: LazyLock<Option<Regex>> = LazyLock::new(|| {
     Regex::new(
-        "WARNING: (CPU|[a-z])|BUG: |Oops|kernel BUG at|Kernel panic|cut here|unable to handle|\
+        "WARNING: (CPU|[a-z])|BUG: |Oops: |kernel BUG at|Kernel panic|cut here|unable to handle|\
          general protection fault, |invalid opcode: |double fault|unchecked MSR access|soft lockup|\
          hard LOCKUP|detected stalls|self-detected stall|blocked for more than|scheduling while atomic|\
          Bad page|list_(add|del) corruption",
