@@ -38,6 +38,7 @@ pub mod disks;
 pub mod driver;
 pub mod emulator;
 pub mod error;
+pub mod footprint;
 pub mod guests;
 pub mod hash;
 pub mod host;

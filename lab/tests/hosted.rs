@@ -33,6 +33,8 @@ mod addresses;
 mod deaths;
 #[path = "hosted/escapes.rs"]
 mod escapes;
+#[path = "hosted/footprint.rs"]
+mod footprint;
 #[path = "hosted/odd.rs"]
 mod odd;
 #[path = "hosted/one_binary.rs"]

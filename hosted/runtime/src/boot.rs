@@ -48,28 +48,42 @@ pub fn command_line(append: &str, clock_khz: u64, processors: usize) -> String {
     if append.is_empty() { own } else { format!("{own} {append}") }
 }
 
-/// Puts it all into memory.
+fn little() -> Error {
+    Error::new("the guest has too little memory").hint("give the guest more with --memory")
+}
+
+/// Puts the initial file system into memory.
+///
+/// # Errors
+/// If there is too little memory.
+pub fn put_initramfs(memory: &Memory, kernel: &Kernel, initramfs: &[u8]) -> Result<()> {
+    let at = memory.size().min(LOW).checked_sub(initramfs.len() as u64).map(|at| at & !(PAGE - 1));
+    let at = at.filter(|at| *at >= kernel.end().next_multiple_of(MIB)).ok_or_else(little)?;
+    if initramfs.is_empty() {
+        return Ok(());
+    }
+    let put = |offset: u64, number: u64| {
+        memory.write(PARAMETERS + offset, &(number as u32).to_le_bytes()).ok_or_else(little)
+    };
+    memory.write(at, initramfs).ok_or_else(little)?;
+    put(offset::RAMDISK_IMAGE, at)?;
+    put(offset::RAMDISK_SIZE, initramfs.len() as u64)
+}
+
+/// Puts the other parameters into memory.
 ///
 /// # Errors
 /// If there is too little of it, or the command line is too long.
-pub fn describe(memory: &Memory, kernel: &Kernel, line: &str, initramfs: &[u8]) -> Result<()> {
+pub fn describe(memory: &Memory, line: &str) -> Result<()> {
     if line.len() > LONGEST_COMMAND_LINE {
         return Err(Error::new(format!(
             "the kernel's command line is longer than {LONGEST_COMMAND_LINE} bytes"
         )));
     }
-    let little = || Error::new("the guest has too little memory").hint("give the guest more with --memory");
-    let at = memory.size().min(LOW).checked_sub(initramfs.len() as u64).map(|at| at & !(PAGE - 1));
-    let at = at.filter(|at| *at >= kernel.end().next_multiple_of(MIB)).ok_or_else(little)?;
     let put = |offset: u64, bytes: &[u8]| memory.write(PARAMETERS + offset, bytes).ok_or_else(little);
     put(offset::BOOT_FLAG, &0xAA55_u16.to_le_bytes())?;
     put(offset::HEADER, b"HdrS\x0f\x02")?;
     put(offset::TYPE_OF_LOADER, &[0xFF])?;
-    if !initramfs.is_empty() {
-        memory.write(at, initramfs).ok_or_else(little)?;
-        put(offset::RAMDISK_IMAGE, &(at as u32).to_le_bytes())?;
-        put(offset::RAMDISK_SIZE, &(initramfs.len() as u32).to_le_bytes())?;
-    }
     put(offset::COMMAND_LINE, &(COMMAND_LINE as u32).to_le_bytes())?;
     memory.write(COMMAND_LINE, line.as_bytes()).ok_or_else(little)?;
     let map = memory_map(memory.size());
@@ -106,7 +120,6 @@ const TABLE: u64 = POINTER + 0x20;
 /// # Errors
 /// If there is too little memory.
 pub fn describe_processors(memory: &Memory, count: usize) -> Result<()> {
-    let little = || Error::new("the guest has too little memory").hint("give the guest more with --memory");
     let (pointer, table) = processors(count);
     memory.write(POINTER, &pointer).and_then(|()| memory.write(TABLE, &table)).ok_or_else(little)
 }
@@ -238,21 +251,42 @@ pub fn stub(kernel: &Kernel, at: u64) -> Result<Vec<u8>> {
     assembler.assemble(at).map_err(wrong)
 }
 
-/// The processor in long mode, with the kernel's first stack, descriptors and page tables.
-///
-/// # Errors
-/// If the kernel has not the symbols that it needs.
-pub fn processor(machine: &mut Machine, kernel: &Kernel, loaded: &Loaded, entry: u64) -> Result<()> {
-    /// Registers and more are kept at the stack's end.
-    const FRAME: u64 = 0x100;
-    let percpu = load::address_of(kernel, "__per_cpu_load")?;
-    let gdt = percpu.wrapping_add(kernel.symbol("gdt_page")?);
-    let (stack, _) = kernel.find("init_thread_union")?;
-    let stack_size = stack_size(kernel)?;
-    machine.begin_with(first_state(gdt, loaded.root));
-    begin_at(machine, entry, stack.wrapping_add(load::DISTANCE) + stack_size - FRAME, percpu);
-    debug_assert!(machine.is_direct(gdt) && gdt >= DIRECT_MAP);
-    Ok(())
+/// The state in which the first processor begins: long mode, with the kernel's first stack,
+/// descriptors and page tables.
+#[derive(Clone, Copy, Debug)]
+pub struct Beginning {
+    entry: u64,
+    stack: u64,
+    percpu: u64,
+    descriptors: u64,
+    root: u64,
+}
+
+impl Beginning {
+    /// A kernel's, with its first code at `entry`.
+    ///
+    /// # Errors
+    /// If the kernel has not the symbols that it needs.
+    pub fn of(kernel: &Kernel, loaded: &Loaded, entry: u64) -> Result<Self> {
+        /// Registers and more are kept at the stack's end.
+        const FRAME: u64 = 0x100;
+        let percpu = load::address_of(kernel, "__per_cpu_load")?;
+        let (stack, _) = kernel.find("init_thread_union")?;
+        Ok(Self {
+            entry,
+            stack: stack.wrapping_add(load::DISTANCE) + stack_size(kernel)? - FRAME,
+            percpu,
+            descriptors: percpu.wrapping_add(kernel.symbol("gdt_page")?),
+            root: loaded.root,
+        })
+    }
+
+    /// Makes the processor begin so.
+    pub fn begin(&self, machine: &mut Machine) {
+        machine.begin_with(first_state(self.descriptors, self.root));
+        begin_at(machine, self.entry, self.stack, self.percpu);
+        debug_assert!(machine.is_direct(self.descriptors) && self.descriptors >= DIRECT_MAP);
+    }
 }
 
 /// Returns the size of the kernel's stacks. It is the distance between these symbols, a power of

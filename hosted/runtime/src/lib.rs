@@ -10,8 +10,8 @@
 //!
 //! - [`layout`]: the address space.
 //! - [`kernel`] reads the `vmlinux`. [`load`] moves it and fills its slots ([`thunks`],
-//!   [`constants`]). [`boot`] tells the kernel about its machine. [`run`] does these in order,
-//!   after `limits` has checked the host.
+//!   [`constants`]). [`loader`] does this in a process of its own. [`boot`] tells the kernel about
+//!   its machine. [`run`] does these in order, after `limits` has checked the host.
 //! - [`machine`]: faults, interrupts and emulated instructions, on [`vcpu`], with [`mmu`] for page
 //!   tables and [`cpuid`].
 //! - [`entry`] and [`signal`]: the ways from the guest to the monitor and back. [`block`] is the
@@ -42,6 +42,7 @@ pub mod kernel;
 pub mod layout;
 mod limits;
 pub mod load;
+pub mod loader;
 pub mod machine;
 pub mod memory;
 pub mod mmu;

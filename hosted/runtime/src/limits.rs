@@ -18,7 +18,7 @@ const MAPPINGS: &str = "proc/sys/vm/max_map_count";
 /// The monitor's own need besides the guest's memory, with its thunks and processes, in bytes.
 const OWN_MEMORY: u64 = 32 << 20;
 /// The need of an address-space process, without the guest's page tables, in bytes.
-const HOME_MEMORY: u64 = 2 << 20;
+const HOME_MEMORY: u64 = 1 << 20;
 const MEMORY: &str = "proc/meminfo";
 const MAPS: &str = "proc/self/maps";
 const GROUPS: &str = "proc/self/cgroup";
@@ -268,7 +268,7 @@ mod tests {
                 limits.space_processes(96 * MIB),
                 limits.space_processes(97 * MIB)
             ),
-            (15, 0, 0)
+            (28, 0, 0)
         );
         assert_eq!(host(&[]).1.space_processes(64 * MIB), u64::MAX);
         assert!(host(&[]).1.memory(u64::MAX).is_ok());

@@ -14,7 +14,7 @@ use crate::{
     mmu::bits,
     run::Isolation,
     thunks::{self, Exit, HOOK_LENGTH, Slot, Thunk, USES, Use},
-    user_access::{self, Fixed, UserAccess, UserAccesses},
+    user_access::{self, Fixed, UserAccess},
 };
 
 /// The linked address of physical address 0.
@@ -33,8 +33,10 @@ pub struct Loaded {
     pub exits: Vec<Exit>,
     /// Slots that were filled, by their addresses now.
     pub slots: BTreeMap<u64, Filled>,
-    /// Instructions that have become traps, for they use programs' memory.
-    pub accesses: UserAccesses,
+    /// Instructions that have become jumps or traps, because they use programs' memory.
+    pub accesses: Vec<UserAccess>,
+    /// Instructions that such a jump has displaced.
+    pub displaced: Vec<UserAccess>,
     /// Physical address of the kernel's own page tables.
     pub root: u64,
     /// Slots that were filled.
@@ -398,7 +400,7 @@ fn guard_by_jump(memory: &Memory, loaded: &mut Loaded, displaced: &[Instruction]
     put_thunk(loaded, memory, thunk, first.ip() - DIRECT_MAP, first.ip(), length)?;
     for (at, (&instruction, &code)) in displaced.iter().zip(&places).enumerate() {
         let access = UserAccess { instruction, code };
-        if at == 0 { loaded.accesses.insert(access) } else { loaded.accesses.insert_displaced(access) }
+        if at == 0 { loaded.accesses.push(access) } else { loaded.displaced.push(access) }
     }
     Ok(())
 }
@@ -412,7 +414,7 @@ fn guard_by_trap(memory: &Memory, loaded: &mut Loaded, instruction: &Instruction
     loaded.thunks.extend(thunks::stand_in(instruction, code)?);
     loaded.thunks.resize(loaded.thunks.len().next_multiple_of(ALIGNMENT), 0xCC);
     memory.write(physical, &[TRAP]).ok_or_else(outside)?;
-    loaded.accesses.insert(UserAccess { instruction: *instruction, code });
+    loaded.accesses.push(UserAccess { instruction: *instruction, code });
     loaded.slots.insert(instruction.ip(), Filled { bytes, code });
     Ok(())
 }

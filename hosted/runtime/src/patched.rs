@@ -91,16 +91,14 @@ struct Cell {
 /// The patched copies of this process.
 #[derive(Debug)]
 pub struct PatchedCopies {
-    file: OwnedFd,
-    /// The address at which the monitor writes copies.
-    window: usize,
+    room: Room,
     copies: BTreeMap<u64, Copy>,
     /// This process, if other processes have copies, too.
     space: Option<SpaceProcess>,
     /// Pages of which only other processes have copies.
     foreign: BTreeSet<u64>,
     cells: Vec<Cell>,
-    pointers: [Vec<u32>; 2],
+    pointers: Pointers,
     /// The page whose copy is mapped, by the program's address.
     mapped: BTreeMap<u64, u64>,
     /// Ranges that the kernel, and programs, have mapped writable.
@@ -127,33 +125,53 @@ fn page_of(address: u64) -> u64 {
     address & !(PAGE as u64 - 1)
 }
 
-/// Returns addresses for pointers: first any, then those of which each relevant byte is a trap.
-/// They do not overlap.
-fn pointers() -> [Vec<u32>; 2] {
-    let mut both = [Vec::new(), Vec::new()];
-    for row in 0..POINTERS_SIZE as u32 / 256 {
-        let base = POINTERS as u32 + row * 256;
-        if !sites::is_trap(row as u8) {
-            both[0].extend((0..256).step_by(8).map(|low| base + low));
-            continue;
-        }
-        let mut free = 0;
-        for low in (0..=255_u8).filter(|low| sites::is_trap(*low)) {
-            if u32::from(low) >= free && u32::from(low) + 8 <= 256 {
-                both[1].push(base + u32::from(low));
-                free = u32::from(low) + 8;
-            }
-        }
-    }
-    both
+/// Addresses for pointers that are still free: of any kind, and of the kind of which each relevant byte is
+/// a trap.
+#[derive(Clone, Copy, Debug, Default)]
+struct Pointers {
+    /// The offsets in the pointers' area from which on they are free.
+    next: [u32; 2],
 }
 
-impl PatchedCopies {
-    /// Starts without copies. Sites go on at `system_call`.
+impl Pointers {
+    fn find(self, all_trap: bool) -> Option<u32> {
+        const ROW: u32 = 256;
+        let is_one = |at: &u32| {
+            let (row, low) = ((at / ROW) as u8, (at % ROW) as u8);
+            match all_trap {
+                false => !sites::is_trap(row) && low.is_multiple_of(8),
+                true => sites::is_trap(row) && sites::is_trap(low) && u32::from(low) + 8 <= ROW,
+            }
+        };
+        (self.next[usize::from(all_trap)]..POINTERS_SIZE as u32).find(is_one)
+    }
+
+    fn take(&mut self, all_trap: bool) -> Option<u32> {
+        let found = self.find(all_trap)?;
+        self.next[usize::from(all_trap)] = found + 8;
+        Some(POINTERS as u32 + found)
+    }
+
+    /// Returns true if one of the kinds is used up.
+    fn is_used_up(self) -> bool {
+        [false, true].into_iter().any(|all_trap| self.find(all_trap).is_none())
+    }
+}
+
+/// The memory for a process's patched copies: the file, and the address at which the monitor writes
+/// copies. Nothing is written there yet.
+#[derive(Debug)]
+pub struct Room {
+    file: OwnedFd,
+    window: usize,
+}
+
+impl Room {
+    /// Maps the memory, and that for the code of sites.
     ///
     /// # Errors
     /// If the host refuses the memory.
-    pub fn new(system_call: u64, space: Option<SpaceProcess>, counters: &'static Counters) -> Result<Self> {
+    pub fn new() -> Result<Self> {
         // SAFETY: The name is a string with its end, and the descriptor is checked.
         let file = unsafe { libc::memfd_create(c"mercury-hosted-copies".as_ptr(), libc::MFD_CLOEXEC) };
         if file < 0 {
@@ -175,14 +193,26 @@ impl PatchedCopies {
         }
         process::map_private(POINTERS, POINTERS_SIZE + PAGE as u64, rights)?;
         process::map_private(CELLS, CELLS_SIZE, rights | libc::PROT_EXEC)?;
-        Ok(Self {
-            file,
-            window: window.expose_provenance(),
+        Ok(Self { file, window: window.expose_provenance() })
+    }
+}
+
+impl PatchedCopies {
+    /// Starts without copies. Sites go on at `system_call`.
+    #[must_use]
+    pub fn new(
+        room: Room,
+        system_call: u64,
+        space: Option<SpaceProcess>,
+        counters: &'static Counters,
+    ) -> Self {
+        Self {
+            room,
             copies: BTreeMap::new(),
             space,
             foreign: BTreeSet::new(),
             cells: Vec::new(),
-            pointers: pointers(),
+            pointers: Pointers::default(),
             mapped: BTreeMap::new(),
             writable: [Vec::new(), Vec::new()],
             traps: HashMap::new(),
@@ -190,7 +220,7 @@ impl PatchedCopies {
             generation: 0,
             system_call,
             counters,
-        })
+        }
     }
 
     /// Counts a program's trap at a site, and rewrites the site after enough of them. Returns true
@@ -226,7 +256,7 @@ impl PatchedCopies {
 
     fn rewrite(&mut self, memory: &Memory, page: u64, offset: usize) -> Option<()> {
         let is_full = self.copies.len() == MOST_PAGES || self.cells.len() as u64 == CELLS_SIZE / CELL;
-        if is_full || self.pointers.iter().any(Vec::is_empty) {
+        if is_full || self.pointers.is_used_up() {
             self.drop_all(memory);
         }
         if !self.copies.contains_key(&page) {
@@ -235,7 +265,7 @@ impl PatchedCopies {
         let copy = self.copies.get_mut(&page)?;
         let taken: Vec<Range<usize>> = copy.sites.iter().flat_map(|site| site.plan.ranges()).collect();
         let planned = sites::plan(&copy.original, offset, &taken).ok();
-        let pointer = planned.as_ref().and_then(|plan| self.pointers[usize::from(plan.all_trap)].pop());
+        let pointer = planned.as_ref().and_then(|plan| self.pointers.take(plan.all_trap));
         let (Some(plan), Some(pointer)) = (planned, pointer) else {
             copy.refused.push(offset);
             count(&self.counters.refused);
@@ -256,7 +286,7 @@ impl PatchedCopies {
         for (from, bytes) in plan.edits(pointer) {
             // SAFETY: The copy's page is in the window, and an edit in its page, as the plan has made sure.
             unsafe {
-                let to = ptr::with_exposed_provenance_mut::<u8>(self.window + copy.index * PAGE + from);
+                let to = ptr::with_exposed_provenance_mut::<u8>(self.room.window + copy.index * PAGE + from);
                 ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len());
             }
         }
@@ -271,7 +301,7 @@ impl PatchedCopies {
         memory.read(page, &mut original[..])?;
         let used: Vec<usize> = self.copies.values().map(|copy| copy.index).collect();
         let index = (0..MOST_PAGES).find(|index| !used.contains(index))?;
-        let to = ptr::with_exposed_provenance_mut::<u8>(self.window + index * PAGE);
+        let to = ptr::with_exposed_provenance_mut::<u8>(self.room.window + index * PAGE);
         // SAFETY: The place is in the window, and no copy's.
         unsafe { ptr::copy_nonoverlapping(original.as_ptr(), to, PAGE) };
         if !protect(page, libc::PROT_READ | libc::PROT_EXEC) {
@@ -307,7 +337,7 @@ impl PatchedCopies {
                 PAGE,
                 libc::PROT_READ | libc::PROT_EXEC,
                 libc::MAP_SHARED | libc::MAP_FIXED,
-                self.file.as_raw_fd(),
+                self.room.file.as_raw_fd(),
                 (copy.index * PAGE) as i64,
             )
         };
@@ -406,7 +436,7 @@ impl PatchedCopies {
         // No program is in a cell. One that was interrupted there is shown to its kernel at its own
         // address.
         self.cells.clear();
-        self.pointers = pointers();
+        self.pointers = Pointers::default();
         if let Some(space) = self.space {
             space.copied().for_each(|page| self.copied_elsewhere(page));
         }
@@ -562,7 +592,11 @@ mod tests {
 
     #[test]
     fn pointers_do_not_overlap_and_trap_where_they_must() {
-        let [any, traps] = pointers();
+        let mut free = Pointers::default();
+        assert!(!free.is_used_up());
+        let [any, traps] =
+            [false, true].map(|kind| std::iter::from_fn(|| free.take(kind)).collect::<Vec<u32>>());
+        assert!(free.is_used_up());
         let mut all: Vec<u32> = any.iter().chain(&traps).copied().collect();
         all.sort_unstable();
         assert!(all.windows(2).all(|two| two[1] - two[0] >= 8) && all.len() > 6000 && traps.len() > 200);

@@ -1,39 +1,30 @@
 //! Starts a machine: everything that can be wrong is found before the guest runs.
 
-use std::{
-    arch::x86_64::_rdtsc,
-    convert::Infallible,
-    ffi::CString,
-    fs,
-    path::{Path, PathBuf},
-    thread,
-    time::Duration,
-};
+use std::{arch::x86_64::_rdtsc, convert::Infallible, ffi::CString, path::PathBuf, thread, time::Duration};
 
-use mercury_afterburner::verify;
 use mercury_hosted_options::gdb::GdbOption;
 
 use crate::{
     block,
-    boot::{self, Bringup},
+    boot::{self, Beginning},
     cpuid,
     devices::{Block, Console, Devices, NetOption, OpenUplink, Slots, now, signal_waker},
     entry,
     error::{Error, Result},
-    gdb::{self, Debugger, Opened},
+    gdb::{self, Debugger, KernelCode, Opened},
     isolation::ProgramProcesses,
-    kernel::Kernel,
     layout::{THUNKS, THUNKS_SIZE},
     limits::{self, Limits},
-    load,
+    load::Loaded,
+    loader::{self, Facts, Ready},
     machine::{LoadedCode, LocalProcessor, Machine, Resident, State},
     memory::Memory,
-    patched::PatchedCopies,
+    patched::{PatchedCopies, Room},
     process::{self, Placement, per_space::SpaceProcess},
-    sandbox::{self, Special},
+    sandbox::{self, CommonFilters, Special},
     signal,
     smp::{self, Processor, bus::Bus},
-    thunks::{self, Gates},
+    thunks,
 };
 
 /// The options of a machine.
@@ -102,6 +93,21 @@ pub struct Report {
     pub constants: usize,
 }
 
+impl Report {
+    /// Returns the report about a loaded kernel.
+    #[must_use]
+    pub fn of(loaded: &Loaded) -> Self {
+        Self {
+            filled: loaded.filled,
+            left: loaded.unfilled,
+            exits: loaded.exits.len(),
+            code_bytes: loaded.thunks.len(),
+            relocations: loaded.relocated,
+            constants: loaded.constants,
+        }
+    }
+}
+
 /// A kernel of this kind does not start with less.
 pub const LEAST_MEMORY: u64 = 64 << 20;
 const STACK: u64 = 1 << 20;
@@ -112,18 +118,8 @@ const STACK: u64 = 1 << 20;
 /// What would be in the way of a start, but for networks, debuggers and processes.
 pub fn check(options: &Options) -> Result<Report> {
     check_limits(options, &Limits::default())?;
-    read_initramfs(options)?;
     open_disks(options)?;
-    let prepared = prepare(options)?;
-    let loaded = &prepared.loaded;
-    Ok(Report {
-        filled: loaded.filled,
-        left: loaded.unfilled,
-        exits: loaded.exits.len(),
-        code_bytes: loaded.thunks.len(),
-        relocations: loaded.relocated,
-        constants: loaded.constants,
-    })
+    Ok(loader::load(options, &make_memory(options)?)?.facts.report)
 }
 
 /// Starts the machine. The process ends when the machine does; the function returns only with an error.
@@ -136,36 +132,41 @@ pub fn run(options: &Options) -> Result<Infallible> {
     let limits = Limits::default();
     limits.addresses()?;
     let most_mapped = check_limits(options, &limits)?;
-    let mut prepared = prepare(options)?;
-    let bringup = (options.cpus > 1).then(|| Bringup::of(&prepared.kernel, &prepared.loaded)).transpose()?;
+    share_heap();
+    let memory = make_memory(options)?;
+    let Ready { code, places, facts, debugged } = loader::load(options, &memory)?;
     let files = Files::open(options)?;
-    let placed = place_code(&prepared.kernel, &prepared.loaded)?;
-    give_up_files(options, &mut prepared)?;
+    place_code(&code)?;
+    drop(code);
+    give_up_files(options)?;
     let clock_khz = clock_khz();
+    process::end_restartable_sequences();
+    give_memory_back();
     // Processes are made before there are threads, because they begin as copies of this one.
     let first = (options.cpus > 1).then(|| Processor::first(options.cpus)).transpose()?;
     let processor = first.map(Processor::multiply).transpose()?;
-    let isolated = start_program_processes(options, &prepared.memory, most_mapped)?;
+    let isolated = start_program_processes(options, &memory, most_mapped)?;
     prepare_block(match options.isolation {
-        Isolation::None => placed.gates.system_return,
-        Isolation::Process => placed.gates.leaving,
+        Isolation::None => facts.gates.system_return,
+        Isolation::Process => facts.gates.leaving,
     })?;
     let state = State::new()?;
-    let placement = match isolated {
-        Some(isolated) => Placement::Isolated(Box::new(isolated)),
-        None => start_space_processes(options, &prepared.memory, &limits)?,
-    };
     // Threads that listen to devices send signals from their start on.
     signal::install()?;
-    let local = match (processor, bringup) {
+    let filters = CommonFilters::new()?;
+    let placement = match isolated {
+        Some(isolated) => Placement::Isolated(Box::new(isolated)),
+        None => start_space_processes(options, &memory, &limits, &filters)?,
+    };
+    let local = match (processor, facts.bringup) {
         (Some(one), Some(bringup)) => Some(LocalProcessor::new(one, clock_khz, bringup)?),
         _ => None,
     };
-    let start = Start { options, prepared, placed, most_mapped, state, placement, processor, local };
+    let start = Start { options, memory, places, facts, most_mapped, state, placement, processor, local };
     match start.role() {
-        Role::SpaceProcess(space) => start.run_space_process(space, files),
+        Role::SpaceProcess(space) => start.run_space_process(space, files, &filters),
         Role::OtherProcessor(one) => start.run_other_processor(one, files),
-        Role::First => start.run_first(files, clock_khz),
+        Role::First => start.run_first(files, debugged, clock_khz),
     }
 }
 
@@ -180,7 +181,6 @@ fn check_limits(options: &Options, limits: &Limits) -> Result<u64> {
 
 /// The files and connections of the machine, opened before the process gives up opening any.
 struct Files {
-    initramfs: Vec<u8>,
     disks: Vec<Block>,
     gdb: Option<Opened>,
     uplink: Option<OpenUplink>,
@@ -189,7 +189,6 @@ struct Files {
 impl Files {
     fn open(options: &Options) -> Result<Self> {
         Ok(Self {
-            initramfs: read_initramfs(options)?,
             disks: open_disks(options)?,
             gdb: options.gdb.as_ref().map(gdb::open).transpose()?,
             uplink: options.net.as_ref().map(NetOption::open).transpose()?,
@@ -202,14 +201,8 @@ impl Files {
     }
 }
 
-/// Gives up opening files, and returns memory that no process needs any more to the host.
-fn give_up_files(options: &Options, prepared: &mut Prepared) -> Result<()> {
-    if options.gdb.is_none() {
-        // Processes that are made from here on have no more of it, either.
-        prepared.kernel.is_loaded();
-        (prepared.loaded.slots, prepared.loaded.thunks) = Default::default();
-    }
-    give_memory_back();
+/// Gives up opening files.
+fn give_up_files(options: &Options) -> Result<()> {
     if !sandbox::forbid_files()? && options.verbose {
         eprintln!("mercury hosted: the host's kernel has no Landlock");
     }
@@ -226,18 +219,22 @@ fn start_program_processes(
 }
 
 /// Makes a process for each address space, if the options allow it and the host has room.
-fn start_space_processes(options: &Options, memory: &Memory, limits: &Limits) -> Result<Placement> {
+fn start_space_processes(
+    options: &Options,
+    memory: &Memory,
+    limits: &Limits,
+    filters: &CommonFilters,
+) -> Result<Placement> {
     // A debugger and several processors know of one process for all address spaces.
     if options.cpus > 1 || options.gdb.is_some() {
         return Ok(Placement::One);
     }
-    let space = SpaceProcess::multiply(memory, limits.space_processes(options.memory))?;
+    if options.rewrite {
+        thunks::prepare_tables();
+        give_memory_back();
+    }
+    let space = SpaceProcess::multiply(memory, limits.space_processes(options.memory), filters)?;
     Ok(space.map_or(Placement::One, Placement::PerSpace))
-}
-
-fn read_initramfs(options: &Options) -> Result<Vec<u8>> {
-    let read = |path: &PathBuf| fs::read(path).map_err(|error| Error::file("read", path, error));
-    options.initramfs.as_ref().map_or_else(|| Ok(Vec::new()), read)
 }
 
 fn open_disks(options: &Options) -> Result<Vec<Block>> {
@@ -257,51 +254,14 @@ fn check_processors(options: &Options) -> Result<()> {
     Ok(())
 }
 
-struct Prepared {
-    kernel: Kernel,
-    memory: Memory,
-    loaded: load::Loaded,
-}
-
-fn prepare(options: &Options) -> Result<Prepared> {
+/// Checks the host, and makes the guest's memory.
+fn make_memory(options: &Options) -> Result<Memory> {
     check_host()?;
     if options.memory < LEAST_MEMORY {
         return Err(Error::new(format!("{} MiB of memory are not enough", options.memory >> 20))
             .hint(format!("give the guest {} MiB or more with --memory", LEAST_MEMORY >> 20)));
     }
-    let bytes = fs::read(&options.kernel).map_err(|error| Error::file("read", &options.kernel, error))?;
-    let kernel = Kernel::parse(&bytes).map_err(|error| error.about(options.kernel.display()))?;
-    drop(bytes);
-    // What a thread's own arena has had is not given back.
-    // SAFETY: It takes numbers.
-    unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };
-    let (memory, loaded) = thread::scope(|scope| {
-        let accounted = scope.spawn(|| account_for(&options.kernel));
-        let loaded = Memory::new(options.memory).and_then(|memory| {
-            load::load(&kernel, &memory, options.isolation).map(|loaded| (memory, loaded))
-        });
-        let accounted = accounted.join();
-        accounted.map_err(|_| Error::new("cannot check the kernel's code: this is a bug"))??;
-        loaded
-    })?;
-    Ok(Prepared { kernel, memory, loaded })
-}
-
-/// Checks the kernel's code against its records, as the afterburner does after a build. A sensitive
-/// instruction without a record would trap at best. At worst it would take effect on the host.
-///
-/// # Errors
-/// The first of what is wrong.
-fn account_for(kernel: &Path) -> Result<()> {
-    const HOW: &str =
-        "list all errors with `afterburner verify`, and build the kernel with `afterburner make`";
-    let account = verify::verify(kernel).map_err(|error| Error::new(error.to_string()).hint(HOW))?;
-    let Some(first) = account.findings.first() else { return Ok(()) };
-    let others = match account.findings.len() - 1 {
-        0 => String::new(),
-        more => format!(", and {more} more"),
-    };
-    Err(Error::new(format!("{}: {} in {}{others}", kernel.display(), first.what, first.function)).hint(HOW))
+    Memory::new(options.memory)
 }
 
 /// The part of the machine that a process plays.
@@ -317,8 +277,9 @@ enum Role {
 /// The parts of the machine that each of its processes has when it starts.
 struct Start<'a> {
     options: &'a Options,
-    prepared: Prepared,
-    placed: Placed,
+    memory: Memory,
+    places: LoadedCode,
+    facts: Facts,
     most_mapped: u64,
     state: State,
     placement: Placement,
@@ -336,10 +297,24 @@ impl Start<'_> {
         }
     }
 
-    fn run_space_process(self, space: SpaceProcess, files: Files) -> Result<Infallible> {
+    /// Waits in a new address-space process for its first turn, and makes its monitor then.
+    fn run_space_process(
+        self,
+        space: SpaceProcess,
+        files: Files,
+        filters: &CommonFilters,
+    ) -> Result<Infallible> {
         files.leave();
-        sandbox::keep_only(self.prepared.memory.descriptor())?;
-        self.run(Bus::Absent, None, Special { bound: space.processes(), ..Special::default() })
+        sandbox::keep_only(self.memory.descriptor())?;
+        let room = self.rewrites().then(Room::new).transpose()?;
+        signal::dispatch_system_calls()?;
+        filters.apply()?;
+        space.is_ready();
+        forget_the_start();
+        let _ = space.await_turn();
+        let machine = self.machine(room, Bus::Absent);
+        forget_the_start();
+        machine.run()
     }
 
     fn run_other_processor(self, one: Processor, files: Files) -> Result<Infallible> {
@@ -347,15 +322,14 @@ impl Start<'_> {
         self.run(Bus::Other(one), None, Special { processors: one.processes(), ..Special::default() })
     }
 
-    fn run_first(self, files: Files, clock_khz: u64) -> Result<Infallible> {
-        let Files { initramfs, mut disks, gdb, uplink } = files;
+    fn run_first(self, files: Files, debugged: KernelCode, clock_khz: u64) -> Result<Infallible> {
+        let Files { mut disks, gdb, uplink } = files;
         let space = self.placement.per_space();
         if let Some(space) = space.filter(|space| space.are_few() && self.options.verbose) {
             eprintln!("mercury hosted: the host allows {} processes for address spaces", space.count());
         }
         self.overlap_requests(&mut disks);
-        let Prepared { kernel, memory, loaded } = &self.prepared;
-        let debugger = gdb.map(|gdb| Debugger::new(gdb, kernel, loaded)).transpose()?;
+        let debugger = gdb.map(|gdb| Debugger::new(gdb, debugged)).transpose()?;
         let bound = space.map_or_else(Vec::new, |space| space.processes());
         let processors = self.processor.map_or_else(|| bound.clone(), |one| one.processes());
         let special = Special {
@@ -363,11 +337,12 @@ impl Start<'_> {
             listener: debugger.as_ref().map(Debugger::descriptor),
             processors,
             bound,
+            ..Special::default()
         };
         let net = uplink.map(|uplink| uplink.start(signal_waker())).transpose()?;
         let slots = Slots::new(disks, net)?;
-        self.describe(&slots, &initramfs, clock_khz)?;
-        let devices = Devices::new(Console::open()?, memory, slots)?;
+        self.describe(&slots, clock_khz)?;
+        let devices = Devices::new(Console::open()?, &self.memory, slots)?;
         self.run(Bus::Own(Box::new(devices)), debugger, special)
     }
 
@@ -385,12 +360,11 @@ impl Start<'_> {
     }
 
     /// Writes the boot parameters into the guest's memory.
-    fn describe(&self, slots: &Slots, initramfs: &[u8], clock_khz: u64) -> Result<()> {
-        let Prepared { kernel, memory, .. } = &self.prepared;
+    fn describe(&self, slots: &Slots, clock_khz: u64) -> Result<()> {
         let own = boot::command_line(&self.options.append, clock_khz, self.options.cpus);
-        boot::describe(memory, kernel, &(own + &slots.describe(memory)), initramfs)?;
+        boot::describe(&self.memory, &(own + &slots.describe(&self.memory)))?;
         if self.options.cpus > 1 {
-            boot::describe_processors(memory, self.options.cpus)?;
+            boot::describe_processors(&self.memory, self.options.cpus)?;
         }
         Ok(())
     }
@@ -404,60 +378,43 @@ impl Start<'_> {
     }
 
     fn run(self, devices: Bus, debugger: Option<Debugger>, special: Special) -> Result<Infallible> {
-        let rewrites = self.rewrites();
-        let (space, rewriting) = (self.placement.per_space(), self.state.rewriting());
-        let Placed { entry, gates } = self.placed;
-        let Prepared { kernel, memory, mut loaded } = self.prepared;
-        let copies = rewrites.then(|| PatchedCopies::new(gates.system_call, space, rewriting)).transpose()?;
-        let resident = Resident::new(self.most_mapped, copies);
-        let code = LoadedCode::new(&mut loaded, &gates);
-        let mut machine = Machine::new(self.state, memory, devices, self.placement, code, resident)
-            .with_local(self.local)
-            .with_debugger(debugger)
-            .with_reports(self.options.verbose);
-        let isolation = self.options.isolation;
-        let prepared = prepare_processor(&mut machine, &kernel, &loaded, entry, isolation, &special);
+        let special = Special { own: Some(std::process::id()), ..special };
+        let room = self.rewrites().then(Room::new).transpose()?;
+        let (beginning, isolation) = (self.facts.beginning, self.options.isolation);
+        let mut machine = self.machine(room, devices).with_debugger(debugger);
+        let prepared = prepare_processor(&mut machine, beginning, isolation, &special);
         prepared.inspect_err(|_| machine.restore_terminal())?;
-        give_back((kernel, loaded), space);
+        forget_the_start();
         machine.run()
     }
-}
 
-/// Drops the kernel's file, which is larger than all that the machine needs. An address-space
-/// process has it from the first process, and takes no memory as long as it does not touch it.
-fn give_back<T>(unneeded: T, space: Option<SpaceProcess>) {
-    if space.is_some_and(|space| !space.is_first()) {
-        return std::mem::forget(unneeded);
+    /// Puts the machine together. Patched copies need room.
+    fn machine(self, room: Option<Room>, devices: Bus) -> Machine {
+        let (space, rewriting) = (self.placement.per_space(), self.state.rewriting());
+        let system_call = self.facts.gates.system_call;
+        let copies = room.map(|room| PatchedCopies::new(room, system_call, space, rewriting));
+        let resident = Resident::new(self.most_mapped, copies);
+        Machine::new(self.state, self.memory, devices, self.placement, self.places, resident)
+            .with_local(self.local)
+            .with_reports(self.options.verbose)
     }
-    drop(unneeded);
-    give_memory_back();
-}
-
-/// Returns freed memory to the host.
-fn give_memory_back() {
-    // SAFETY: It takes a number.
-    unsafe { libc::malloc_trim(0) };
 }
 
 /// Does everything that can go wrong before the host's system calls are given up.
 fn prepare_processor(
     machine: &mut Machine,
-    kernel: &Kernel,
-    loaded: &load::Loaded,
-    entry: u64,
+    beginning: Beginning,
     isolation: Isolation,
     special: &Special,
 ) -> Result<()> {
     if machine.placement().prepares_processor() {
-        boot::processor(machine, kernel, loaded, entry)?;
+        beginning.begin(machine);
     }
     if machine.placement().runs_guest() {
         signal::dispatch_system_calls()?;
     }
-    match machine.placement().per_space() {
-        Some(space) if space.is_first() => space.await_others()?,
-        Some(space) => space.is_ready(),
-        None => {}
+    if let Some(space) = machine.placement().per_space() {
+        space.await_others()?;
     }
     if let Some(one) = machine.processor() {
         one.is_ready();
@@ -468,56 +425,65 @@ fn prepare_processor(
     sandbox::forbid_calls(isolation, special)
 }
 
-/// The stub to start with, and the code of system calls.
-struct Placed {
-    entry: u64,
-    gates: Gates,
-}
-
-/// Puts the thunks at their address, and the first code and the code of system calls after them.
-fn place_code(kernel: &Kernel, loaded: &load::Loaded) -> Result<Placed> {
-    let thunks = &loaded.thunks;
+/// Puts the code for slots at its address, with the first code and the gates.
+fn place_code(code: &[u8]) -> Result<()> {
+    let to: *mut u8 = std::ptr::with_exposed_provenance_mut(THUNKS as usize);
+    if code.len() as u64 > THUNKS_SIZE {
+        return Err(Error::new("the kernel has too many slots"));
+    }
     process::map_private(THUNKS, THUNKS_SIZE, libc::PROT_READ | libc::PROT_WRITE)?;
-    let entry = THUNKS + (thunks.len() as u64).next_multiple_of(16);
-    let stub = boot::stub(kernel, entry)?;
-    let behind = (entry + stub.len() as u64).next_multiple_of(64);
-    let gates = thunks::gates(behind, loaded.exits.len())?;
-    let place = |at: u64, bytes: &[u8]| {
-        let to: *mut u8 = std::ptr::with_exposed_provenance_mut(at as usize);
-        // SAFETY: The range was mapped above, and all of it fits: the loader has checked it.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
-    };
-    place(THUNKS, thunks);
-    place(entry, &stub);
-    place(behind, &gates.code);
-    // SAFETY: The range was mapped above.
+    // SAFETY: The range was mapped above, and the code fits.
     let done = unsafe {
-        libc::mprotect(
-            std::ptr::with_exposed_provenance_mut(THUNKS as usize),
-            THUNKS_SIZE as usize,
-            libc::PROT_READ | libc::PROT_EXEC,
-        )
+        std::ptr::copy_nonoverlapping(code.as_ptr(), to, code.len());
+        libc::mprotect(to.cast(), THUNKS_SIZE as usize, libc::PROT_READ | libc::PROT_EXEC)
     };
     if done != 0 {
         return Err(Error::system("make the code for slots executable"));
     }
-    Ok(Placed { entry, gates })
+    Ok(())
 }
 
 fn prepare_block(system_return: u64) -> Result<()> {
     block::map()?;
-    let stack = Box::leak(vec![0_u8; STACK as usize].into_boxed_slice());
+    let stack = process::map_stack(STACK as usize)?;
     let extended = process::map_common(cpuid::extended_size() as usize)?;
     let block = block::get();
     block.entry.set(entry::hosted_exit as *const () as u64);
     block.system_return.set(system_return);
-    block.stack.set((stack.as_ptr().expose_provenance() as u64 + STACK) & !63);
+    block.stack.set((stack.expose_provenance() as u64 + STACK) & !63);
     block.extended.set(extended.expose_provenance() as u64);
     let base: u64;
     // SAFETY: `check_host` has seen that it is allowed.
     unsafe { std::arch::asm!("rdfsbase {}", out(reg) base, options(nomem, nostack, preserves_flags)) };
     block.monitor_fs.set(base);
     Ok(())
+}
+
+/// Makes all threads use one heap. A thread with a heap of its own would take more memory. And before
+/// it makes one, the C library opens a file to count the host's processors, for which the host would end
+/// the machine.
+fn share_heap() {
+    // SAFETY: It takes numbers.
+    unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };
+}
+
+/// Returns freed memory to the host.
+fn give_memory_back() {
+    // SAFETY: It takes a number.
+    unsafe { libc::malloc_trim(0) };
+}
+
+/// Unmaps this program's own code and constants, most of which only the start needs. The host maps again
+/// what is used from here on.
+fn forget_the_start() {
+    unsafe extern "C" {
+        static __executable_start: u8;
+        static etext: u8;
+    }
+    let (start, end) = (&raw const __executable_start, &raw const etext);
+    let length = end.addr() - start.addr();
+    // SAFETY: The range begins at a page, and has nothing but the file's pages, which nothing has written to.
+    unsafe { libc::madvise(start.cast_mut().cast(), length, libc::MADV_DONTNEED) };
 }
 
 /// Checks the host's processor and kernel.

@@ -2,7 +2,11 @@
 //! only the system calls that the monitor needs. A guest's program that gets past the monitor gets
 //! no further.
 
-use std::{collections::BTreeMap, os::fd::RawFd};
+use std::{
+    collections::BTreeMap,
+    os::fd::RawFd,
+    ptr::{self, NonNull},
+};
 
 use landlock::{
     ABI, Access as _, AccessFs, AccessNet, CompatLevel, Compatible, Ruleset, RulesetAttr, RulesetStatus,
@@ -10,11 +14,12 @@ use landlock::{
 };
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
-    TargetArch,
+    TargetArch, sock_filter,
 };
 
 use crate::{
     error::{Error, Result},
+    process,
     run::Isolation,
 };
 
@@ -115,6 +120,8 @@ pub struct Special {
     pub processors: Vec<u32>,
     /// Processes that are bound to the host's processors.
     pub bound: Vec<u32>,
+    /// This process, if it may send itself signals.
+    pub own: Option<u32>,
 }
 
 /// Forbids all threads of this process other system calls: one ends it.
@@ -122,13 +129,78 @@ pub struct Special {
 /// # Errors
 /// If the host does not do it.
 pub fn forbid_calls(isolation: Isolation, special: &Special) -> Result<()> {
-    let wrong = |error: &dyn std::fmt::Display| Error::host(format!("cannot give up system calls: {error}"));
-    // The host takes the stricter result of the two.
-    for filter in [trap_virtual_calls(), filter(isolation, special)] {
-        let program = filter.and_then(BpfProgram::try_from).map_err(|error| wrong(&error))?;
-        seccompiler::apply_filter_all_threads(&program).map_err(|error| wrong(&error))?;
+    let wrong = |error| Error::host(format!("cannot give up system calls: {error}"));
+    for program in programs(isolation, special)? {
+        seccompiler::apply_filter_all_threads(&program).map_err(wrong)?;
     }
     Ok(())
+}
+
+/// Makes the filters. The host takes the stricter result of the two.
+fn programs(isolation: Isolation, special: &Special) -> Result<[BpfProgram; 2]> {
+    let make = |filter: std::result::Result<SeccompFilter, seccompiler::BackendError>| {
+        let program = filter.and_then(BpfProgram::try_from);
+        program.map_err(|error| Error::host(format!("cannot give up system calls: {error}")))
+    };
+    Ok([make(trap_virtual_calls())?, make(filter(isolation, special))?])
+}
+
+/// The largest number of instructions of a filter that other processes get.
+const LONGEST: usize = 1024;
+
+/// Filters in memory that processes made afterwards share. One process makes them for all: the
+/// making would take memory in each.
+#[derive(Clone, Copy, Debug)]
+pub struct CommonFilters(NonNull<[Placed; 2]>);
+
+#[derive(Debug)]
+struct Placed {
+    length: usize,
+    code: [sock_filter; LONGEST],
+}
+
+impl CommonFilters {
+    /// Maps the memory.
+    ///
+    /// # Errors
+    /// If the host refuses the memory.
+    pub fn new() -> Result<Self> {
+        let memory = process::map_common(size_of::<[Placed; 2]>())?.cast();
+        NonNull::new(memory).map(Self).ok_or_else(|| Error::new("the host maps memory at 0"))
+    }
+
+    /// Makes the filters of [`forbid_calls`], before another process applies them.
+    ///
+    /// # Errors
+    /// If they are longer than expected.
+    pub fn make(&self, isolation: Isolation, special: &Special) -> Result<()> {
+        for (index, program) in programs(isolation, special)?.into_iter().enumerate() {
+            if program.len() > LONGEST {
+                return Err(Error::new("the filter of system calls is too long: this is a bug"));
+            }
+            // SAFETY: The memory stays and has room for so many instructions. The other processes
+            // read it later: their caller waits.
+            unsafe {
+                let to = self.0.cast::<Placed>().add(index).as_ptr();
+                ptr::copy_nonoverlapping(program.as_ptr(), (&raw mut (*to).code).cast(), program.len());
+                (*to).length = program.len();
+            }
+        }
+        Ok(())
+    }
+
+    /// Forbids this process, which must have one thread, other system calls.
+    ///
+    /// # Errors
+    /// If the host does not do it.
+    pub fn apply(&self) -> Result<()> {
+        // SAFETY: The memory stays, began as zeros, which are valid, and nothing writes to it any more.
+        for placed in unsafe { self.0.as_ref() } {
+            seccompiler::apply_filter(&placed.code[..placed.length])
+                .map_err(|error| Error::host(format!("cannot give up system calls: {error}")))?;
+        }
+        Ok(())
+    }
 }
 
 fn trap_virtual_calls() -> std::result::Result<SeccompFilter, seccompiler::BackendError> {
@@ -155,12 +227,16 @@ fn filter(
     let requests =
         settings.into_iter().chain(listening).map(|request| SeccompRule::new(vec![equal(1, request)?]));
     rules.insert(libc::SYS_ioctl, requests.collect::<std::result::Result<_, _>>()?);
-    let called = special.processors.iter().copied().chain([std::process::id()]);
+    let called = special.processors.iter().copied().chain(special.own).collect();
     let call = |process: u32| SeccompRule::new(vec![equal(0, process.into())?]);
-    rules.insert(libc::SYS_tgkill, called.map(call).collect::<std::result::Result<_, _>>()?);
-    if !special.bound.is_empty() {
-        let bound = special.bound.iter().copied().map(call);
-        rules.insert(libc::SYS_sched_setaffinity, bound.collect::<std::result::Result<_, _>>()?);
+    for (number, processes) in
+        [(libc::SYS_tgkill, called), (libc::SYS_sched_setaffinity, special.bound.clone())]
+    {
+        // A call without rules would be allowed with any arguments.
+        if !processes.is_empty() {
+            let rules_of = processes.into_iter().map(call).collect::<std::result::Result<_, _>>()?;
+            rules.insert(number, rules_of);
+        }
     }
     let only = |descriptor: &RawFd| SeccompRule::new(vec![equal(0, u64::from(descriptor.cast_unsigned()))?]);
     for (call, descriptors) in
@@ -352,6 +428,11 @@ mod tests {
 
     /// Returns the signal that ends a process which has the filter and makes a call, or 0.
     fn signal_of(program: &BpfProgram, number: i64, arguments: [i64; 5]) -> i32 {
+        signal_after(|| seccompiler::apply_filter(program).is_ok(), number, arguments)
+    }
+
+    /// Returns the signal that ends a process which has limited itself and makes a call, or 0.
+    fn signal_after(limit: impl FnOnce() -> bool, number: i64, arguments: [i64; 5]) -> i32 {
         // SAFETY: The child makes system calls only.
         let child = unsafe { libc::fork() };
         assert!(child >= 0);
@@ -359,7 +440,7 @@ mod tests {
             let none = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
             // SAFETY: The limit is read only; there is no core dump of what ends by a signal.
             unsafe { libc::setrlimit(libc::RLIMIT_CORE, &raw const none) };
-            if seccompiler::apply_filter(program).is_ok() {
+            if limit() {
                 call(number, arguments);
             }
             // SAFETY: It ends the process without cleaning up what is its parent's.
@@ -384,6 +465,24 @@ mod tests {
                 assert_eq!(signal_of(&program, number, [0; 5]), libc::SIGSYS, "{isolation:?}: call {number}");
             }
         }
+    }
+
+    /// The filters that one process makes for others forbid these all ways out, too. They may bind
+    /// processes, and send no signals at all.
+    #[test]
+    fn filters_made_for_other_processes_forbid_the_same() {
+        let filters = CommonFilters::new().unwrap();
+        assert!(filters.apply().is_err());
+        filters.make(Isolation::None, &Special { bound: vec![5432], ..Special::default() }).unwrap();
+        let signal = |number, arguments| signal_after(|| filters.apply().is_ok(), number, arguments);
+        for &number in WAYS_OUT {
+            assert_eq!(signal(number, [0; 5]), libc::SIGSYS, "call {number}");
+        }
+        let own = i64::from(std::process::id());
+        assert_eq!(signal(libc::SYS_tgkill, [own, own, 0, 0, 0]), libc::SIGSYS);
+        assert_eq!(signal(libc::SYS_sched_setaffinity, [5432, 0, 0, 0, 0]), 0);
+        assert_eq!(signal(libc::SYS_sched_setaffinity, [5433, 0, 0, 0, 0]), libc::SIGSYS);
+        assert_eq!(signal(libc::SYS_getpid, [0; 5]), 0);
     }
 
     #[test]
@@ -421,8 +520,13 @@ mod tests {
     #[test]
     fn arguments_of_system_calls_are_checked() {
         let own = i64::from(std::process::id());
-        let special =
-            Special { rings: vec![11], listener: Some(12), processors: vec![4321], bound: vec![5432] };
+        let special = Special {
+            rings: vec![11],
+            listener: Some(12),
+            processors: vec![4321],
+            bound: vec![5432],
+            own: Some(std::process::id()),
+        };
         let program: BpfProgram = filter(Isolation::None, &special).unwrap().try_into().unwrap();
         let ends = |number, arguments| signal_of(&program, number, arguments) == libc::SIGSYS;
         let request = |request: libc::c_ulong| [-1, request as i64, 0, 0, 0];

@@ -15,7 +15,7 @@ use crate::{
     isolation::{self, filter::X86_64},
     machine::{self, End, Exception, Machine, Turn},
     mmu::Privilege,
-    smp,
+    process, smp,
     vcpu::{USER_CODE, USER_STACK},
 };
 
@@ -100,7 +100,9 @@ pub fn watch_child(pid: i32) {
 
 /// Forgets the children of the parent, in a new process.
 pub fn forget_children() {
-    CHILDREN.iter().for_each(|child| child.store(0, Ordering::SeqCst));
+    // A write would give the new process a page of its own.
+    let known = CHILDREN.iter().filter(|child| child.load(Ordering::SeqCst) != 0);
+    known.for_each(|child| child.store(0, Ordering::SeqCst));
 }
 
 /// Returns true if one of the children has ended. One signal may report several children.
@@ -166,8 +168,7 @@ pub(crate) struct Action {
 /// # Errors
 /// If the host refuses.
 pub fn install() -> Result<()> {
-    let stack = Box::leak(vec![0_u8; STACK].into_boxed_slice());
-    let stack = libc::stack_t { ss_sp: stack.as_mut_ptr().cast(), ss_flags: 0, ss_size: STACK };
+    let stack = libc::stack_t { ss_sp: process::map_stack(STACK)?, ss_flags: 0, ss_size: STACK };
     // SAFETY: The stack is never freed.
     if unsafe { libc::sigaltstack(&raw const stack, ptr::null_mut()) } != 0 {
         return Err(Error::system("set the stack for signals"));

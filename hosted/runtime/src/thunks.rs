@@ -180,10 +180,8 @@ pub fn may_be_put_elsewhere(record: &Record) -> bool {
 }
 
 /// The parts that all system calls of programs share.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 pub struct Gates {
-    /// To be put where it was made for.
-    pub code: Vec<u8>,
     /// The address at which rewritten sites go on.
     pub system_call: u64,
     /// The address at which slots that return from a system call go on.
@@ -191,20 +189,20 @@ pub struct Gates {
     /// The address at which slots that return from a system call go on if programs run in processes
     /// of their own. The guest is left there.
     pub leaving: u64,
-    /// The part of the return between its check for waiting interrupts and its end.
-    pub returning: std::ops::Range<u64>,
+    /// The part of the return between its check for waiting interrupts and its end: its beginning and end.
+    pub returning: [u64; 2],
     /// The instruction for which it leaves the guest if something waits.
     pub exit: Exit,
 }
 
-/// Makes it, to be put at an address; its exit has this number.
+/// Makes it and its code, to be put at an address; its exit has this number.
 ///
 /// Both parts work on the small stack. The guest's is a program's, which may keep something below
 /// it. Interrupts are off.
 ///
 /// # Errors
 /// If the assembler does not like it.
-pub fn gates(place: u64, exit: usize) -> Result<Gates> {
+pub fn gates(place: u64, exit: usize) -> Result<(Gates, Vec<u8>)> {
     use iced_x86::code_asm::{r11, r11d, rcx};
     let wrong = |error: iced_x86::IcedError| Error::new(format!("the code for system calls: {error}"));
     const SET: i32 = 0x202;
@@ -261,35 +259,54 @@ pub fn gates(place: u64, exit: usize) -> Result<Gates> {
     let done = code.assemble_options(place, options).map_err(wrong)?;
     let ip = |label| done.label_ip(label).map_err(wrong);
     let cause = Cause::Sensitive(Instruction::with(Code::Sysretq));
-    Ok(Gates {
+    let gates = Gates {
         system_call: ip(&call)?,
         system_return: ip(&back)?,
         leaving: ip(&leaving)?,
-        returning: ip(&looked)?..ip(&end)?,
+        returning: [ip(&looked)?, ip(&end)?],
         exit: Exit { cause, original: ip(&back)?, resume: ip(&back)? },
-        code: done.inner.code_buffer,
-    })
+    };
+    Ok((gates, done.inner.code_buffer))
+}
+
+/// Makes the tables of the decoder, which take most of a megabyte and come into being at their first use.
+/// Processes made afterwards have them in common.
+pub fn prepare_tables() {
+    let _ = Decoder::new(64, &[0x90], DecoderOptions::NONE).decode();
 }
 
 /// Makes the code for a rewritten site at an address: the displaced instructions, then the work of
 /// SYSCALL. It needs the address of the page, which is in memory, and the offset after the site.
 ///
 /// Interrupts go off first. Before that nothing has happened, and an interrupt finds the program in
-/// its own code. After that no interrupt comes.
+/// its own code. After that no interrupt comes. The assembler is not used, because its tables would
+/// take memory in each process.
 ///
 /// # Errors
-/// If the assembler does not like it.
+/// If an address is out of an instruction's reach.
 pub fn site(displaced: &[u8], page: u64, behind: u32, place: u64, system_call: u64) -> Result<Vec<u8>> {
-    use iced_x86::code_asm::rcx;
-    let wrong = |error: iced_x86::IcedError| Error::new(format!("the code for a system call: {error}"));
-    let mut code = CodeAssembler::new(64).map_err(wrong)?;
-    code.mov(byte_ptr(at::IF_BYTE), 0).map_err(wrong)?;
-    code.mov(rcx, qword_ptr(page)).map_err(wrong)?;
-    // Not ADD: flags are the program's.
-    code.lea(rcx, rcx + behind as i32).map_err(wrong)?;
-    code.jmp(system_call).map_err(wrong)?;
-    let rest = code.assemble(place + displaced.len() as u64).map_err(wrong)?;
-    Ok([displaced, &rest].concat())
+    const LENGTH: u64 = 28;
+    let far = |_| Error::new("the code for a system call: an address is out of reach");
+    let absolute = |address: u64| i32::try_from(address).map(i32::to_le_bytes).map_err(far);
+    let end = place + displaced.len() as u64 + LENGTH;
+    let distance = i32::try_from(system_call.wrapping_sub(end).cast_signed()).map_err(far)?;
+    Ok([
+        displaced,
+        // mov byte ptr [...], 0
+        &[0xC6, 0x04, 0x25],
+        &absolute(at::IF_BYTE)?,
+        &[0],
+        // mov rcx, qword ptr [...]
+        &[0x48, 0x8B, 0x0C, 0x25],
+        &absolute(page)?,
+        // Not ADD, because flags are the program's: lea rcx, [rcx + ...]
+        &[0x48, 0x8D, 0x89],
+        &absolute(behind.into())?,
+        // jmp
+        &[0xE9],
+        &distance.to_le_bytes(),
+    ]
+    .concat())
 }
 
 /// Makes the code at an address for an instruction that leaves the guest first, and for the
@@ -933,10 +950,10 @@ mod tests {
 
     #[test]
     fn a_return_past_the_check_can_be_finished() {
-        let gates = gates(AT, 7).unwrap();
-        let code = text(&gates.code);
+        let (gates, code) = gates(AT, 7).unwrap();
+        let code = text(&code);
         let at = |ip: u64| code.iter().position(|one| one.ip() == ip).unwrap();
-        let (looked, end) = (at(gates.returning.start), at(gates.returning.end));
+        let (looked, end) = (at(gates.returning[0]), at(gates.returning[1]));
         assert_eq!(looked, at(gates.system_return) + 1);
         // The code stores the stack pointer first. Its last instruction is the jump to the program,
         // after the change of the interrupt flag.

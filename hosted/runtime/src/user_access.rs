@@ -20,10 +20,7 @@
 //! refused if neither end is a program's. The copies that survive machine checks are refused, too:
 //! the kernel is not shown a processor for them.
 
-use std::{
-    collections::{BTreeMap, HashMap, HashSet},
-    ops::Range,
-};
+use std::{collections::HashSet, ops::Range};
 
 use iced_x86::{Decoder, DecoderOptions, FlowControl, Instruction, Mnemonic, OpKind};
 
@@ -87,61 +84,58 @@ pub struct UserAccess {
     pub code: u64,
 }
 
-/// The instructions that were replaced.
+/// The instructions that were replaced. The lists are in order, without gaps, because each process of a
+/// machine has them.
 #[derive(Clone, Debug, Default)]
 pub struct UserAccesses {
-    by_site: BTreeMap<u64, UserAccess>,
-    sites: HashMap<u64, u64>,
-    displaced: BTreeMap<u64, UserAccess>,
+    by_site: Vec<UserAccess>,
+    /// The addresses at which the instructions are executed, and the original ones.
+    sites: Vec<(u64, u64)>,
+    displaced: Vec<UserAccess>,
 }
 
 impl UserAccesses {
-    /// Adds an instruction.
-    pub fn insert(&mut self, access: UserAccess) {
-        self.sites.insert(access.code, access.instruction.ip());
-        self.by_site.insert(access.instruction.ip(), access);
-    }
-
-    /// Adds an instruction that was displaced by the jump before it.
-    pub fn insert_displaced(&mut self, access: UserAccess) {
-        self.displaced.insert(access.instruction.ip(), access);
+    /// Takes instructions, and those that were displaced by the jump before them.
+    #[must_use]
+    pub fn new(mut replaced: Vec<UserAccess>, mut displaced: Vec<UserAccess>) -> Self {
+        let mut sites: Vec<(u64, u64)> =
+            replaced.iter().map(|access| (access.code, access.instruction.ip())).collect();
+        sites.sort_unstable();
+        for list in [&mut replaced, &mut displaced] {
+            list.sort_unstable_by_key(|access| access.instruction.ip());
+        }
+        Self { by_site: replaced, sites, displaced }
     }
 
     /// Returns the address at which a displaced instruction can be executed.
     #[must_use]
     pub fn displaced(&self, address: u64) -> Option<u64> {
-        self.displaced.get(&address).map(|access| access.code)
+        find_at(&self.displaced, address).map(|access| access.code)
     }
 
     /// Returns the original instruction at an address.
     #[must_use]
     pub fn instruction(&self, address: u64) -> Option<Instruction> {
-        self.by_site.get(&address).or_else(|| self.displaced.get(&address)).map(|access| access.instruction)
+        self.at(address).or_else(|| find_at(&self.displaced, address)).map(|access| access.instruction)
     }
 
     /// Returns the replaced instruction at an address.
     #[must_use]
     pub fn at(&self, address: u64) -> Option<&UserAccess> {
-        self.by_site.get(&address)
+        find_at(&self.by_site, address)
     }
 
     /// Returns the original address of the instruction that is executed at this address.
     #[must_use]
     pub fn site(&self, code: u64) -> Option<u64> {
-        self.sites.get(&code).copied()
+        let found = self.sites.binary_search_by_key(&code, |(code, _)| *code);
+        found.ok().map(|index| self.sites[index].1)
     }
+}
 
-    /// Returns the number of replaced instructions.
-    #[must_use]
-    pub fn len(&self) -> usize {
-        self.by_site.len()
-    }
-
-    /// Returns true if no instruction was replaced.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.by_site.is_empty()
-    }
+/// Returns the instruction with this original address.
+fn find_at(list: &[UserAccess], address: u64) -> Option<&UserAccess> {
+    list.binary_search_by_key(&address, |access| access.instruction.ip()).ok().map(|index| &list[index])
 }
 
 /// Makes the error for a kernel of an unknown kind.
@@ -438,9 +432,10 @@ mod tests {
 
     #[test]
     fn guards_are_found_by_both_addresses() {
-        let mut accesses = UserAccesses::default();
-        accesses.insert(UserAccess { instruction: instruction(&[0x89, 0x07]), code: 0x3800_0010 });
-        assert_eq!((accesses.len(), accesses.at(0x4100_0000).unwrap().code), (1, 0x3800_0010));
+        let access = UserAccess { instruction: instruction(&[0x89, 0x07]), code: 0x3800_0010 };
+        let accesses = UserAccesses::new(vec![access], Vec::new());
+        assert_eq!(accesses.at(0x4100_0000).unwrap().code, 0x3800_0010);
+        assert!(accesses.displaced(0x4100_0000).is_none() && accesses.at(0x4100_0001).is_none());
         assert_eq!((accesses.site(0x3800_0010), accesses.site(0x3800_0012)), (Some(0x4100_0000), None));
     }
 }

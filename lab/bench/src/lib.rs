@@ -13,6 +13,7 @@ pub mod checkpoint;
 pub mod counts;
 pub mod demo;
 pub mod exits;
+pub mod footprint;
 pub mod hosted;
 pub mod intel;
 pub mod kvm;
@@ -122,6 +123,8 @@ pub enum Part {
     Slots(&'static [Release]),
     /// The previous part's figures of hosted kernels and the systems like them.
     Hosted,
+    /// The memory of hosted machines.
+    Footprint,
     /// The papers' tables beside the same measurements, with a virtual machine of KVM.
     Papers,
 }
@@ -269,6 +272,11 @@ pub fn run(part: Part, depth: Depth) -> Result<()> {
         Part::Papers => {
             let figures = papers::measure(papers::Plan::of(depth))?;
             replace(papers::HEADING, &papers::section(&figures), papers::KEY, &pretty(&figures)?)
+        }
+        Part::Footprint => {
+            let figures = footprint::measure(Release::Bookworm)?;
+            replace(footprint::HEADING, &footprint::section(&figures), footprint::KEY, &pretty(&figures)?)?;
+            report::judge(&footprint::promises(&figures))
         }
         Part::Hosted => {
             let [all, few] = HOSTED_ROUNDS;

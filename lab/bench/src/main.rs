@@ -132,7 +132,7 @@ enum Command {
     Bench {
         /// Measure only this part, and replace only its section in docs/: switch, checkpoint,
         /// kvm, migration, previrtualization, previrtualization-6.1, slots, slots-6.1, hosted,
-        /// papers
+        /// footprint, papers
         #[arg(value_parser = part)]
         part: Option<Part>,
         /// Take a quick measurement of a few minutes, and leave docs/ alone
@@ -373,10 +373,11 @@ fn part(name: &str) -> Result<Part, String> {
         "slots" => Ok(Part::Slots(&Release::ALL)),
         "slots-6.1" => Ok(Part::Slots(&[Release::Bookworm])),
         "hosted" => Ok(Part::Hosted),
+        "footprint" => Ok(Part::Footprint),
         "papers" => Ok(Part::Papers),
         _ => Err(
             "there are switch, checkpoint, kvm, migration, previrtualization, previrtualization-6.1, slots, \
-                  slots-6.1, hosted and papers"
+                  slots-6.1, hosted, footprint and papers"
                 .to_owned(),
         ),
     }

@@ -9,12 +9,11 @@ use gdbstub::stub::{GdbStub, state_machine::GdbStubStateMachine};
 use iced_x86::Register;
 
 use super::{
-    Reason,
+    KernelCode, Reason,
     connection::Connection,
     step::{Guest, successors},
     target::Target,
 };
-use crate::load::Loaded;
 
 /// Largest input in bytes. The socket holds all of it.
 const LONGEST: usize = 8 << 10;
@@ -57,8 +56,7 @@ pub fn run(input: &[u8]) {
 }
 
 fn converse(connection: Connection) {
-    let loaded = Loaded::default();
-    let mut target = Target::new(Vec::new(), &loaded);
+    let mut target = Target::new(KernelCode::default());
     let mut session = GdbStub::new(connection).run_state_machine(&mut target).ok();
     while let Some(now) = session.take() {
         session = match now {

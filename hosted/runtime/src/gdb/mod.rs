@@ -11,7 +11,7 @@ mod registers;
 mod step;
 mod target;
 
-use std::{fmt, os::fd::RawFd};
+use std::{collections::BTreeMap, fmt, ops::Range, os::fd::RawFd};
 
 use connection::{Connection, Listener};
 pub use connection::{Opened, open};
@@ -23,8 +23,7 @@ use target::{Action, Target};
 
 use crate::{
     error::Result,
-    kernel::Kernel,
-    load::{DISTANCE, Loaded},
+    load::Filled,
     machine::{End, Machine},
 };
 
@@ -45,17 +44,24 @@ impl fmt::Debug for Debugger {
     }
 }
 
+/// The kernel's code as a debugger has to know it.
+#[derive(Debug, Default)]
+pub struct KernelCode {
+    /// Its addresses.
+    pub ranges: Vec<Range<u64>>,
+    /// Filled slots, by their addresses.
+    pub slots: BTreeMap<u64, Filled>,
+    /// The size of the code for slots, in bytes.
+    pub slot_code: u64,
+}
+
 impl Debugger {
     /// Begins to listen. The calling thread gets SIGUSR1 when gdb connects or sends something.
     ///
     /// # Errors
     /// If there can be no thread.
-    pub fn new(opened: Opened, kernel: &Kernel, loaded: &Loaded) -> Result<Self> {
-        let code = kernel.code.iter().map(|code| {
-            let start = code.address.wrapping_add(DISTANCE);
-            start..start + code.size
-        });
-        let target = Target::new(code.collect(), loaded);
+    pub fn new(opened: Opened, code: KernelCode) -> Result<Self> {
+        let target = Target::new(code);
         let waits = opened.waits;
         Ok(Self { listener: Listener::new(opened)?, target, session: None, waits })
     }

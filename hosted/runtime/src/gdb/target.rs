@@ -25,12 +25,13 @@ use gdbstub::{
 use iced_x86::{Decoder, DecoderOptions, Register};
 
 use super::{
+    KernelCode,
     registers::{ORDER, State, X86},
     step::{self, Guest},
 };
 use crate::{
     layout::THUNKS,
-    load::{Filled, Loaded},
+    load::Filled,
     machine::Machine,
     memory::Memory,
     mmu::{Access, Privilege},
@@ -71,13 +72,13 @@ pub struct Target {
 
 impl Target {
     /// Makes the target for a machine with this code.
-    pub fn new(code: Vec<Range<u64>>, loaded: &Loaded) -> Self {
+    pub fn new(code: KernelCode) -> Self {
         Self {
             machine: ptr::null_mut(),
-            code,
-            slots: loaded.slots.clone(),
-            slots_by_code: loaded.slots.iter().map(|(at, slot)| (slot.code, *at)).collect(),
-            slot_code: THUNKS..THUNKS + loaded.thunks.len() as u64,
+            code: code.ranges,
+            slots_by_code: code.slots.iter().map(|(at, slot)| (slot.code, *at)).collect(),
+            slots: code.slots,
+            slot_code: THUNKS..THUNKS + code.slot_code,
             wanted: BTreeSet::new(),
             steps: BTreeSet::new(),
             replaced: BTreeMap::new(),

@@ -275,9 +275,6 @@ pub struct Common {
     window: usize,
     memory: RawFd,
     secret: [u32; 2],
-    /// The address at which the host writes the number of a thread's processor for the C library.
-    /// It ends with the monitor's memory.
-    rseq: u64,
 }
 
 impl Common {
@@ -326,7 +323,7 @@ impl Common {
                 (code.end - code.start) as usize,
             );
         }
-        Ok(Self { file, window: window.expose_provenance(), memory, secret, rseq: rseq() })
+        Ok(Self { file, window: window.expose_provenance(), memory, secret })
     }
 
     fn area(&self, index: usize) -> usize {
@@ -634,18 +631,6 @@ impl Stub {
             }
         }
     }
-}
-
-/// Returns the address of this thread's area for restartable sequences, if the C library has one.
-fn rseq() -> u64 {
-    // SAFETY: It looks up a symbol, which is a number of this type.
-    let offset = unsafe {
-        libc::dlsym(libc::RTLD_DEFAULT, c"__rseq_offset".as_ptr()).cast::<isize>().as_ref().copied()
-    };
-    let base: u64;
-    // SAFETY: The start requires that processes may read it.
-    unsafe { std::arch::asm!("rdfsbase {}", out(reg) base, options(nomem, nostack, preserves_flags)) };
-    offset.map_or(0, |offset| base.wrapping_add_signed(offset as i64))
 }
 
 fn gone() -> Error {

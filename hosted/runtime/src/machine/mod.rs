@@ -29,7 +29,6 @@ use crate::{
     gdb::Debugger,
     isolation::stub::Stop,
     layout::{self, PAGE},
-    load::Loaded,
     memory::Memory,
     mmu::{self, Access, Privilege, Translation},
     patched,
@@ -155,19 +154,13 @@ pub struct LoadedCode {
 }
 
 impl LoadedCode {
-    /// Takes the exits of a loaded kernel, and adds the exit of its gates.
+    /// Takes the exits of a loaded kernel, of which the last one is the gates'.
     #[must_use]
-    pub fn new(loaded: &mut Loaded, gates: &Gates) -> Self {
-        let mut exits = std::mem::take(&mut loaded.exits);
-        let exit_jumps = exits.iter().map(Exit::jump).collect();
-        exits.push(gates.exit);
-        Self {
-            exits,
-            exit_jumps,
-            accesses: loaded.accesses.clone(),
-            kernel_root: loaded.root,
-            returning: gates.returning.clone(),
-        }
+    pub fn new(exits: Vec<Exit>, accesses: UserAccesses, kernel_root: u64, gates: &Gates) -> Self {
+        let slots = exits.len().saturating_sub(1);
+        let exit_jumps = exits[..slots].iter().map(Exit::jump).collect();
+        let [from, end] = gates.returning;
+        Self { exits, exit_jumps, accesses, kernel_root, returning: from..end }
     }
 
     fn is_exit_jump(&self, address: u64) -> bool {
@@ -338,7 +331,7 @@ impl Machine {
         match space {
             None => machine.attend(),
             Some(space) if space.is_first() => machine.serve_space_processes(space),
-            Some(_) => machine.await_guest(),
+            Some(_) => machine.receive_guest(),
         }
         drop(machine);
         // SAFETY: The block holds a stack, a base of FS, and the registers of a guest that is ready.

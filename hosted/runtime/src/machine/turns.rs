@@ -35,10 +35,9 @@ impl Machine {
         }
     }
 
-    /// Waits in an address-space process until the guest comes.
-    pub(crate) fn await_guest(&mut self) {
+    /// Receives the guest in an address-space process that has its first turn.
+    pub(crate) fn receive_guest(&mut self) {
         let Some(space) = self.placement.per_space() else { return };
-        let _ = space.await_turn();
         selectors::load(self.block().data.get());
         self.catch_up(space);
         self.resume_or_hand_over();

@@ -11,8 +11,9 @@
 //! | the programs of an address space | [`crate::isolation`], for `--isolation=process` |
 //!
 //! [`Placement`] says which of the last two a machine has. [`tags`] assigns address spaces to
-//! processes in both.
+//! processes in both. [`apart`] does work in a process of its own before there is a machine.
 
+pub mod apart;
 pub mod per_space;
 pub mod tags;
 
@@ -26,6 +27,7 @@ use std::{
 use crate::{
     error::{Error, Result},
     isolation::ProgramProcesses,
+    layout::PAGE,
     signal,
 };
 use per_space::SpaceProcess;
@@ -81,6 +83,35 @@ impl Placement {
     }
 }
 
+/// Ends the C library's restartable sequences in this thread. The host writes the number of the thread's
+/// processor there at any time: each process made afterwards would have a page for it, and a process of
+/// programs would no longer have the place.
+pub fn end_restartable_sequences() {
+    const UNREGISTER: u64 = 1;
+    const SIGNATURE: u64 = 0x5305_3053;
+    // SAFETY: It looks up a symbol, which is a number of this type.
+    let offset = unsafe {
+        libc::dlsym(libc::RTLD_DEFAULT, c"__rseq_offset".as_ptr()).cast::<isize>().as_ref().copied()
+    };
+    let Some(offset) = offset else { return };
+    let base: u64;
+    // SAFETY: The start requires that processes may read it.
+    unsafe { std::arch::asm!("rdfsbase {}", out(reg) base, options(nomem, nostack, preserves_flags)) };
+    // The area can be unregistered only with its registered length.
+    for length in (20..=256_u64).step_by(4) {
+        // SAFETY: It takes numbers, and has no effect unless these are the area's.
+        unsafe {
+            libc::syscall(
+                libc::SYS_rseq,
+                base.wrapping_add_signed(offset as i64),
+                length,
+                UNREGISTER,
+                SIGNATURE,
+            )
+        };
+    }
+}
+
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Fork {
     /// This is the new process.
@@ -99,6 +130,26 @@ pub(crate) fn fork() -> Fork {
             Fork::Child
         }
         pid if pid > 0 => Fork::Parent(pid),
+        _ => Fork::Refused,
+    }
+}
+
+/// Forks this process as [`fork`] does, but without the C library's preparations, which would write to
+/// many pages of each process. In the new process the library does not know the number of its thread,
+/// which it needs for threads and for `abort` only.
+pub(crate) fn fork_bare() -> Fork {
+    #[cfg(miri)]
+    return fork();
+    let none = ptr::null::<c_void>();
+    // SAFETY: The caller has one thread, so no lock is held by another one. The new process has a copy of
+    // all memory and goes on from here.
+    match unsafe { libc::syscall(libc::SYS_clone, libc::c_long::from(libc::SIGCHLD), none, none, none, none) }
+    {
+        0 => {
+            signal::forget_children();
+            Fork::Child
+        }
+        pid if pid > 0 => Fork::Parent(pid as i32),
         _ => Fork::Refused,
     }
 }
@@ -147,6 +198,13 @@ pub(crate) fn wait_for(word: &AtomicU32, value: u32, nanoseconds: i64) {
     unsafe {
         libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT, value, &raw const moment, 0, 0);
     }
+}
+
+/// Waits while a word has this value, until a signal comes at the latest.
+pub(crate) fn wait_for_long(word: &AtomicU32, value: u32) {
+    let forever = ptr::null::<libc::timespec>();
+    // SAFETY: The word stays.
+    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT, value, forever, 0, 0) };
 }
 
 /// Wakes all processes that wait for a word.
@@ -216,6 +274,28 @@ impl<T> DerefMut for Common<T> {
         // SAFETY: As above, and in this process this is the only way to it.
         unsafe { self.0.as_mut() }
     }
+}
+
+/// Maps a stack that grows down, with a page below it that nothing may touch. Pages that are never
+/// used take no memory, and each process made afterwards has its own. Returns the lowest address.
+///
+/// # Errors
+/// If the host refuses.
+pub fn map_stack(length: usize) -> Result<*mut c_void> {
+    const GUARD: usize = PAGE as usize;
+    #[cfg(miri)]
+    return Ok(crate::memory::without_host(length).cast());
+    let rights = libc::PROT_READ | libc::PROT_WRITE;
+    let how = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    // SAFETY: A new mapping where the host likes, of which a part is given other rights.
+    let stack = unsafe {
+        let all = libc::mmap(ptr::null_mut(), GUARD + length, rights, how, -1, 0);
+        if all == libc::MAP_FAILED || libc::mprotect(all, GUARD, libc::PROT_NONE) != 0 {
+            return Err(Error::system("map a stack"));
+        }
+        all.byte_add(GUARD)
+    };
+    Ok(stack)
 }
 
 /// Maps private memory at a free address.

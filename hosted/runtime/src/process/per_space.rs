@@ -8,7 +8,9 @@
 //!
 //! One of these processes has the turn; the others wait. The state of the guest's processor is in
 //! shared memory: the block, with the guest's registers, and [`Vcpu`](crate::vcpu::Vcpu). Each
-//! process has its own monitor, which knows its mappings. A process asks the first one for devices,
+//! process has its own monitor, which knows its mappings. The monitor of a process is made when the
+//! process gets its first turn: a process that waits for it has next to no memory of its own, and
+//! has given up the system calls already. A process asks the first one for devices,
 //! time and the terminal ([`Request`]). Changes of the kernel's own addresses, and of pages with
 //! patched copies, are recorded for the others ([`Event`]). They repeat the changes before they run
 //! the guest.
@@ -35,14 +37,16 @@ use crate::{
         self, Common, Fork, map_common,
         tags::{Found, Tags},
     },
+    run::Isolation,
+    sandbox::{CommonFilters, Special},
     signal, smp,
 };
 
 /// The largest number of address-space processes. More address spaces take turns. Each process has
 /// a bit for each page.
 const MOST: usize = 31;
-/// The bit of a page that may have patched copies.
-const COPIED: u32 = 1 << MOST;
+/// The number of pages whose bits are in a word.
+const PER_WORD: usize = u32::BITS as usize;
 /// The largest number of threads: for six disks, the network card and the terminal, with a reserve.
 const THREADS: usize = 12;
 /// The number of events that are remembered. A process that has missed more begins anew.
@@ -178,54 +182,83 @@ pub struct SpaceProcess {
     number: usize,
     count: usize,
     shared: &'static Shared,
-    /// The address-space processes that have a page mapped writable, by page of the guest's memory,
-    /// and [`COPIED`].
+    /// The address-space processes that have a page mapped writable, by page of the guest's memory.
     pages: &'static [AtomicU32],
+    /// A bit for each page: the page may have patched copies.
+    copied: &'static [AtomicU32],
+}
+
+/// The result of the forks, in each process.
+enum Made {
+    New(SpaceProcess),
+    /// This is the first process, and there are so many others.
+    All(usize),
 }
 
 impl SpaceProcess {
     /// Makes up to `most` address-space processes, as copies of this process, which must have one
     /// thread. Returns its own number in each process. Returns nothing if no process is wanted, or
-    /// if the host allows this user no more.
+    /// if the host allows this user no more. The filters of system calls are made for all of them.
     ///
     /// # Errors
     /// If the host refuses memory.
-    pub fn multiply(memory: &Memory, most: u64) -> Result<Option<Self>> {
+    pub fn multiply(memory: &Memory, most: u64, filters: &CommonFilters) -> Result<Option<Self>> {
+        let first = Self::first(memory)?;
+        let most = MOST.min(usize::try_from(most).unwrap_or(MOST));
+        match first.fork_all(most) {
+            Made::New(new) => new.begin().map(Some),
+            Made::All(count) => Self { count, ..first }.complete(filters),
+        }
+    }
+
+    /// Makes the memory that all processes share. What it needs of the stack is no longer in use when the
+    /// processes are made, each of which writes to a copy of the stack.
+    #[inline(never)]
+    fn first(memory: &Memory) -> Result<Self> {
         let shared = Common::new(Shared::new())?.share();
         let count = (memory.size() / PAGE) as usize;
-        let pages = map_common(count * size_of::<AtomicU32>())?;
-        // SAFETY: The memory stays, is as long, and zero, which is a valid value; all of it is atomic.
-        let pages = unsafe { std::slice::from_raw_parts(pages.cast::<AtomicU32>(), count) };
-        let mut first = Self { number: 0, count: 0, shared, pages };
+        let pages = common_words(count)?;
+        let copied = common_words(count.div_ceil(PER_WORD))?;
         // SAFETY: It takes nothing.
         let own = unsafe { libc::getpid() };
         shared.gates[0].process.store(own, Ordering::Release);
-        let mut processes = Vec::new();
-        for number in 1..=MOST.min(usize::try_from(most).unwrap_or(MOST)) {
-            match process::fork() {
-                Fork::Child => return Self { number, ..first }.begin().map(Some),
-                Fork::Parent(pid) => processes.push(pid),
+        Ok(Self { number: 0, count: 0, shared, pages, copied })
+    }
+
+    /// Forks the processes, and keeps their numbers.
+    #[inline(never)]
+    fn fork_all(self, most: usize) -> Made {
+        for number in 1..=most {
+            match process::fork_bare() {
+                Fork::Child => return Made::New(Self { number, ..self }),
+                Fork::Parent(pid) => self.shared.gates[number].process.store(pid, Ordering::Release),
                 Fork::Refused => {
                     // The host limits a user's processes. Fewer address-space processes suffice,
                     // but devices need threads.
-                    let kept = processes.len().saturating_sub(THREADS);
-                    processes.drain(kept..).for_each(end_child);
-                    break;
+                    let made = number - 1;
+                    let kept = made.saturating_sub(THREADS);
+                    let surplus = &self.shared.gates[kept + 1..=made];
+                    surplus.iter().for_each(|gate| end_child(gate.process.swap(0, Ordering::AcqRel)));
+                    return Made::All(kept);
                 }
             }
         }
-        for (gate, pid) in shared.gates[1..].iter().zip(&processes) {
-            gate.process.store(*pid, Ordering::Release);
-            signal::watch_child(*pid);
-        }
-        shared.complete.store(1, Ordering::Release);
-        process::wake(&shared.complete);
-        first.count = processes.len();
-        if first.count == 0 {
+        Made::All(most)
+    }
+
+    /// Lets the processes begin, and returns the first one.
+    #[inline(never)]
+    fn complete(self, filters: &CommonFilters) -> Result<Option<Self>> {
+        let bound = self.processes();
+        bound[1..].iter().for_each(|pid| signal::watch_child(pid.cast_signed()));
+        filters.make(Isolation::None, &Special { bound, ..Special::default() })?;
+        self.shared.complete.store(1, Ordering::Release);
+        process::wake(&self.shared.complete);
+        if self.count == 0 {
             return Ok(None);
         }
-        first.turn(|turn| turn.tags = Tags::new(first.count));
-        Ok(Some(first))
+        self.turn(|turn| turn.tags = Tags::new(self.count));
+        Ok(Some(self))
     }
 
     /// Waits in the new process until all processes are known.
@@ -424,11 +457,16 @@ impl SpaceProcess {
         unsafe { libc::sched_setaffinity(process, size_of_val(set), set) };
     }
 
-    /// Waits for the turn. Returns nothing if a process has ended meanwhile.
+    /// Waits for the turn. Returns nothing if a process has ended meanwhile. Only the first process
+    /// looks for that: the others end with it.
     #[must_use]
     pub fn await_turn(&self) -> Option<()> {
         let own = &self.own().is_open;
         while own.swap(0, Ordering::Acquire) == 0 {
+            if !self.is_first() {
+                process::wait_for_long(own, 0);
+                continue;
+            }
             if signal::is_child_gone() {
                 return None;
             }
@@ -476,11 +514,21 @@ impl SpaceProcess {
             turn.happened += 1;
             turn.taken[self.number] = turn.happened;
         });
-        let page = |physical: u64| self.pages.get((physical / PAGE) as usize);
         match event {
-            Event::Copied(physical) => page(physical).map(|page| page.fetch_or(COPIED, Ordering::Relaxed)),
-            Event::Written(physical) => page(physical).map(|page| page.fetch_and(!COPIED, Ordering::Relaxed)),
-            _ => None,
+            Event::Copied(physical) => self.set_copied(physical, true),
+            Event::Written(physical) => self.set_copied(physical, false),
+            _ => {}
+        }
+    }
+
+    /// Records if a page may have patched copies.
+    fn set_copied(&self, physical: u64, is_copied: bool) {
+        let page = (physical / PAGE) as usize;
+        let Some(word) = self.copied.get(page / PER_WORD) else { return };
+        let bit = 1 << (page % PER_WORD);
+        match is_copied {
+            true => word.fetch_or(bit, Ordering::Relaxed),
+            false => word.fetch_and(!bit, Ordering::Relaxed),
         };
     }
 
@@ -514,13 +562,16 @@ impl SpaceProcess {
     #[must_use]
     pub fn has_other_writer(&self, physical: u64) -> bool {
         let page = self.pages.get((physical / PAGE) as usize);
-        page.is_none_or(|page| page.load(Ordering::Relaxed) & !(self.bit() | COPIED) != 0)
+        page.is_none_or(|page| page.load(Ordering::Relaxed) & !self.bit() != 0)
     }
 
     /// Returns the physical addresses of pages that may have patched copies.
     pub fn copied(&self) -> impl Iterator<Item = u64> {
-        let copied = self.pages.iter().zip((0..).step_by(PAGE as usize));
-        copied.filter(|(page, _)| page.load(Ordering::Relaxed) & COPIED != 0).map(|(_, physical)| physical)
+        let words = self.copied.iter().enumerate().map(|(at, word)| (at, word.load(Ordering::Relaxed)));
+        words.filter(|(_, word)| *word != 0).flat_map(|(at, word)| {
+            let set = (0..PER_WORD).filter(move |bit| word & (1 << bit) != 0);
+            set.map(move |bit| (at * PER_WORD + bit) as u64 * PAGE)
+        })
     }
 
     /// Interrupts the address-space process that has the turn. A signal handler in the first
@@ -540,6 +591,13 @@ impl SpaceProcess {
             *libc::__errno_location() = error;
         }
     }
+}
+
+/// Maps so many words that all processes share, which are zero.
+fn common_words(count: usize) -> Result<&'static [AtomicU32]> {
+    let words = map_common(count * size_of::<AtomicU32>())?;
+    // SAFETY: The memory stays, is as long, and zero, which is a valid value; all of it is atomic.
+    Ok(unsafe { std::slice::from_raw_parts(words.cast::<AtomicU32>(), count) })
 }
 
 /// Returns the host's processors for this process, if there are several.
@@ -574,9 +632,10 @@ mod tests {
     /// Makes address-space processes without a process of the host.
     fn empty(count: usize) -> Vec<SpaceProcess> {
         let shared = Common::new(Shared::new()).unwrap().share();
-        let pages = Vec::leak((0..16).map(|_| AtomicU32::new(0)).collect());
+        let words = |count| &*Vec::leak((0..count).map(|_| AtomicU32::new(0)).collect());
+        let (pages, copied) = (words(16), words(1));
         let processes: Vec<SpaceProcess> =
-            (0..=count).map(|number| SpaceProcess { number, count, shared, pages }).collect();
+            (0..=count).map(|number| SpaceProcess { number, count, shared, pages, copied }).collect();
         processes[0].turn(|turn| turn.tags = Tags::new(count));
         processes
     }
@@ -650,9 +709,11 @@ mod tests {
     #[cfg_attr(miri, ignore = "Miri has one process")]
     fn one_process_after_the_other_has_the_turn() {
         const TURNS: u64 = 500;
-        assert!(with_memory(|memory| SpaceProcess::multiply(memory, 0).unwrap().is_none()));
+        let filters = CommonFilters::new().unwrap();
+        assert!(with_memory(|memory| SpaceProcess::multiply(memory, 0, &filters).unwrap().is_none()));
         let counts = Common::new([AtomicU64::new(0), AtomicU64::new(0)]).unwrap().share();
-        let first = with_memory(|memory| SpaceProcess::multiply(memory, u64::MAX).unwrap().unwrap());
+        let first =
+            with_memory(|memory| SpaceProcess::multiply(memory, u64::MAX, &filters).unwrap().unwrap());
         if !first.is_first() {
             first.is_ready();
             first.await_turn().unwrap();

@@ -124,12 +124,6 @@ unsafe fn prepare_stub(
         let none = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
         done(libc::setrlimit(libc::RLIMIT_CORE, &raw const none))?;
         map_own(common, index)?;
-        const UNREGISTER: u64 = 1;
-        const SIGNATURE: u64 = 0x5305_3053;
-        // The area can be unregistered only with its registered length.
-        for length in (20..=256).step_by(4) {
-            libc::syscall(libc::SYS_rseq, common.rseq, length as u64, UNREGISTER, SIGNATURE);
-        }
         let stack = libc::stack_t {
             ss_sp: ptr::with_exposed_provenance_mut((STUB_STATE + STACK) as usize),
             ss_flags: AUTODISARM,
