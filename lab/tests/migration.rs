@@ -8,7 +8,7 @@ mod workloads;
 use std::{thread, time::Duration};
 
 use mercury_lab::{
-    Disk, Init, Kernel, MachineCheck, Reset, Result,
+    Disk, Init, Kernel, Machine, MachineCheck, Reset, Result,
     loaders::Loader,
     moving::{GOES_ON, LIMIT, Switch, WAITS, migrate, plug_in, receive, said, wait_more},
     restart::{
@@ -230,8 +230,58 @@ fn a_machine_with_failing_memory_leaves_by_itself() -> Result<()> {
     )?;
     // The pairing token is used up, and no other one exists.
     assert!(
-        destination.run("mercury evacuate")?.stderr.contains("the pairing token was used for the last move")
+        destination
+            .run("mercury evacuate")?
+            .stderr
+            .contains("the pairing token was used for an earlier move")
     );
+    destination.check_next_attach()
+}
+
+/// Moves a machine by its own rules: the guard reads an error from the kernel's trace, finds the first spare
+/// away, and moves to the second one. Both machines know each other, so that no token is typed.
+#[test]
+#[ignore = "long"]
+fn a_guarded_machine_leaves_for_a_spare_that_knows_it() -> Result<()> {
+    need_qemu()?;
+    let Scene { switch: Switch { peer, .. }, machine, destination } =
+        &Scene::new(Kernel::BookwormGeneric, 2, 1024)?;
+    machine.sh("echo 1 > /sys/devices/system/machinecheck/machinecheck0/check_interval")?;
+    let name = |machine: &Machine| machine.sh("mercury identity").map(|name| name.trim().to_owned());
+    let (source, spare) = (name(machine)?, name(destination)?);
+    let (id, boots) = (boot_id(machine)?, destination.boots());
+    let mut waits =
+        destination.spawn(&format!("mercury receive --listen 10.9.0.3 --delay 4s --source {source}"))?;
+    waits.wait_output("--spare mercury-machine-1-", LIMIT)?;
+    wait_more(destination, WAITS, 0)?;
+    let rules = format!(
+        "on_hang = 'report'\n[sensors]\ninterval_s = 1\n\
+        [sensors.limits]\ncorrected = {{ limit = 1, action = 'evacuate' }}\n\
+        [[spare]]\nhost = '10.9.0.77:5'\nname = '{spare}'\n[[spare]]\nhost = '10.9.0.3'\nname = '{spare}'\n"
+    );
+    machine.put("/run/guard.toml", rules.as_bytes(), 0o644)?;
+    machine.sh("mountpoint -q /sys/kernel/tracing || mount -t tracefs tracefs /sys/kernel/tracing
+        setsid mercury daemon --rules /run/guard.toml -- --without-tombstone > /run/said 2>&1 &")?;
+    machine.sh("until mercury evacuate --status | grep 'waits for orders'; do sleep 0.2; done")?;
+    let status = "mercury guard status --rules /run/guard.toml";
+    machine.sh(&format!(
+        "for _ in $(seq 60); do {status} | grep -q 'sensor traces: read' && exit 0; sleep 1; done; \
+        {status}; cat /run/said; exit 1"
+    ))?;
+    let corrected = 0x9400_0000_0000_0001;
+    let check = MachineCheck { cpu: 1, bank: 5, status: corrected, address: 0x1000, ..Default::default() };
+    machine.qmp()?.inject_mce(&check)?;
+    machine.wait_shutdown(LIMIT)?;
+    destination.wait_other(boots)?;
+    is_well(destination, &id)?;
+    goes_on(peer, destination)?;
+    let moved = "mercury evacuate --status | grep 'has moved to 10.9.0.3: corrected: mce_record'";
+    destination.sh(&format!("until {moved}; do sleep 0.2; done"))?;
+    let said = destination.sh("cat /run/said")?;
+    println!("{said}");
+    assert!(said.contains("no connection with 10.9.0.77:5"), "{said}");
+    // The sensors are read again, of this hardware.
+    destination.sh(&format!("until {status} | grep -q 'sensor traces: read'; do sleep 1; done"))?;
     destination.check_next_attach()
 }
 

@@ -11,6 +11,7 @@ use crate::{
     generate::GenerateArgs,
     guard::GuardCommand,
     guests::GuestsCommand,
+    identity::IdentityArgs,
     inspect::InspectArgs,
     log::LogArgs,
     maintenance::MaintenanceArgs,
@@ -129,7 +130,9 @@ pub enum Command {
         that the next one may come.\n\nThe network is that of one Ethernet card, as it is now. Both \
         machines must be on the same network, and reach the same disks or network file systems. Local \
         disks of the source can move too: give disks of this machine for them (--disk), which overwrites \
-        the given disks.\n\nWith --beside this system stays as it is and in use, and the machine goes on in \
+        the given disks.\n\nWith --source NAME no token is printed. The named machines are told the token when \
+        they come (mercury migrate HOST --spare NAME). They know this one by the name that `mercury identity` \
+        prints here.\n\nWith --beside this system stays as it is and in use, and the machine goes on in \
         it as a virtual machine. It need not be equal then: its processor must be one that this host's KVM \
         can offer, and no file system may be mounted from a local disk. The command ends with the guest; \
         `mercury guests` shows and stops it.")]
@@ -147,6 +150,15 @@ pub enum Command {
         disks are copied while everything runs."
     )]
     Migrate(MigrateArgs),
+    /// Show this machine's name, by which a destination knows it without a pairing token
+    #[command(
+        long_about = "Shows this machine's name: the public half of a long-lived key, which is made if there \
+        is none. Two machines that know each other's names need no pairing token: the spare waits in \
+        `mercury receive --source NAME`, and the source moves by `mercury migrate HOST --spare NAME`. A name \
+        is no secret. The file with the key is: who has it can move machines to each spare that knows this \
+        machine, or receive machines in this one's place."
+    )]
+    Identity(IdentityArgs),
     /// Show the tombstone that keeps a system that has moved from starting here, and clear it
     #[command(
         long_about = "Shows the tombstone that keeps a system that has moved from starting here again. \

@@ -7,7 +7,7 @@ use crate::{
     guard::{self, GuardCommand},
     guests,
     guests::GuestsCommand,
-    hosted, inspect, log, maintenance, metrics, postmortem, status, switch,
+    hosted, identity, inspect, log, maintenance, metrics, postmortem, status, switch,
 };
 use clap::CommandFactory;
 use mercury_control::{
@@ -53,6 +53,7 @@ fn dispatch(command: &Command, format: Format, name: &str) -> Result<Exit> {
         Command::Restore(args) => restore::run(&args.into(), say),
         Command::Receive(args) => receive::run(&args.into(), say),
         Command::Migrate(args) => migrate::run(&args.into(), say),
+        Command::Identity(args) => identity::run(args, say),
         Command::Tombstone(args) => tombstone::command::run(&args.into(), say),
         Command::Maintenance(args) => maintenance::run(args, say),
         Command::Evacuate(args) => daemon::evacuate::run(args, say),
@@ -91,6 +92,7 @@ fn command_name(command: &Command) -> &'static str {
         Command::Restore(_) => "restore",
         Command::Receive(_) => "receive",
         Command::Migrate(_) => "migrate",
+        Command::Identity(_) => "identity",
         Command::Tombstone(_) => "tombstone",
         Command::Maintenance(_) => "maintenance",
         Command::Evacuate(_) => "evacuate",

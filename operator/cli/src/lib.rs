@@ -31,6 +31,7 @@ pub mod guard;
 pub mod guests;
 pub mod help;
 pub mod hosted;
+pub mod identity;
 pub mod inspect;
 pub mod log;
 pub mod maintenance;

@@ -111,7 +111,7 @@ pub fn run(args: &MaintenanceArgs, say: Say<'_>) -> Result<Exit> {
     say.one_of_many(&Step::Away);
     let back = loop {
         let Words { host, key } = wait_for_words(&deferred)?;
-        let way = MigrateOptions { host, key: Some(key), ..args.clone() };
+        let way = MigrateOptions { host, key: Some(key), spare: None, ..args.clone() };
         say.one_of_many(&Step::Returning { to: &way.host });
         match migrate::move_away(&way, say, &deferred) {
             Ok(report) => break report,

@@ -123,6 +123,10 @@ const KEY_FILE: File = file(
     "/etc/mercury/destination.key",
     "The pairing token that `mercury receive` has printed on the destination. Only root may read it.",
 );
+const IDENTITY: File = file(
+    "/etc/mercury/identity",
+    "The machine's long-lived key. Only root may read it; `mercury identity` makes it.",
+);
 const GUESTS: File = file(
     "/run/mercury/guests/NAME, $XDG_RUNTIME_DIR/mercury/guests/NAME",
     "State and sockets of a guest, of root's guests and of other users'.",
@@ -352,8 +356,8 @@ pub const PAGES: &[Page] = &[
             ),
         ],
     )
-    .files(&[KERNEL, INITRD, MENU, GUESTS])
-    .see(&["kexec(8)", "mercury-guests(8)", "passt(1)"]),
+    .files(&[KERNEL, INITRD, MENU, IDENTITY, GUESTS])
+    .see(&["kexec(8)", "mercury-identity(8)", "mercury-guests(8)", "passt(1)"]),
     Page::of(
         "migrate",
         Group::Move,
@@ -406,6 +410,15 @@ pub const PAGES: &[Page] = &[
         file("/usr/lib/systemd/system/mercuryd.service", "The unit of the daemon."),
     ])
     .see(&["systemctl(1)"]),
+    Page::of(
+        "identity",
+        Group::Move,
+        &[
+            example("Show this machine's name", "mercury identity"),
+            example("In a script", "mercury identity --json"),
+        ],
+    )
+    .files(&[IDENTITY]),
     Page::of(
         "tombstone",
         Group::Move,

@@ -16,6 +16,7 @@
 
 pub mod checkpoint;
 pub mod host;
+pub mod identity;
 pub mod images;
 pub mod merge;
 pub mod migrate;

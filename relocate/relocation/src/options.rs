@@ -2,6 +2,7 @@
 
 use crate::values::{Interval, Listen, Name};
 use mercury_control::span::Span;
+use mercury_migration::session::MachineName;
 use std::path::PathBuf;
 
 /// The options of a checkpoint.
@@ -112,6 +113,11 @@ pub struct ReceiveOptions {
     pub boot_menu: bool,
     /// Lifetime of the pairing token
     pub lifetime: Span,
+    /// Machine that may move here, by the name that `mercury identity` prints there. The pairing token is then
+    /// told to these machines alone, and does not expire
+    pub source: Vec<MachineName>,
+    /// File with this machine's identity, for --source
+    pub identity: PathBuf,
     /// Delay before this system ends, in which you can read the pairing token
     pub delay: Span,
     /// Keep a complete arrival for ever if its source falls silent, not only for ten minutes
@@ -166,6 +172,11 @@ pub struct MigrateOptions {
     /// Pairing token that `mercury receive` has printed; - reads it from standard input, where `ps`
     /// does not show it
     pub key: Option<String>,
+    /// The destination's name, as `mercury identity` prints it there, instead of a pairing token. The
+    /// destination must know this machine (`mercury receive --source`)
+    pub spare: Option<MachineName>,
+    /// File with this machine's identity, for --spare
+    pub identity: PathBuf,
     /// Estimate a move by measurements on this machine alone: no destination is asked, and the
     /// driver stays loaded
     pub dry_run: bool,

@@ -35,7 +35,7 @@ use mercury_quiesce::this_process;
 use order::{Answer, Desk, LINE_MAX, Order};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::Deserialize;
-use spares::Spare;
+use spares::{Spare, Ticket};
 use std::{
     collections::VecDeque,
     fs::{self, Permissions},
@@ -97,9 +97,9 @@ extern "C" fn remember(_: i32) {
     SIGNALLED.store(true, Ordering::Relaxed);
 }
 
-/// A function that moves this machine to a host with a pairing token. Its error says why the
+/// A function that moves this machine to a host with the right to move there. Its error says why the
 /// machine is still here.
-type Mover = Arc<dyn Fn(&str, &str) -> Moved + Send + Sync>;
+type Mover = Arc<dyn Fn(&str, &Ticket) -> Moved + Send + Sync>;
 /// The outcome of a move.
 type Moved = std::result::Result<(), Failure>;
 
@@ -137,7 +137,7 @@ pub fn run(args: &DaemonArgs) -> Result<Exit> {
     this_process::stay_in_the_foreground();
     watch_for_signals();
     let options = args.migrate.clone();
-    let mover: Mover = Arc::new(move |host: &str, line: &str| migrate(host, line, &options));
+    let mover: Mover = Arc::new(move |host: &str, ticket: &Ticket| migrate(host, ticket, &options));
     // Mistakes in the rules are refused before anything begins.
     let rules = args.rules.exists().then(|| Rules::read(&args.rules)).transpose()?;
     let spares = spares(args, rules.as_ref());
@@ -259,14 +259,14 @@ impl Daemon {
     fn begin(&mut self, reason: &str) -> std::result::Result<(), String> {
         let mut refusals = Vec::new();
         while let Some(spare) = self.left.pop_front() {
-            let begun = spare.line().and_then(|line| {
-                self.desk.begin(reason, spare.host(), &line)?;
-                Ok(line)
+            let begun = spare.ticket().and_then(|ticket| {
+                self.desk.begin(reason, spare.host(), &ticket)?;
+                Ok(ticket)
             });
             match begun {
-                Ok(line) => {
+                Ok(ticket) => {
                     report_order(spare.host(), reason);
-                    self.start(spare.host().to_owned(), line);
+                    self.start(spare.host().to_owned(), ticket);
                     return Ok(());
                 }
                 Err(why) => {
@@ -291,14 +291,14 @@ impl Daemon {
         Err(refusals.join("; "))
     }
 
-    fn start(&mut self, to: String, line: String) {
+    fn start(&mut self, to: String, ticket: Ticket) {
         let (said, moving) = channel();
         let mover = Arc::clone(&self.mover);
         let busy = self.keeper.as_mut().and_then(Keeper::hand_over);
         thread::spawn(move || {
             // A snapshot that comes too late is of no use to a machine that moves.
             let _ = busy.map(thread::JoinHandle::join);
-            said.send(mover(&to, &line))
+            said.send(mover(&to, &ticket))
         });
         self.moving = Some(moving);
     }
@@ -334,11 +334,16 @@ impl Daemon {
     }
 }
 
-/// Moves by `mercury migrate`, which gets the pairing token by a way that `ps` does not show.
-fn migrate(host: &str, line: &str, options: &[String]) -> Moved {
+/// Moves by `mercury migrate`, which gets a pairing token by a way that `ps` does not show.
+fn migrate(host: &str, ticket: &Ticket, options: &[String]) -> Moved {
+    let (way, line) = match ticket {
+        Ticket::Token(line) => (["--key", "-"], line.as_str()),
+        Ticket::Name(name) => (["--spare", name.as_str()], ""),
+    };
     let failed = |error: io::Error| Failure { why: format!("mercury migrate: {error}"), code: None };
     let mut child = Command::new(std::env::current_exe().map_err(failed)?)
-        .args(["--json", "migrate", host, "--key", "-"])
+        .args(["--json", "migrate", host])
+        .args(way)
         .args(options.iter().filter(|option| *option != "--json"))
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
@@ -446,8 +451,9 @@ mod tests {
         let socket = args.socket.clone();
         let (end, ends) = channel();
         let ends = std::sync::Mutex::new(ends);
-        let mover: Mover = Arc::new(move |host, line| {
-            assert!(host == "10.0.0.2" && line.starts_with("mercury-receive-1-"));
+        let mover: Mover = Arc::new(move |host, ticket| {
+            assert!(host == "10.0.0.2");
+            assert!(matches!(ticket, Ticket::Token(line) if line.starts_with("mercury-receive-1-")));
             ends.lock().unwrap().recv().unwrap()
         });
         let listener = listen(&socket).unwrap();
@@ -589,7 +595,7 @@ mod tests {
         });
         let keeper = Some(Keeper::busy_with(busy));
         let mut daemon = Daemon { keeper, ..Daemon::new(spares(&args, None), mover) };
-        daemon.start("10.0.0.2".into(), some_line());
+        daemon.start("10.0.0.2".into(), Ticket::Token(some_line()));
         assert_eq!(daemon.moving.unwrap().recv().unwrap(), Ok(()));
     }
 

@@ -1,5 +1,6 @@
 //! Orders and answers, a line of JSON each, and the daemon's state.
 
+use super::spares::Ticket;
 use mercury_control::output::{Render, Text};
 use serde::{Deserialize, Serialize};
 
@@ -84,8 +85,8 @@ impl Render for Answer {
 #[derive(Debug, Default)]
 pub struct Desk {
     state: State,
-    /// Pairing tokens of the move that is under way and of those that succeeded.
-    lines: Vec<String>,
+    /// Tickets of the move that is under way and of those that succeeded.
+    tickets: Vec<Ticket>,
 }
 
 impl Desk {
@@ -94,16 +95,16 @@ impl Desk {
     /// # Errors
     ///
     /// Returns the reason for a refusal.
-    pub fn begin(&mut self, reason: &str, to: &str, line: &str) -> Result<(), String> {
+    pub fn begin(&mut self, reason: &str, to: &str, ticket: &Ticket) -> Result<(), String> {
         if matches!(self.state, State::Evacuating { .. }) {
             return Err("this machine is moving already".into());
         }
-        if self.lines.iter().any(|used| used == line) {
+        if matches!(ticket, Ticket::Token(_)) && self.tickets.contains(ticket) {
             return Err("the pairing token was used for an earlier move: put that of another destination \
                 into the file"
                 .into());
         }
-        self.lines.push(line.into());
+        self.tickets.push(ticket.clone());
         self.state = State::Evacuating { reason: printable(reason), to: to.into() };
         Ok(())
     }
@@ -128,7 +129,7 @@ impl Desk {
         self.state = match ended {
             Ok(()) => State::Moved { reason, to },
             Err(why) => {
-                self.lines.pop();
+                self.tickets.pop();
                 State::Failed { reason, to, why }
             }
         };

@@ -1,8 +1,9 @@
 //! Spares: the machines to which this one may move, in order of preference.
 
+use mercury_migration::session::MachineName;
 use serde::{Deserialize, Serialize};
 use std::{
-    fs,
+    fmt, fs,
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
 };
@@ -30,21 +31,104 @@ impl From<Host> for String {
     }
 }
 
-/// A spare as the file has it.
+/// A name of a machine, which is checked as the file is read.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+struct Name(MachineName);
+
+impl TryFrom<String> for Name {
+    type Error = String;
+
+    fn try_from(name: String) -> Result<Self, String> {
+        name.parse().map(Self).map_err(|error: mercury_migration::session::Error| error.to_string())
+    }
+}
+
+impl From<Name> for String {
+    fn from(name: Name) -> Self {
+        name.0.to_string()
+    }
+}
+
+/// The right to move to a spare.
+#[derive(Clone, PartialEq, Eq)]
+pub enum Ticket {
+    /// The pairing token that it has printed: a secret, good once.
+    Token(String),
+    /// The name of a spare that knows this machine.
+    Name(String),
+}
+
+/// Keeps the secret out of logs.
+impl fmt::Debug for Ticket {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Token(_) => f.write_str("Token(..)"),
+            Self::Name(name) => write!(f, "Name({name})"),
+        }
+    }
+}
+
+/// Keys of a spare.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Spare {
+struct Keys {
     /// The machine that waits in `mercury receive`: HOST or HOST:PORT.
     host: Host,
     /// File with the pairing token that it has printed.
-    key_file: PathBuf,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    key_file: Option<PathBuf>,
+    /// Its name, if it knows this machine.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<Name>,
+}
+
+/// A spare, with exactly one way to be authenticated.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "Keys", into = "Keys")]
+pub struct Spare {
+    host: Host,
+    way: Way,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Way {
+    KeyFile(PathBuf),
+    Name(Name),
+}
+
+impl TryFrom<Keys> for Spare {
+    type Error = String;
+
+    fn try_from(keys: Keys) -> Result<Self, String> {
+        let way = match (keys.key_file, keys.name) {
+            (Some(file), None) => Way::KeyFile(file),
+            (None, Some(name)) => Way::Name(name),
+            (found, _) => {
+                let has = if found.is_some() { "both" } else { "neither" };
+                let host = keys.host.0;
+                return Err(format!("the [[spare]] {host} has {has} of key_file and name: give one of them"));
+            }
+        };
+        Ok(Self { host: keys.host, way })
+    }
+}
+
+impl From<Spare> for Keys {
+    fn from(spare: Spare) -> Self {
+        let (key_file, name) = match spare.way {
+            Way::KeyFile(file) => (Some(file), None),
+            Way::Name(name) => (None, Some(name)),
+        };
+        Self { host: spare.host, key_file, name }
+    }
 }
 
 impl Spare {
     /// Makes a spare of the daemon's options.
     #[must_use]
     pub fn new(host: &str, key_file: &Path) -> Self {
-        Self { host: Host(host.to_owned()), key_file: key_file.to_owned() }
+        Self { host: Host(host.to_owned()), way: Way::KeyFile(key_file.to_owned()) }
     }
 
     #[must_use]
@@ -52,14 +136,17 @@ impl Spare {
         &self.host.0
     }
 
-    /// Reads the pairing token. It is a secret, and it is read for each order, because an operator may have
-    /// replaced it.
+    /// Returns the right to move to this spare. A pairing token is read for each order, because an operator
+    /// may have replaced it.
     ///
     /// # Errors
     ///
-    /// Returns the reason if there is none, or users other than root may read it.
-    pub fn line(&self) -> Result<String, String> {
-        let file = &self.key_file;
+    /// Returns the reason if there is no token, or users other than root may read it.
+    pub fn ticket(&self) -> Result<Ticket, String> {
+        let file = match &self.way {
+            Way::KeyFile(file) => file,
+            Way::Name(name) => return Ok(Ticket::Name(name.0.to_string())),
+        };
         let failed = |why: String| format!("{}: {why}", file.display());
         let status = fs::metadata(file).map_err(|error| failed(error.to_string()))?;
         if status.mode() & 0o077 != 0 {
@@ -69,7 +156,7 @@ impl Spare {
         let line = text.split_whitespace().last().unwrap_or_default();
         line.parse::<mercury_migration::session::PairingToken>()
             .map_err(|error| failed(error.to_string()))?;
-        Ok(line.to_owned())
+        Ok(Ticket::Token(line.to_owned()))
     }
 }
 
@@ -79,8 +166,13 @@ mod tests {
 
     #[test]
     fn spares_keep_their_order() {
-        let text = "[[spare]]\nhost = '10.9.0.3'\nkey_file = '/a'\n[[spare]]\nhost = 'b.example:99'\nkey_file = '/b'";
-        let rules = Rules::parse(text).expect("rules");
+        let name = mercury_migration::session::MachineKey::new().expect("a key").name().expect("a name");
+        let text = format!(
+            "[[spare]]\nhost = '10.9.0.3'\nkey_file = '/a'\n[[spare]]\nhost = 'b.example:99'\nname = '{name}'"
+        );
+        let rules = Rules::parse(&text).expect("rules");
+        assert_eq!(rules.spares[1].ticket(), Ok(super::Ticket::Name(name.to_string())));
+        assert!(rules.spares[0].ticket().is_err());
         let hosts: Vec<_> = rules.spares.iter().map(super::Spare::host).collect();
         assert_eq!(hosts, ["10.9.0.3", "b.example:99"]);
     }
@@ -90,7 +182,8 @@ mod tests {
         for (text, said) in [
             ("[[spare]]\nhost = '--key'\nkey_file = '/a'", &["line 2", "--key"]),
             ("[[spare]]\nhost = 'a b'\nkey_file = '/a'", &["line 2", "no host"]),
-            ("[[spare]]\nhost = 'a'", &["line 1", "key_file"]),
+            ("[[spare]]\nhost = 'a'", &["line 1", "a has neither of key_file and name"]),
+            ("[[spare]]\nhost = 'a'\nname = 'mercury-machine-1-77'", &["line 3", "no machine's name"]),
             ("[[spare]]\nhost = 'a'\nkey_fil = '/a'", &["line 3", "key_fil"]),
         ] {
             let why = Rules::parse(text).expect_err(text);

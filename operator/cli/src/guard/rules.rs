@@ -238,7 +238,7 @@ mod tests {
         let bare = |line| str::strip_prefix(line, "#").filter(is_key).unwrap_or(line);
         let text: Vec<_> = EXAMPLE.lines().map(bare).collect();
         let rules = Rules::parse(&text.join("\n")).expect("an example");
-        assert_eq!((rules.services.len(), rules.spares.len(), rules.sensors.ignore.len()), (2, 1, 2));
+        assert_eq!((rules.services.len(), rules.spares.len(), rules.sensors.ignore.len()), (2, 2, 2));
         assert_eq!((rules.order_interval(), rules.hang(), rules.oops()), {
             let default = Rules::default();
             (default.order_interval(), default.hang(), default.oops())

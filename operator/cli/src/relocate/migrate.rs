@@ -3,8 +3,8 @@
 use crate::shared::{LevelArgs, ModuleArgs};
 use clap::Args;
 use mercury_control::{size::mebibytes, span::Span};
-use mercury_migration::streams::STREAMS_MAX;
-use mercury_relocation::options::MigrateOptions;
+use mercury_migration::{session::MachineName, streams::STREAMS_MAX};
+use mercury_relocation::{identity, options::MigrateOptions};
 use std::path::PathBuf;
 
 #[derive(Clone, Debug, Args)]
@@ -22,6 +22,13 @@ pub struct MigrateArgs {
         allow_hyphen_values = true
     )]
     pub key: Option<String>,
+    /// The destination's name, as `mercury identity` prints it there, instead of a pairing token. The
+    /// destination must know this machine (`mercury receive --source`)
+    #[arg(long, value_name = "NAME")]
+    pub spare: Option<MachineName>,
+    /// File with this machine's identity, for --spare
+    #[arg(long, value_name = "FILE", default_value = identity::PATH)]
+    pub identity: PathBuf,
     /// Estimate a move by measurements on this machine alone: no destination is asked, and the
     /// driver stays loaded
     #[arg(long)]
@@ -109,6 +116,8 @@ impl From<&MigrateArgs> for MigrateOptions {
         Self {
             host: args.host.clone(),
             key: args.key.clone(),
+            spare: args.spare,
+            identity: args.identity.clone(),
             dry_run: args.dry_run,
             max_downtime: args.max_downtime,
             or_give_up: args.or_give_up,

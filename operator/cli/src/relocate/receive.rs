@@ -4,7 +4,8 @@ use crate::shared::ModuleArgs;
 use clap::Args;
 use mercury_control::{size::mebibytes, span::Span};
 use mercury_guests::LifeArgs;
-use mercury_relocation::{options::ReceiveOptions, restore::MEMORY_LEAST_MIB, values::Listen};
+use mercury_migration::session::MachineName;
+use mercury_relocation::{identity, options::ReceiveOptions, restore::MEMORY_LEAST_MIB, values::Listen};
 use std::path::PathBuf;
 
 #[derive(Debug, Default, Args)]
@@ -26,6 +27,13 @@ pub struct ReceiveArgs {
     /// Lifetime of the pairing token
     #[arg(long, value_name = "TIME", default_value = "24h")]
     pub lifetime: Span,
+    /// Machine that may move here, by the name that `mercury identity` prints there. The pairing token is
+    /// then told to these machines alone, and does not expire; may be given more than once
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["lifetime", "beside"])]
+    pub source: Vec<MachineName>,
+    /// File with this machine's identity, for --source; it is made if it is not there
+    #[arg(long, value_name = "FILE", default_value = identity::PATH)]
+    pub identity: PathBuf,
     /// Delay before this system ends, in which you can read the pairing token
     #[arg(long, value_name = "TIME", default_value = "5s")]
     pub delay: Span,
@@ -71,6 +79,8 @@ impl From<&ReceiveArgs> for ReceiveOptions {
             prepare: args.prepare.clone(),
             boot_menu: args.boot_menu,
             lifetime: args.lifetime,
+            source: args.source.clone(),
+            identity: args.identity.clone(),
             delay: args.delay,
             hold_for_ever: args.hold_for_ever,
             disk: args.disk.clone(),

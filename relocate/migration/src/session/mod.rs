@@ -11,9 +11,11 @@
 //! [`Receiver::accept`] and [`connect`] return after the handshake, and after the receiver has
 //! confirmed it inside of the session.
 
+mod introduction;
 mod token;
 mod verify;
 
+pub use introduction::{Introducer, MachineKey, MachineName, ask};
 pub use token::PairingToken;
 
 use std::{
@@ -34,7 +36,7 @@ use rustls::{
     version::TLS13,
 };
 
-use verify::{PinnedReceiver, PinnedSender};
+use verify::{Pin, PinnedReceiver, PinnedSender};
 
 /// Name of the protocol inside of TLS. Ends of different versions fail before an offer. Version 2
 /// added the secret for announcements, 3 the number of streams, 4 the disks that go along.
@@ -60,6 +62,8 @@ pub enum Error {
     Refused(io::Error),
     /// The other end is the expected one, and does not accept this sender now. The reason follows.
     NotNow(String),
+    /// The other end was given the pairing token in an introduction, and will connect with it.
+    Introduced,
     /// Something failed at this end: random numbers or certificates.
     Local(String),
 }
@@ -74,6 +78,7 @@ impl fmt::Display for Error {
             }
             Self::Refused(error) => write!(f, "no session with the other machine: {error}"),
             Self::NotNow(why) => write!(f, "the destination does not accept this machine now: {why}"),
+            Self::Introduced => f.write_str("it is known, was given the pairing token, and comes again"),
             Self::Local(why) => f.write_str(why),
         }
     }
@@ -94,6 +99,7 @@ fn provider() -> Arc<CryptoProvider> {
 pub struct Receiver {
     config: Arc<ServerConfig>,
     token: PairingToken,
+    introducer: Option<Introducer>,
 }
 
 /// A receiver's identity, to be carried to the place of the reception. Its holder is that receiver.
@@ -180,11 +186,14 @@ impl Receiver {
             .with_client_cert_verifier(Arc::new(PinnedSender::new(&token, provider())?))
             .with_single_cert(vec![certificate], key)
             .map_err(local)?;
-        config.alpn_protocols = vec![PROTOCOL.to_vec()];
-        config.session_storage = Arc::new(NoServerSessionStorage {});
-        config.send_tls13_tickets = 0;
-        config.max_early_data_size = 0;
-        Ok(Self { config: Arc::new(config), token })
+        prepare_server(&mut config, PROTOCOL);
+        Ok(Self { config: Arc::new(config), token, introducer: None })
+    }
+
+    /// Tells the pairing token to machines that the introducer knows.
+    #[must_use]
+    pub fn introducing(self, introducer: Introducer) -> Self {
+        Self { introducer: Some(introducer), ..self }
     }
 
     /// Returns the receiver's pairing token.
@@ -196,9 +205,9 @@ impl Receiver {
     /// Accepts a sender, or refuses it. The socket limits the time that this may take.
     ///
     /// # Errors
-    /// The sender was not given the token.
+    /// The sender was not given the token, or is given it now in an introduction.
     pub fn accept<S: Read + Write>(&self, socket: S) -> Result<StreamOwned<ServerConnection, S>, Error> {
-        self.answer(socket, &[WELCOME])
+        self.answer(socket, None)
     }
 
     /// Tells a sender that it is not accepted now, with a reason of at most 255 bytes.
@@ -206,24 +215,45 @@ impl Receiver {
     /// # Errors
     /// The sender was not given the token. Then it is told nothing.
     pub fn turn_away<S: Read + Write>(&self, socket: S, why: &str) -> Result<(), Error> {
-        let why = &why.as_bytes()[..why.len().min(usize::from(u8::MAX))];
-        self.answer(socket, &[&[NOT_NOW, why.len() as u8], why].concat()).map(drop)
+        self.answer(socket, Some(why)).map(drop)
     }
 
     fn answer<S: Read + Write>(
         &self,
         mut socket: S,
-        answer: &[u8],
+        not_now: Option<&str>,
     ) -> Result<StreamOwned<ServerConnection, S>, Error> {
-        let mut connection = ServerConnection::new(Arc::clone(&self.config)).map_err(local)?;
+        let (mut connection, asks) = match &self.introducer {
+            Some(introducer) => introduction::begin(self, introducer, &mut socket)?,
+            None => (ServerConnection::new(Arc::clone(&self.config)).map_err(local)?, false),
+        };
         while connection.is_handshaking() {
             connection.complete_io(&mut socket).map_err(Error::Refused)?;
         }
-        known(connection.alpn_protocol(), connection.peer_certificates())?;
+        let protocol = if asks { introduction::PROTOCOL } else { PROTOCOL };
+        known(protocol, connection.alpn_protocol(), connection.peer_certificates())?;
+        let answer = match (asks, not_now) {
+            (true, _) => introduction::answer(&self.token, not_now),
+            (false, Some(why)) => told(NOT_NOW, why),
+            (false, None) => vec![WELCOME],
+        };
         let mut session = StreamOwned::new(connection, socket);
-        session.write_all(answer).and_then(|()| session.flush()).map_err(Error::Refused)?;
-        Ok(session)
+        session.write_all(&answer).and_then(|()| session.flush()).map_err(Error::Refused)?;
+        if asks && not_now.is_none() { Err(Error::Introduced) } else { Ok(session) }
     }
+}
+
+/// Returns an answer with a text of at most 255 bytes.
+fn told(first: u8, text: &str) -> Vec<u8> {
+    let text = &text.as_bytes()[..text.len().min(usize::from(u8::MAX))];
+    [&[first, text.len() as u8], text].concat()
+}
+
+fn prepare_server(config: &mut ServerConfig, protocol: &[u8]) {
+    config.alpn_protocols = vec![protocol.to_vec()];
+    config.session_storage = Arc::new(NoServerSessionStorage {});
+    config.send_tls13_tickets = 0;
+    config.max_early_data_size = 0;
 }
 
 /// Connects to the receiver that has printed the pairing token.
@@ -243,7 +273,7 @@ fn sender(token: &PairingToken, now: SystemTime) -> Result<ClientConfig, Error> 
     let certificate = certificate(&pair, now, CLOCKS_DIFFER)?;
     let mut config =
         builder(token)?.with_client_auth_cert(vec![certificate], PrivateKeyDer::from(key)).map_err(local)?;
-    prepare(&mut config);
+    prepare(&mut config, PROTOCOL);
     Ok(config)
 }
 
@@ -254,12 +284,15 @@ fn builder(
         .with_protocol_versions(&[&TLS13])
         .map_err(local)?
         .dangerous()
-        .with_custom_certificate_verifier(Arc::new(PinnedReceiver::new(token, provider())));
+        .with_custom_certificate_verifier(Arc::new(PinnedReceiver::new(
+            Pin::Token(token.clone()),
+            provider(),
+        )));
     Ok(builder)
 }
 
-fn prepare(config: &mut ClientConfig) {
-    config.alpn_protocols = vec![PROTOCOL.to_vec()];
+fn prepare(config: &mut ClientConfig, protocol: &[u8]) {
+    config.alpn_protocols = vec![protocol.to_vec()];
     config.resumption = Resumption::disabled();
     config.enable_early_data = false;
 }
@@ -268,12 +301,7 @@ fn connect_with<S: Read + Write>(
     config: ClientConfig,
     mut socket: S,
 ) -> Result<StreamOwned<ClientConnection, S>, Error> {
-    let name = ServerName::try_from(NAME).map_err(local)?;
-    let mut connection = ClientConnection::new(Arc::new(config), name).map_err(local)?;
-    while connection.is_handshaking() {
-        connection.complete_io(&mut socket).map_err(Error::Refused)?;
-    }
-    known(connection.alpn_protocol(), connection.peer_certificates())?;
+    let connection = handshaken(config, &mut socket, PROTOCOL)?;
     let mut session = StreamOwned::new(connection, socket);
     // Only the receiver's first byte tells if it has accepted this sender.
     let mut answer = [0];
@@ -283,6 +311,21 @@ fn connect_with<S: Read + Write>(
         NOT_NOW => Err(why_not_now(&mut session).map_or_else(Error::Refused, Error::NotNow)),
         _ => Err(refused("it does not say that it accepts this machine")),
     }
+}
+
+/// Makes a connection in which both ends are authenticated.
+fn handshaken(
+    config: ClientConfig,
+    socket: &mut (impl Read + Write),
+    protocol: &[u8],
+) -> Result<ClientConnection, Error> {
+    let name = ServerName::try_from(NAME).map_err(local)?;
+    let mut connection = ClientConnection::new(Arc::new(config), name).map_err(local)?;
+    while connection.is_handshaking() {
+        connection.complete_io(socket).map_err(Error::Refused)?;
+    }
+    known(protocol, connection.alpn_protocol(), connection.peer_certificates())?;
+    Ok(connection)
 }
 
 fn why_not_now(from: &mut impl Read) -> io::Result<String> {
@@ -306,8 +349,12 @@ fn refused(why: &'static str) -> Error {
 }
 
 /// Checks the protocol and the certificates once more. The handshake cannot end without them.
-fn known(protocol: Option<&[u8]>, certificates: Option<&[CertificateDer<'_>]>) -> Result<(), Error> {
-    if protocol != Some(PROTOCOL) {
+fn known(
+    wanted: &[u8],
+    protocol: Option<&[u8]>,
+    certificates: Option<&[CertificateDer<'_>]>,
+) -> Result<(), Error> {
+    if protocol != Some(wanted) {
         return Err(refused("it speaks another protocol"));
     }
     if certificates.is_none_or(<[_]>::is_empty) {

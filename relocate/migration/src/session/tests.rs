@@ -10,9 +10,9 @@ use std::{
 
 use super::*;
 
-const HOUR: Duration = Duration::from_secs(3600);
+pub(super) const HOUR: Duration = Duration::from_secs(3600);
 
-fn pair() -> (UnixStream, UnixStream) {
+pub(super) fn pair() -> (UnixStream, UnixStream) {
     let (near, far) = UnixStream::pair().expect("a pair");
     for socket in [&near, &far] {
         socket.set_read_timeout(Some(Duration::from_secs(60))).expect("set");
@@ -106,7 +106,7 @@ fn another_receiver_is_refused() {
 fn no_certificate_is_refused() {
     let (receiver, token) = Receiver::new(HOUR).expect("a receiver");
     let mut config = builder(&token).expect("a builder").with_no_client_auth();
-    prepare(&mut config);
+    prepare(&mut config, PROTOCOL);
     let [received, _] = refuses_both(&receiver, config);
     assert!(received.contains("certificate"), "{received}");
 }

@@ -40,7 +40,7 @@ impl PairingToken {
     }
 
     pub(super) fn sender_key(&self) -> PrivatePkcs8KeyDer<'static> {
-        PrivatePkcs8KeyDer::from([&PKCS8[..], &self.sender_seed()].concat())
+        pkcs8(&self.sender_seed())
     }
 
     /// Returns the key of announcements for unknown attempts. The key of an attempt is derived from
@@ -48,12 +48,38 @@ impl PairingToken {
     pub(crate) fn announcement_key(&self) -> [u8; 32] {
         blake3::derive_key(ANNOUNCEMENT_CONTEXT, &self.secret)
     }
+}
 
-    fn check(bytes: &[u8]) -> [u8; CHECK] {
-        let mut check = [0; CHECK];
-        check.copy_from_slice(&blake3::hash(bytes).as_bytes()[..CHECK]);
-        check
+/// Returns an Ed25519 private key in PKCS #8.
+pub(super) fn pkcs8(seed: &[u8; 32]) -> PrivatePkcs8KeyDer<'static> {
+    PrivatePkcs8KeyDer::from([&PKCS8[..], seed].concat())
+}
+
+fn check(bytes: &[u8]) -> [u8; CHECK] {
+    let mut check = [0; CHECK];
+    check.copy_from_slice(&blake3::hash(bytes).as_bytes()[..CHECK]);
+    check
+}
+
+/// Formats bytes as hexadecimal digits after a prefix, with a check at their end.
+pub(super) fn checked(prefix: &str, bytes: &[u8]) -> String {
+    let all = [bytes, &check(bytes)].concat();
+    all.iter().fold(prefix.to_owned(), |text, byte| text + &format!("{byte:02x}"))
+}
+
+/// Parses the text of [`checked`]; `None` if it has a mistake.
+pub(super) fn unchecked<const BYTES: usize>(prefix: &str, text: &str) -> Option<[u8; BYTES]> {
+    let bytes = hexadecimal(text.trim().strip_prefix(prefix)?)?;
+    let (told, sum) = bytes.split_at_checked(BYTES)?;
+    (check(told) == sum).then(|| told.try_into().ok()).flatten()
+}
+
+/// Returns the bytes that hexadecimal digits stand for.
+fn hexadecimal(digits: &str) -> Option<Vec<u8>> {
+    if !digits.len().is_multiple_of(2) || !digits.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+        return None;
     }
+    (0..digits.len() / 2).map(|at| u8::from_str_radix(&digits[2 * at..2 * at + 2], 16).ok()).collect()
 }
 
 fn pin(certificate: &CertificateDer<'_>) -> [u8; PIN] {
@@ -62,9 +88,7 @@ fn pin(certificate: &CertificateDer<'_>) -> [u8; PIN] {
 
 impl fmt::Display for PairingToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let bytes = [&self.secret[..], &self.pin].concat();
-        f.write_str(PREFIX)?;
-        bytes.iter().chain(&Self::check(&bytes)).try_for_each(|byte| write!(f, "{byte:02x}"))
+        f.write_str(&checked(PREFIX, &[&self.secret[..], &self.pin].concat()))
     }
 }
 
@@ -82,16 +106,10 @@ impl FromStr for PairingToken {
         let digits = text.trim().strip_prefix(PREFIX).ok_or(Error::PairingToken(
             "the text is no pairing token, which begins with mercury-receive-1-",
         ))?;
-        if digits.len() != 2 * BYTES || !digits.bytes().all(|byte| byte.is_ascii_hexdigit()) {
-            return Err(Error::PairingToken("the pairing token is not complete"));
-        }
-        let mut bytes = [0; BYTES];
-        for (at, byte) in bytes.iter_mut().enumerate() {
-            *byte = u8::from_str_radix(&digits[2 * at..2 * at + 2], 16)
-                .map_err(|_| Error::PairingToken("the pairing token is not complete"))?;
-        }
-        let (told, check) = bytes.split_at(SECRET + PIN);
-        if Self::check(told) != check {
+        let bytes = hexadecimal(digits).filter(|bytes| bytes.len() == BYTES);
+        let bytes = bytes.ok_or(Error::PairingToken("the pairing token is not complete"))?;
+        let (told, sum) = bytes.split_at(SECRET + PIN);
+        if check(told) != sum {
             return Err(Error::PairingToken("the pairing token has a mistake in it"));
         }
         let mut token = Self { secret: [0; SECRET], pin: [0; PIN] };

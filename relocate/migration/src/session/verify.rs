@@ -19,7 +19,7 @@ use rustls::{
     },
 };
 
-use super::PairingToken;
+use super::{MachineName, PairingToken};
 
 /// First bytes of a public key (RFC 8410, 4); the key's 32 bytes follow.
 const SPKI: [u8; 12] = [0x30, 0x2a, 0x30, 5, 6, 3, 0x2b, 0x65, 0x70, 3, 0x21, 0];
@@ -73,16 +73,41 @@ macro_rules! signatures {
     };
 }
 
+fn public_key(key: &[u8]) -> Vec<u8> {
+    [&SPKI[..], key].concat()
+}
+
+/// A receiver that is meant.
+#[derive(Debug)]
+pub enum Pin {
+    /// The one that has printed the token.
+    Token(PairingToken),
+    /// The machine of this name.
+    Machine(MachineName),
+}
+
+impl Pin {
+    fn is_of(&self, certificate: &CertificateDer<'_>) -> Result<bool, Error> {
+        Ok(match self {
+            Self::Token(token) => token.is_pinned(certificate),
+            Self::Machine(name) => {
+                let key = ParsedCertificate::try_from(certificate)?.subject_public_key_info();
+                key.as_ref() == public_key(name.key())
+            }
+        })
+    }
+}
+
 /// The sender's check of the receiver.
 #[derive(Debug)]
 pub struct PinnedReceiver {
-    token: PairingToken,
+    pin: Pin,
     provider: Arc<CryptoProvider>,
 }
 
 impl PinnedReceiver {
-    pub fn new(token: &PairingToken, provider: Arc<CryptoProvider>) -> Self {
-        Self { token: token.clone(), provider }
+    pub fn new(pin: Pin, provider: Arc<CryptoProvider>) -> Self {
+        Self { pin, provider }
     }
 }
 
@@ -95,7 +120,7 @@ impl ServerCertVerifier for PinnedReceiver {
         ocsp_response: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
-        if !self.token.is_pinned(end_entity) {
+        if !self.pin.is_of(end_entity)? {
             return Err(stranger());
         }
         let roots = alone(end_entity, intermediates)?;
@@ -111,15 +136,20 @@ impl ServerCertVerifier for PinnedReceiver {
 /// The receiver's check of the sender.
 #[derive(Debug)]
 pub struct PinnedSender {
-    /// Public key that belongs to the token's secret.
-    key: Vec<u8>,
+    /// Public keys that are accepted: that of the token's secret, or those of known machines.
+    keys: Vec<Vec<u8>>,
     provider: Arc<CryptoProvider>,
 }
 
 impl PinnedSender {
     pub fn new(token: &PairingToken, provider: Arc<CryptoProvider>) -> Result<Self, super::Error> {
         let pair = Ed25519KeyPair::from_seed_unchecked(&token.sender_seed()).map_err(super::local)?;
-        Ok(Self { key: [&SPKI[..], pair.public_key().as_ref()].concat(), provider })
+        Ok(Self { keys: vec![public_key(pair.public_key().as_ref())], provider })
+    }
+
+    /// Accepts machines of these names.
+    pub fn known(names: &[MachineName], provider: Arc<CryptoProvider>) -> Self {
+        Self { keys: names.iter().map(|name| public_key(name.key())).collect(), provider }
     }
 }
 
@@ -135,7 +165,7 @@ impl ClientCertVerifier for PinnedSender {
         now: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
         let key = ParsedCertificate::try_from(end_entity)?.subject_public_key_info();
-        if key.as_ref() != self.key {
+        if !self.keys.iter().any(|known| key.as_ref() == known) {
             return Err(stranger());
         }
         let roots = alone(end_entity, intermediates)?;

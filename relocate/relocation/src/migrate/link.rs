@@ -7,7 +7,7 @@ use mercury_control::{
 };
 use mercury_migration::{
     protocol::{Attempt, Message, Word},
-    session::{self, PairingToken, Receiver},
+    session::{self, MachineKey, MachineName, PairingToken, Receiver},
     streams::Proof,
     wire::{Error as WireError, Frame, Reader, Writer},
 };
@@ -402,13 +402,40 @@ pub(super) fn connect(
     token: &PairingToken,
     patience: Duration,
 ) -> Result<(StreamOwned<ClientConnection, TcpStream>, OwnedFd)> {
+    let (socket, made) = reach(to, patience)?;
+    let session = session::connect(token, socket).map_err(|error| refused(&error))?;
+    Ok((session, made))
+}
+
+fn reach(to: SocketAddr, patience: Duration) -> Result<(TcpStream, OwnedFd)> {
     let socket = TcpStream::connect_timeout(&to, CONNECT_PATIENCE.min(patience)).map_err(|error| {
         Error::new(Exit::Failed, format!("no connection with {to}: {error}"))
             .hint("check that `mercury receive` waits there, and that no firewall keeps this machine from it")
     })?;
     let made = prepare(&socket, patience).map_err(|error| unprepared(&error))?;
-    let session = session::connect(token, socket).map_err(|error| refused(&error))?;
-    Ok((session, made))
+    Ok((socket, made))
+}
+
+/// Asks a destination that knows this machine for its pairing token.
+///
+/// # Errors
+///
+/// Returns an error if the destination is not there, is another one, does not know this machine, or receives
+/// another one.
+pub(super) fn introduce(
+    to: SocketAddr,
+    key: &MachineKey,
+    name: &MachineName,
+    patience: Duration,
+) -> Result<PairingToken> {
+    let (socket, _) = reach(to, patience)?;
+    session::ask(key, name, socket).map_err(|error| match error {
+        session::Error::Refused(_) => Error::new(Exit::Failed, error.to_string()).hint(
+            "does that machine wait in `mercury receive --source`, with this machine's name? Is --spare its \
+             name? `mercury identity` prints a machine's name on it; their clocks may differ by a day",
+        ),
+        error => refused(&error),
+    })
 }
 
 /// Sets the congestion control. See [`Link::control_congestion`].
@@ -465,6 +492,7 @@ fn refused(error: &session::Error) -> Error {
             Exit::Failed,
             "is it the pairing token of the `mercury receive` that waits there now? Each one prints another",
         ),
+        session::Error::Introduced => (Exit::Failed, "the machine connects again, with the pairing token"),
         session::Error::NotNow(_) => (Exit::Busy, "wait until that is over, or move to another machine"),
         session::Error::Local(_) => (Exit::Failed, "`dmesg` may say more"),
     };
@@ -509,6 +537,33 @@ mod tests {
             let (message, text) = link.hear_message(patience).expect("there").expect("said");
             assert_eq!((message.word, &text[..]), (Word::Refuse, &b"no"[..]));
             assert!(link.hear_message(patience).is_err(), "it is gone");
+        });
+    }
+
+    #[test]
+    fn a_known_machine_is_let_in_without_a_token_of_the_operators() {
+        let (own, source) = (MachineKey::new().expect("a key"), MachineKey::new().expect("a key"));
+        let (receiver, token) = Receiver::new(Duration::from_secs(60)).expect("a receiver");
+        let sources = vec![source.name().expect("a name")];
+        let receiver = receiver.introducing(session::Introducer { key: own.clone(), sources });
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let to = listener.local_addr().expect("its address");
+        let patience = Duration::from_secs(30);
+        let stranger = MachineKey::new().expect("a key");
+        thread::scope(|scope| {
+            scope.spawn(move || {
+                for _ in 0..2 {
+                    let refused = Link::accept(&receiver, listener.accept().expect("a peer").0, patience);
+                    assert!(refused.is_err());
+                }
+                Link::accept(&receiver, listener.accept().expect("a peer").0, patience).expect("let in");
+            });
+            let name = own.name().expect("a name");
+            let refused = introduce(to, &stranger, &name, patience).expect_err("a stranger");
+            assert!(refused.hint.is_some_and(|hint| hint.contains("mercury identity")));
+            let told = introduce(to, &source, &name, patience).expect("the token");
+            assert_eq!(told, token);
+            Link::connect(to, &told, patience).expect("a link");
         });
     }
 

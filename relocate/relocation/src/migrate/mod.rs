@@ -59,11 +59,15 @@ use mercury_control::{
     say::Say,
     sysroot::Sysroot,
 };
-use mercury_migration::{protocol::Patience, session::PairingToken};
+use mercury_migration::{
+    protocol::Patience,
+    session::{MachineKey, MachineName, PairingToken},
+};
 use mercury_quiesce::{attached::Attached, this_process, undo::UndoProcess};
 use mover::{Mover, Outcome, Remains};
 use std::{
     io::{Read, Write},
+    net::SocketAddr,
     time::Duration,
 };
 
@@ -106,10 +110,11 @@ pub fn move_away(args: &MigrateOptions, say: Say<'_>, deferred: &Deferred) -> Re
 fn leave(args: &MigrateOptions, say: Say<'_>, deferred: &Deferred) -> Result<report::Report> {
     let sysroot = Sysroot::default();
     course::refuse_hopeless(args)?;
-    let token = key(args)?;
+    let way = Way::of(args)?;
     refuse_unmovable(args, &sysroot)?;
     let to = host::resolve(&args.host)?;
     refuse_busy()?;
+    let token = way.token(to)?;
     let link = Link::connect(to, &token, RUNNING)?;
     if let Some(name) = &args.congestion_control {
         link.control_congestion(name)?;
@@ -231,6 +236,29 @@ fn refuse_unmovable(args: &MigrateOptions, sysroot: &Sysroot) -> Result<()> {
         (args.without_tombstone, Lifted::Tombstone),
     ]);
     refusals::refuse(Operation::Migrate, &lifted, sysroot)
+}
+
+/// The way to the pairing token.
+enum Way {
+    Told(PairingToken),
+    /// The destination tells it to this machine, by their long-lived keys.
+    Known(MachineKey, MachineName),
+}
+
+impl Way {
+    fn of(args: &MigrateOptions) -> Result<Self> {
+        match &args.spare {
+            Some(name) => Ok(Self::Known(crate::identity::read(&args.identity)?, *name)),
+            None => key(args).map(Self::Told),
+        }
+    }
+
+    fn token(self, to: SocketAddr) -> Result<PairingToken> {
+        match self {
+            Self::Told(token) => Ok(token),
+            Self::Known(key, name) => link::introduce(to, &key, &name, RUNNING),
+        }
+    }
 }
 
 /// Reads the pairing token.

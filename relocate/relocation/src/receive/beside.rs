@@ -48,7 +48,8 @@ impl Door {
         let (receiver, token) = Receiver::new(lifetime)
             .map_err(|error| Error::new(Exit::Failed, error.to_string()).hint("nothing was changed"))?;
         let report = Report {
-            key: token.to_string(),
+            key: Some(token.to_string()),
+            name: None,
             address: SocketAddrV4::new(shown, port),
             lifetime_seconds: lifetime.as_secs(),
             prepared: None,
@@ -115,6 +116,6 @@ mod tests {
         let refused = Door::open(Some(again), lifetime).err().expect("refused");
         assert!(refused.message.contains("cannot wait at 127.0.0.1"), "{refused}");
         assert!(refused.hint.is_some_and(|hint| hint.contains("another port")));
-        assert!(door.report().key.len() > 20);
+        assert!(door.report().key.as_ref().is_some_and(|key| key.len() > 20));
     }
 }

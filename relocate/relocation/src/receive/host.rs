@@ -38,7 +38,11 @@ pub fn run() -> Result<()> {
         serde_json::from_slice(&text).map_err(|error| failed("the configuration", &error))?;
     let identity =
         Identity::from_bytes(&configuration.identity).map_err(|error| failed("the identity", &error))?;
-    let receiver = Receiver::with(&identity).map_err(|error| failed("the identity", &error))?;
+    let mut receiver = Receiver::with(&identity).map_err(|error| failed("the identity", &error))?;
+    if let Some(known) = &configuration.introduce {
+        let introducer = known.introducer().map_err(|error| failed("the identity", &error))?;
+        receiver = receiver.introducing(introducer);
+    }
     module::insert(None, &Sysroot::default())?;
     let name = ethernet::set_up(&configuration.card).map_err(|error| failed("the network", &error))?;
     let listener = TcpListener::bind(configuration.listen).map_err(|error| failed("the network", &error))?;

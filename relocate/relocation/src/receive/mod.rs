@@ -53,7 +53,7 @@ use mercury_control::{
     say::Say,
     sysroot::Sysroot,
 };
-use mercury_migration::session::Identity;
+use mercury_migration::session::{Identity, Introducer};
 use mercury_quiesce::ethernet::{self, Card};
 use serde::{Deserialize, Serialize};
 use std::{
@@ -67,6 +67,8 @@ const CONFIGURATION: &str = "receive.json";
 /// Line in the boot menu. It names no address, so a new entry takes the place of the one before,
 /// whose pairing token is no longer known.
 const MENU_TITLE: &str = "Mercury: receive a machine";
+/// Lifetime of a pairing token that is told to known machines alone.
+const FOR_KNOWN: Duration = Duration::from_secs(10 * 365 * 86_400);
 /// Divisor of the machine's memory for the size of the restore environment: hashes need 16 bytes a
 /// page, and some room.
 const MEMORY_PART: u64 = 200;
@@ -78,6 +80,9 @@ const MEMORY_LEAST: u64 = 128;
 struct Configuration {
     /// Key of the receiver: [`Identity`].
     identity: Vec<u8>,
+    /// Machines that are told the pairing token.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    introduce: Option<Introduce>,
     listen: SocketAddrV4,
     card: Card,
     /// Disks that a machine may overwrite.
@@ -87,11 +92,41 @@ struct Configuration {
     hold: Option<u64>,
 }
 
+/// An [`Introducer`] as text.
+#[derive(Clone, Serialize, Deserialize)]
+struct Introduce {
+    key: String,
+    sources: Vec<String>,
+}
+
+/// Keeps the key out of logs.
+impl std::fmt::Debug for Introduce {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Introduce").field("sources", &self.sources).finish_non_exhaustive()
+    }
+}
+
+impl Introduce {
+    fn new(introducer: &Introducer) -> Self {
+        let sources = introducer.sources.iter().map(ToString::to_string).collect();
+        Self { key: introducer.key.secret_text(), sources }
+    }
+
+    fn introducer(&self) -> std::result::Result<Introducer, mercury_migration::session::Error> {
+        let sources = self.sources.iter().map(|name| name.parse()).collect::<std::result::Result<_, _>>()?;
+        Ok(Introducer { key: self.key.parse()?, sources })
+    }
+}
+
 /// The prepared destination.
 #[derive(Debug, Serialize)]
 pub struct Report {
-    /// Pairing token for `mercury migrate`.
-    key: String,
+    /// Pairing token for `mercury migrate`; none if only known machines are told.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    key: Option<String>,
+    /// Name of this machine, by which known machines move here.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<String>,
     address: SocketAddrV4,
     /// Lifetime of token and address, from now on.
     lifetime_seconds: u64,
@@ -105,7 +140,11 @@ impl Render for Report {
         let port =
             if self.address.port() == PORT { String::new() } else { format!(":{}", self.address.port()) };
         to.line("on the machine that is to move here:");
-        to.line(format!("  mercury migrate {}{port} --key {}", self.address.ip(), self.key));
+        let way = match (&self.key, &self.name) {
+            (Some(key), _) => format!("--key {key}"),
+            (None, name) => format!("--spare {}", name.as_deref().unwrap_or_default()),
+        };
+        to.line(format!("  mercury migrate {}{port} {way}", self.address.ip()));
         if let Some(prepared) = &self.prepared {
             let minutes = self.lifetime_seconds / 60;
             to.line(format!(
@@ -141,13 +180,16 @@ pub fn run(args: &ReceiveOptions, say: Say<'_>) -> Result<Exit> {
     let named = args.listen.map(|listen| *listen.0.ip()).filter(|ip| !ip.is_unspecified());
     let address = named.unwrap_or(card.addresses[0].0);
     let listen = SocketAddrV4::new(address, args.listen.map_or(PORT, |listen| listen.0.port()));
-    let (identity, line) = Identity::new(SystemTime::now(), args.lifetime.0)
-        .map_err(|error| Error::new(Exit::Failed, error.to_string()).hint("nothing was changed"))?;
+    let introducer = introducer(args)?;
+    let lifetime = if introducer.is_some() { FOR_KNOWN } else { args.lifetime.0 };
+    let (identity, line) = Identity::new(SystemTime::now(), lifetime).map_err(unchanged)?;
+    let name = introducer.as_ref().map(|introducer| introducer.key.name()).transpose().map_err(unchanged)?;
     let disks = disks::give(&args.disk, args.force_disk, &sysroot)?;
     let more = disk::memory(&disks.iter().map(|disk| disk.bytes).collect::<Vec<_>>());
     let cards = vec![card.name.clone()];
     let configuration = Configuration {
         identity: identity.to_bytes(),
+        introduce: introducer.as_ref().map(Introduce::new),
         listen,
         card,
         disks,
@@ -168,9 +210,10 @@ pub fn run(args: &ReceiveOptions, say: Say<'_>) -> Result<Exit> {
         ..Purpose::default()
     };
     let mut report = Report {
-        key: line.to_string(),
+        key: introducer.is_none().then(|| line.to_string()),
+        name: name.map(|name| name.to_string()),
         address: listen,
-        lifetime_seconds: args.lifetime.0.as_secs(),
+        lifetime_seconds: lifetime.as_secs(),
         prepared: None,
     };
     if let Some(folder) = &args.prepare {
@@ -192,6 +235,19 @@ pub fn run(args: &ReceiveOptions, say: Say<'_>) -> Result<Exit> {
     }
     environment::start(ready)?;
     Ok(Exit::Done)
+}
+
+fn unchanged(error: mercury_migration::session::Error) -> Error {
+    Error::new(Exit::Failed, error.to_string()).hint("nothing was changed")
+}
+
+/// Returns this machine's key with the machines that may move here, if any are named.
+fn introducer(args: &ReceiveOptions) -> Result<Option<Introducer>> {
+    if args.source.is_empty() {
+        return Ok(None);
+    }
+    let key = crate::identity::read_or_make(&args.identity)?;
+    Ok(Some(Introducer { key, sources: args.source.clone() }))
 }
 
 /// Chooses the card that the machine will arrive by.
@@ -262,6 +318,22 @@ mod tests {
         args.listen = Some("10.1.0.1".parse().expect("an address"));
         assert_eq!(choose(&args, vec![plain.clone(), other.clone()]).expect("named"), other);
         assert!(choose(&args, vec![plain]).is_err());
+    }
+
+    #[test]
+    fn known_machines_are_carried_to_the_restore_environment() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let key = |file: &str| crate::identity::read_or_make(&folder.path().join(file)).expect("a key");
+        let source = key("source").name().expect("a name");
+        let mut args = ReceiveOptions { identity: folder.path().join("spare"), ..ReceiveOptions::default() };
+        assert!(introducer(&args).expect("none").is_none());
+        args.source = vec![source];
+        let introducer = introducer(&args).expect("a key").expect("known machines");
+        let text = serde_json::to_string(&Introduce::new(&introducer)).expect("JSON");
+        let carried: Introduce = serde_json::from_str(&text).expect("JSON");
+        assert!(!format!("{carried:?}").contains("mercury-identity"), "{carried:?}");
+        let carried = carried.introducer().expect("an introducer");
+        assert_eq!((carried.sources, carried.key.name().ok()), (vec![source], key("spare").name().ok()));
     }
 
     #[test]
