@@ -229,6 +229,19 @@ mod tests {
         assert_eq!(rules.acts(), MERCURY_WATCH_ON | MERCURY_WATCH_OOPS);
     }
 
+    #[test]
+    fn a_file_with_a_mistake_is_refused_by_its_code() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("guard.toml");
+        fs::write(&path, "profile = 'watch'\n[sensors]\ninterval_s = 'often'\n").expect("a file");
+        let error = Rules::read(&path).expect_err("a mistake");
+        assert_eq!((error.code, error.exit), (Some(Code::BadRules), Exit::Usage));
+        let place = path.display().to_string();
+        for said in [place.as_str(), "line 3", "interval_s", "[bad-rules]"] {
+            assert!(error.message.contains(said), "{error}");
+        }
+    }
+
     /// The example's defaults are those of the program, and each key in it is one.
     #[test]
     fn the_example_is_what_it_says() {

@@ -78,7 +78,9 @@ impl fmt::Display for Error {
             }
             Self::Refused(error) => write!(f, "no session with the other machine: {error}"),
             Self::NotNow(why) => write!(f, "the destination does not accept this machine now: {why}"),
-            Self::Introduced => f.write_str("it is known, was given the pairing token, and comes again"),
+            Self::Introduced => {
+                f.write_str("only for now: it is known, and was given the pairing token to come again with")
+            }
             Self::Local(why) => f.write_str(why),
         }
     }
