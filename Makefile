@@ -11,8 +11,8 @@ export MERCURY_LAB_FULL = $(FULL)
 export MERCURY_LAB_MINUTES = $(MINUTES)
 export PATH := $(HOME)/.cargo/bin:$(PATH)
 
-.PHONY: help demo demo-move demo-checkpoint demo-guard demo-guest hosted test shell pair bench soak campaign deb \
-	check miri tsan clean bootstrap
+.PHONY: help demo demo-move demo-checkpoint demo-guard demo-guest hosted test shell pair bench soak campaign \
+	deb check miri tsan clean bootstrap
 
 help:
 	@echo 'make demo      attach and detach beneath a machine that is hard at work'
@@ -29,7 +29,7 @@ help:
 	@echo 'make check     formatting, lints, style of the driver, a minute of each fuzz target'
 	@echo 'make bench     the tables of the paper, on this machine'
 	@echo 'make soak      for hours; make soak LAB=intel CYCLES=1000'
-	@echo 'make campaign  faults into a machine that has to go back each time; make campaign LOAD=postgres CPUS=4 COUNT=50'
+	@echo 'make campaign  faults into a machine that has to go back each time; LOAD=postgres CPUS=4 COUNT=50'
 	@echo 'make deb       the Debian packages'
 	@echo 'make miri, make tsan   unit tests of shared memory under checkers that need the nightly toolchain'
 	@echo 'make clean     removes all that was built, the images too'

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
  * A driver with a bug, for `make demo-guard`. It moves data through a ring of buffers. When the parameter
- * `stumble` is set it forgets the ring's end: it writes over the kernel's other objects behind the ring, and over
- * its own pointer to the function that it calls next.
+ * `stumble` is set it forgets the ring's end. It writes over the kernel's other objects behind the ring, and
+ * over its own pointer to the function that it calls next.
  */
 #include <linux/delay.h>
 #include <linux/err.h>

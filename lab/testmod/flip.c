@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Flips of random bits, by a seed: the faults of the campaign (`lab campaign`). Each command says on the console
- * what it flips, before it does so.
+ * Flips of random bits, by a seed: the faults of the campaign (`lab campaign`). Each command says on the
+ * console what it flips, before it does so.
  */
 #include <linux/kprobes.h>
 #include <linux/memory_hotplug.h>

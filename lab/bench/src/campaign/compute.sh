@@ -1,6 +1,6 @@
 #!/bin/bash
-# The computation: sums of files, read from the disk each time, and hashes with known results. It notes each wrong
-# result, and how far it is.
+# The computation: sums of files, read from the disk each time, and hashes with known results. It notes each
+# wrong result, and how far it is.
 cd /run/campaign
 n=0
 while :; do

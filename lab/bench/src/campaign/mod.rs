@@ -1,7 +1,8 @@
-//! `make campaign`: a machine is hurt again and again, and each time has to go back to its snapshot, with right
-//! sums.
+//! `make campaign`: a machine is hurt again and again, and each time has to go back to its snapshot, with
+//! right sums.
 //!
-//! * [`fault`] has the classes of faults. A fault is known by its seed, class and number, and can be repeated.
+//! * [`fault`] has the classes of faults. A fault is known by its seed, class and number, and can be
+//!   repeated.
 //! * [`subject`] is the machine, with the script of one injection.
 //! * [`record`] classifies what came of it, and keeps it in a file, from which a campaign is resumed.
 //! * [`report`] makes the table, and the section of docs/campaign.md.

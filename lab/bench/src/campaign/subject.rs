@@ -32,16 +32,16 @@ const MEMORY_WITH_ROOT_MIB: u32 = 1536;
 /// Rules of the guard: all that the kernel notices puts the machine back.
 const RULES: &str = "on_oops = 'all'\n";
 
-/// The kernel's own detectors, as sensitive as a busy emulator allows, and a restart after a panic, which ends
-/// the emulator.
+/// The kernel's own detectors, as sensitive as a busy emulator allows, and a restart after a panic, which
+/// ends the emulator.
 const DETECTORS: &str = "sysctl -qw kernel.panic=1 kernel.watchdog_thresh=4 kernel.softlockup_panic=1 \
      kernel.hung_task_timeout_secs=8 kernel.hung_task_panic=1 kernel.panic_on_rcu_stall=1; \
      echo 8 > /sys/module/rcupdate/parameters/rcu_cpu_stall_timeout";
 
 /// Prints the kernel's complaints. In the second life the driver, and the scripts, repeat what the first one
 /// died of.
-const COMPLAINTS: &str = "dmesg | grep -E 'WARNING: CPU|BUG: |Oops|Call Trace|lockup|detected stall|blocked for \
-     more|Bad page|corruption|invalid opcode' | grep -vE 'mercury: |campaign [0-9]'\n";
+const COMPLAINTS: &str = "dmesg | grep -E 'WARNING: CPU|BUG: |Oops|Call Trace|lockup|detected stall|blocked \
+     for more|Bad page|corruption|invalid opcode' | grep -vE 'mercury: |campaign [0-9]'\n";
 
 /// The files whose sums are known.
 const FILES: &str = "/usr/bin/bash /usr/bin/python3";
@@ -55,8 +55,8 @@ const NETWORK_LOAD: &str = "while true; do ping -q -i 0.01 -c 50 -s 1400 10.0.2.
 const POSTGRES_LOAD: &str = "while true; do pgbench -n -c 2 -T 3600 bench; sleep 0.1; done";
 /// The sums of pgbench's tables agree if each transaction is in all of them or in none.
 const POSTGRES_CHECK: &str = "test \"$(timeout 30 psql -At bench -c 'select (select sum(abalance) from \
-     pgbench_accounts) = (select coalesce(sum(delta), 0) from pgbench_history) and (select sum(bbalance) from \
-     pgbench_branches) = (select coalesce(sum(delta), 0) from pgbench_history)')\" = t\n";
+     pgbench_accounts) = (select coalesce(sum(delta), 0) from pgbench_history) and (select sum(bbalance) \
+     from pgbench_branches) = (select coalesce(sum(delta), 0) from pgbench_history)')\" = t\n";
 
 impl Load {
     fn spec(self, spec: Spec) -> Spec {

@@ -1,5 +1,5 @@
-//! `make demo`, `make demo-checkpoint`, `make demo-guard`, `make demo-guest` and `make demo-move`: demonstrations
-//! of Mercury, with live progress, a table and a verdict at the end.
+//! `make demo`, `make demo-checkpoint`, `make demo-guard`, `make demo-guest` and `make demo-move`:
+//! demonstrations of Mercury, with live progress, a table and a verdict at the end.
 
 mod checkpoint;
 pub(crate) mod database;

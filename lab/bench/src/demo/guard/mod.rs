@@ -34,8 +34,8 @@ const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// The guard's rules: each oops puts the machine back.
 const RULES: &[u8] = b"on_oops = 'all'\n";
 
-/// Keeps a snapshot. The script ends twice: the second end belongs to the life after the rollback. It reports on
-/// the console, because the host cannot ask meanwhile.
+/// Keeps a snapshot. The script ends twice: the second end belongs to the life after the rollback. It reports
+/// on the console, because the host cannot ask meanwhile.
 const KEEP: &str = r#"
 sleep 0.5
 mercury snapshot --json > /run/said 2>&1
