@@ -39,6 +39,7 @@ pub mod driver;
 pub mod emulator;
 pub mod error;
 pub mod footprint;
+pub mod guard;
 pub mod guests;
 pub mod hash;
 pub mod host;

@@ -1,5 +1,5 @@
 //! The build of LKDTM, the kernel's own module of crashes (`drivers/misc/lkdtm`). Debian's kernels do not
-//! have it. It is built out of tree, from Debian's package of the kernel's source, with the release's compiler
+//! have it. It is built out of tree, from Debian's package of the source, with the release's compiler
 //! and headers.
 
 use std::{

@@ -6,7 +6,11 @@ mod workloads;
 
 use std::time::Duration;
 
-use mercury_lab::{Kernel, Machine, Platform, Qemu, Result, Spec, Vendor, error::wait_for};
+use mercury_lab::{
+    Kernel, Machine, Platform, Qemu, Result, Spec, Vendor,
+    error::wait_for,
+    guard::{self, ALL_HANG, HANGS, kill, panics},
+};
 use serde_json::Value;
 use workloads::load_test_module;
 
@@ -29,41 +33,13 @@ fn need_qemu() -> Result<()> {
 /// Boots a machine that is watched.
 fn watched(spec: Spec) -> Result<Machine> {
     need_qemu()?;
-    let machine = Machine::boot(spec)?;
-    load_test_module(&machine)?;
-    let state: Value = serde_json::from_str(&machine.sh("mercury guard on --json")?).unwrap();
-    assert_eq!(state["watch"]["hpet"]["used"], true, "{state}");
-    Ok(machine)
+    guard::watched(spec)
 }
-
-/// Gives the test module a command that kills the machine.
-fn kill(machine: &Machine, command: &str) -> Result<()> {
-    machine.sh(&format!("setsid sh -c 'sleep 0.5; echo {command} > /dev/mercury_test' &")).map(drop)
-}
-
-/// Returns the kernel's time in seconds of the first line with this text.
-fn time_of(log: &str, text: &str) -> f64 {
-    let line = log.lines().find(|line| line.contains(text)).unwrap_or_else(|| panic!("no {text}: {log}"));
-    let stamp = line.split_once('[').and_then(|(_, rest)| rest.split_once(']')).map(|(stamp, _)| stamp);
-    stamp.and_then(|stamp| stamp.trim().parse().ok()).unwrap_or_else(|| panic!("no time: {line}"))
-}
-
-/// Waits for the panic. Returns the seconds, in the machine's own time, from the line with `since` to it.
-fn panics(machine: &Machine, since: &str, message: &str) -> Result<f64> {
-    machine.wait_serial(&format!("(?s)Kernel panic - not syncing: {message}.*\n"), MINUTE)?;
-    let log = machine.serial_log();
-    let seconds = time_of(&log, "Kernel panic") - time_of(&log, since);
-    println!("{since}: {seconds:.3} s");
-    Ok(seconds)
-}
-
-const HANGS: &str = "CPU [0-9]+ hangs with interrupts off";
-const ALL: &str = "all CPUs hang";
 
 fn all_cpus_hang(spec: Spec) -> Result<()> {
     let machine = watched(spec)?;
     kill(&machine, "hang-all 100")?;
-    let seconds = panics(&machine, ALL, HANGS)?;
+    let seconds = panics(&machine, ALL_HANG, HANGS)?;
     assert!(seconds <= 2.0, "{seconds}");
     Ok(())
 }
@@ -100,7 +76,7 @@ fn a_hang_is_seen_while_attached() -> Result<()> {
     let machine = watched(spec(2))?;
     machine.mercury("attach")?;
     kill(&machine, "hang-all 100")?;
-    assert!(panics(&machine, ALL, HANGS)? <= 2.0);
+    assert!(panics(&machine, ALL_HANG, HANGS)? <= 2.0);
     Ok(())
 }
 
@@ -122,41 +98,14 @@ fn a_cpu_never_leaves_a_handler_of_nmis() -> Result<()> {
     Ok(())
 }
 
-/// Events that stop CPUs, or keep interrupts off, and are no hang.
-const STORM: &str = r"
-set -e
-dmesg -n 8
-end=$(($(date +%s) + $1))
-while [ $(date +%s) -lt $end ]; do
-    echo 0 > /sys/devices/system/cpu/cpu1/online
-    echo 1 > /sys/devices/system/cpu/cpu1/online
-    echo hold 1 400 > /dev/mercury_test
-    echo stop 2000 > /dev/mercury_test
-    echo t > /proc/sysrq-trigger
-    echo 'p:storm do_sys_openat2' > /sys/kernel/tracing/kprobe_events
-    echo 1 > /sys/kernel/tracing/events/kprobes/storm/enable
-    mercury attach > /dev/null
-    echo function > /sys/kernel/tracing/current_tracer
-    mercury detach > /dev/null
-    echo nop > /sys/kernel/tracing/current_tracer
-    echo 0 > /sys/kernel/tracing/events/kprobes/storm/enable
-    echo > /sys/kernel/tracing/kprobe_events
-done
-";
-
 /// A false alarm would be a panic. QEMU 7 hangs for real: it repeats breakpoints that the kernel has removed.
 fn storm(spec: Spec, seconds: u32) -> Result<()> {
     let machine = watched(spec)?;
-    machine.sh("mount -t tracefs tracefs /sys/kernel/tracing 2> /dev/null || true")?;
-    let seconds_text = seconds.to_string();
-    let storm = machine.program(&["/bin/bash", "-c", STORM, "storm", &seconds_text]);
-    storm.timeout(Duration::from_secs(u64::from(seconds) + 120)).run()?.check()?;
-    let state: Value = serde_json::from_str(&machine.sh("mercury guard status --json")?).unwrap();
-    println!("{state}");
-    let watch = &state["watch"];
+    let watch = guard::storm(&machine, seconds)?;
+    println!("{watch}");
     assert_eq!((&watch["state"], &watch["alarms"], &watch["cpus"]), (&"on".into(), &0.into(), &2.into()));
-    assert!(watch["nmis"].as_u64() > Some(u64::from(seconds)), "the HPET went on: {state}");
-    assert_eq!(watch["hpet"]["used"], true, "{state}");
+    assert!(watch["nmis"].as_u64() > Some(u64::from(seconds)), "the HPET went on: {watch}");
+    assert_eq!(watch["hpet"]["used"], true, "{watch}");
     let log = machine.sh("dmesg")?;
     assert!(!log.contains("NMI received for unknown reason"), "{log}");
     machine.sh("mercury guard off")?;
@@ -292,7 +241,7 @@ fn a_watched_machine_sleeps() -> Result<()> {
     assert_eq!((&after["watch"]["alarms"], &after["watch"]["hpet"]["used"]), (&0.into(), &true.into()));
     assert!(after["watch"]["nmis"].as_u64() > before["watch"]["nmis"].as_u64().map(|nmis| nmis + 6));
     kill(&machine, "hang-all 100")?;
-    assert!(panics(&machine, ALL, HANGS)? <= 2.0);
+    assert!(panics(&machine, ALL_HANG, HANGS)? <= 2.0);
     Ok(())
 }
 

@@ -14,6 +14,7 @@ pub mod counts;
 pub mod demo;
 pub mod exits;
 pub mod footprint;
+pub mod guard;
 pub mod hosted;
 pub mod intel;
 pub mod kvm;
@@ -41,6 +42,7 @@ use serde_json::Value;
 use checkpoint::Checkpoint;
 use counts::Memory;
 use exits::Exits;
+use guard::Guard;
 use intel::Intel;
 use kvm::Kvm;
 use mercury_lab::{
@@ -111,6 +113,8 @@ pub enum Part {
     All,
     /// Figures of checkpoint, snapshot and rollback.
     Checkpoint,
+    /// Figures of the guard and of rollbacks from deaths.
+    Guard,
     /// Figures of KVM above the hypervisor.
     Kvm,
     /// Figures of moves.
@@ -157,6 +161,7 @@ struct Figures {
     previrtualization: Previrtualization,
     checkpoint: Checkpoint,
     migration: Migration,
+    guard: Guard,
 }
 
 /// The machines on which the figures were measured.
@@ -233,6 +238,11 @@ pub fn run(part: Part, depth: Depth) -> Result<()> {
             let section = checkpoint::section(&figures);
             replace(checkpoint::HEADING, &section, "checkpoint", &pretty(&figures)?)?;
             report::judge(&checkpoint::promises(&figures))
+        }
+        Part::Guard => {
+            let figures = guard::measure(depth)?;
+            replace(guard::HEADING, &guard::section(&figures), guard::KEY, &pretty(&figures)?)?;
+            report::judge(&guard::promises(&figures))
         }
         Part::Kvm => {
             let figures = kvm::measure(plan.kvm)?;
@@ -401,6 +411,7 @@ fn measure(plan: &Plan, depth: Depth) -> Result<Figures> {
     let previrtualization = previrtualized(&Release::ALL, depth)?;
     let checkpoint = checkpoint::measure(depth)?;
     let migration = migration::measure(depth)?;
+    let guard = guard::measure(depth)?;
     let [attach_instructions, detach_instructions, exit_roundtrip_instructions] =
         switch.top().map(|(_, most)| most);
     Ok(Figures {
@@ -423,6 +434,7 @@ fn measure(plan: &Plan, depth: Depth) -> Result<Figures> {
         previrtualization,
         checkpoint,
         migration,
+        guard,
     })
 }
 

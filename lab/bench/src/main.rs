@@ -131,8 +131,8 @@ enum Command {
     /// Measure the paper's tables, and the numbers that Mercury promises
     Bench {
         /// Measure only this part, and replace only its section in docs/: switch, checkpoint,
-        /// kvm, migration, previrtualization, previrtualization-6.1, slots, slots-6.1, hosted,
-        /// footprint, papers
+        /// guard, kvm, migration, previrtualization, previrtualization-6.1, slots, slots-6.1,
+        /// hosted, footprint, papers
         #[arg(value_parser = part)]
         part: Option<Part>,
         /// Take a quick measurement of a few minutes, and leave docs/ alone
@@ -365,6 +365,7 @@ fn release(name: &str) -> Result<Release, String> {
 fn part(name: &str) -> Result<Part, String> {
     match name {
         "checkpoint" => Ok(Part::Checkpoint),
+        "guard" => Ok(Part::Guard),
         "kvm" => Ok(Part::Kvm),
         "migration" => Ok(Part::Migration),
         "switch" => Ok(Part::Switch),
@@ -376,8 +377,8 @@ fn part(name: &str) -> Result<Part, String> {
         "footprint" => Ok(Part::Footprint),
         "papers" => Ok(Part::Papers),
         _ => Err(
-            "there are switch, checkpoint, kvm, migration, previrtualization, previrtualization-6.1, slots, \
-                  slots-6.1, hosted, footprint and papers"
+            "there are switch, checkpoint, guard, kvm, migration, previrtualization, previrtualization-6.1, \
+             slots, slots-6.1, hosted, footprint and papers"
                 .to_owned(),
         ),
     }

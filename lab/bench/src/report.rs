@@ -1,6 +1,6 @@
 //! The page docs/benchmarks.md, and the check of the promises.
 
-use super::{Compared, Figures, checkpoint, kvm, migration, previrtualization, switch};
+use super::{Compared, Figures, checkpoint, guard, kvm, migration, previrtualization, switch};
 use mercury_lab::{
     error::{Error, Result},
     markdown::{table, thousands},
@@ -22,6 +22,7 @@ pub fn page(figures: &Figures) -> String {
         previrtualization::section(&figures.previrtualization),
         checkpoint::section(&figures.checkpoint),
         migration::section(&figures.migration),
+        guard::section(&figures.guard),
     ];
     parts.join("\n")
 }
@@ -231,6 +232,7 @@ pub fn verdict(figures: &Figures) -> Result<()> {
     let promises =
         promises.chain(checkpoint::promises(&figures.checkpoint)).chain(kvm::promises(&figures.kvm));
     let promises = promises.chain(migration::promises(&figures.migration));
+    let promises = promises.chain(guard::promises(&figures.guard));
     checks.extend(promises.map(|(kept, what)| (kept, what.to_owned())));
     let broken = checks.into_iter().filter(|(kept, _)| !kept).map(|(_, what)| what);
     let broken: Vec<String> = broken.chain(previrtualization::broken(&figures.previrtualization)).collect();
@@ -300,6 +302,7 @@ mod tests {
             previrtualization: previrtualization::tests::figures(),
             checkpoint: checkpoint::kept_promises(),
             migration: migration::tests::figures(),
+            guard: guard::kept_promises(),
         }
     }
 

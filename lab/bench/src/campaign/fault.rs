@@ -94,7 +94,9 @@ impl Fault {
             Class::Lkdtm => "/sys/kernel/debug/provoke-crash/DIRECT",
             _ => "/dev/mercury_test",
         };
-        format!("echo {} > {file}", self.name)
+        let line = format!("echo {} > {file}", self.name);
+        // The first time the lock is taken, and the second time it is waited for.
+        if self.name == "SPINLOCKUP" { format!("{line}; {line}") } else { line }
     }
 
     /// Returns a time by chance before `end`.
@@ -126,6 +128,8 @@ mod tests {
         }
         let lockup = fault(1, Class::Lkdtm, 3);
         assert_eq!(lockup.line(), "echo SOFTLOCKUP > /sys/kernel/debug/provoke-crash/DIRECT");
+        let twice = Fault::new(1, Class::Lkdtm, 0, &["SPINLOCKUP".to_owned()]).line();
+        assert_eq!(twice.matches("echo SPINLOCKUP").count(), 2);
         assert!(lockup.shows_within > fault(1, Class::Lkdtm, 2).shows_within);
         assert!(fault(1, Class::Slab, 0).line().ends_with(" 64 > /dev/mercury_test"));
     }

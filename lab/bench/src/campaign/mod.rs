@@ -94,10 +94,15 @@ pub struct Plan {
 
 impl Plan {
     /// Returns the campaign's name, which the file of its results has.
-    fn name(&self) -> String {
+    pub(crate) fn name(&self) -> String {
         let Self { kernel, cpus, seed, .. } = self;
         let text = format!("{kernel}-{cpus}cpus-{}-{}-seed{seed}", self.load.name(), self.moment.name());
         text.to_lowercase().replace(' ', "-")
+    }
+
+    /// Returns true if each crash type has had its turn, in a campaign of these alone.
+    fn ends_before(&self, number: u64, lkdtm_types: usize) -> bool {
+        self.classes == [Class::Lkdtm] && number >= lkdtm_types as u64
     }
 
     /// Returns the class and the number of each fault that is still to come, the classes by turns.
@@ -153,12 +158,11 @@ pub fn run(plan: &Plan, mut results: Results) -> Result<Results> {
         return Err(Error::Unsupported { reason: "this processor has no rollback in this version" });
     }
     let done = results.done(&plan.classes);
-    let remaining: Vec<_> = plan.remaining(&done).collect();
-    live::say(&format!("{}: {} faults are done, {} to come", plan.name(), done.len(), remaining.len()));
+    live::say(&format!("{}: {} of {} faults are done", plan.name(), done.len(), plan.count));
     let lkdtm = plan.classes.contains(&Class::Lkdtm).then(|| lkdtm::build(plan.kernel)).transpose()?;
     let (begun, mut line) = (Instant::now(), Line::begin());
     let mut subject = None;
-    for (class, number) in remaining {
+    for (class, number) in plan.remaining(&done) {
         if plan.time.is_some_and(|time| begun.elapsed() >= time) {
             break;
         }
@@ -166,6 +170,9 @@ pub fn run(plan: &Plan, mut results: Results) -> Result<Results> {
             Some(machine) => machine,
             None => Subject::boot(plan, lkdtm.as_deref())?,
         };
+        if plan.ends_before(number, machine.lkdtm_types().len()) {
+            break;
+        }
         let fault = Fault::new(plan.seed, class, number, machine.lkdtm_types());
         let seen = machine.inject(&fault, plan.moment);
         let record = Record::new(plan, &fault, &seen);
@@ -213,6 +220,8 @@ mod tests {
         assert_eq!(all.len(), 5);
         let done: BTreeSet<_> = all[..3].iter().copied().collect();
         assert_eq!(plan.remaining(&done).collect::<Vec<_>>(), all[3..]);
-        assert_eq!(Plan { count: 2, ..plan }.remaining(&done).count(), 0);
+        assert_eq!(Plan { count: 2, ..plan.clone() }.remaining(&done).count(), 0);
+        let alone = Plan { classes: vec![Class::Lkdtm], ..plan.clone() };
+        assert!(alone.ends_before(80, 80) && !alone.ends_before(79, 80) && !plan.ends_before(80, 80));
     }
 }

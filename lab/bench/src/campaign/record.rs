@@ -24,6 +24,9 @@ use mercury_lab::{
 /// The directory of the results under `target/lab/`.
 const KEPT: &str = "campaign";
 
+/// The time in which devices come to rest, a part of each rollback.
+pub(super) const SETTLE_MS: f64 = 3.0;
+
 /// What came of a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -165,6 +168,13 @@ impl Record {
         }
     }
 
+    /// Returns the milliseconds of the emulator in which a machine that died was put back, for 1,000 pages.
+    /// The time in which devices come to rest is not counted.
+    pub(crate) fn ms_per_1000_pages(&self) -> Option<f64> {
+        let pages = self.pages.filter(|pages| *pages > 0 && self.outcome == Outcome::Right)?;
+        Some((self.work_us? / 1e3 - SETTLE_MS) / (pages as f64 / 1e3))
+    }
+
     /// Returns the crash type, or the first place of a flip.
     pub(super) fn place(&self) -> &str {
         match self.class {
@@ -211,7 +221,7 @@ impl Results {
     ///
     /// # Errors
     /// If the file cannot be read.
-    pub(super) fn open(name: &str) -> Result<Self> {
+    pub(crate) fn open(name: &str) -> Result<Self> {
         Self::at(paths::lab_dir(KEPT)?.join(format!("{name}.jsonl")))
     }
 

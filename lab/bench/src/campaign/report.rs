@@ -2,7 +2,7 @@
 
 use super::{
     fault::Class,
-    record::{Outcome, Record},
+    record::{Outcome, Record, SETTLE_MS},
 };
 use crate::stats;
 use mercury_lab::markdown::{table, thousands};
@@ -110,11 +110,7 @@ fn times(all: &[Record]) -> String {
     let died = of(all, |record| record.outcome == Outcome::Right);
     let ms = |record: &&Record| Some((record.meet_us? + record.work_us?) / 1e3);
     let whole: Vec<f64> = died.iter().filter_map(ms).collect();
-    let per_thousand = |record: &&Record| {
-        let pages = record.pages.filter(|pages| *pages > 0)?;
-        Some((record.work_us? / 1e3 - SETTLE_MS) / (pages as f64 / 1e3))
-    };
-    let each: Vec<f64> = died.iter().filter_map(per_thousand).collect();
+    let each: Vec<f64> = died.iter().filter_map(|record| record.ms_per_1000_pages()).collect();
     if whole.is_empty() {
         return "no machine has died.".to_owned();
     }
@@ -126,9 +122,6 @@ fn times(all: &[Record]) -> String {
         stats::median(&each)
     )
 }
-
-/// The time in which devices come to rest, a part of each rollback.
-const SETTLE_MS: f64 = 3.0;
 
 /// Lists the machines that were not what they were before, and the wrong sums that nothing noticed.
 fn losses(all: &[Record]) -> String {
