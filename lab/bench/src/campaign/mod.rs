@@ -158,7 +158,7 @@ pub fn run(plan: &Plan, mut results: Results) -> Result<Results> {
         return Err(Error::Unsupported { reason: "this processor has no rollback in this version" });
     }
     let done = results.done(&plan.classes);
-    live::say(&format!("{}: {} of {} faults are done", plan.name(), done.len(), plan.count));
+    live::say(&format!("{}: {} faults are done", plan.name(), done.len()));
     let lkdtm = plan.classes.contains(&Class::Lkdtm).then(|| lkdtm::build(plan.kernel)).transpose()?;
     let (begun, mut line) = (Instant::now(), Line::begin());
     let mut subject = None;
