@@ -36,14 +36,15 @@ mod offset {
     pub const E820_TABLE: u64 = 0x2D0;
 }
 
-/// Returns the command line of every hosted kernel: devices that it need not search for, and the
-/// clock's frequency.
+/// Returns the command line of every hosted kernel: devices that it need not search for, the clock's
+/// frequency, and the devices that it has. The user's words are last. After a `--` among them the kernel
+/// takes no option.
 #[must_use]
-pub fn command_line(append: &str, clock_khz: u64, processors: usize) -> String {
+pub fn command_line(devices: &str, append: &str, clock_khz: u64, processors: usize) -> String {
     let one = if processors == 1 { " nolapic nosmp" } else { "" };
     let own = format!(
         "console=ttyS0 acpi=off pci=off noapic{one} mitigations=off tsc=reliable tsc_early_khz={clock_khz} \
-         rodata=off panic=-1"
+         rodata=off panic=-1{devices}"
     );
     if append.is_empty() { own } else { format!("{own} {append}") }
 }
@@ -304,6 +305,14 @@ fn stack_size(kernel: &Kernel) -> Result<u64> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    /// A machine with arguments for its first program once had no disks: their description came after them.
+    #[test]
+    fn devices_are_described_before_the_arguments_of_the_first_program() {
+        let line = command_line(" virtio_mmio.device=1", "init=/bin/sh -- one", 1, 1);
+        assert!(line.contains(" virtio_mmio.device=1 ") && line.ends_with(" init=/bin/sh -- one"), "{line}");
+        assert!(command_line(" virtio_mmio.device=1", "", 1, 1).ends_with(" virtio_mmio.device=1"));
+    }
 
     #[test]
     fn there_is_no_memory_where_interrupt_controllers_are() {

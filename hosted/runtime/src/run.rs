@@ -361,8 +361,9 @@ impl Start<'_> {
 
     /// Writes the boot parameters into the guest's memory.
     fn describe(&self, slots: &Slots, clock_khz: u64) -> Result<()> {
-        let own = boot::command_line(&self.options.append, clock_khz, self.options.cpus);
-        boot::describe(&self.memory, &(own + &slots.describe(&self.memory)))?;
+        let Options { append, cpus, .. } = &self.options;
+        let line = boot::command_line(&slots.describe(&self.memory), append, clock_khz, *cpus);
+        boot::describe(&self.memory, &line)?;
         if self.options.cpus > 1 {
             boot::describe_processors(&self.memory, self.options.cpus)?;
         }
