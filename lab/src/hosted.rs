@@ -106,7 +106,11 @@ fn put_files(disk: &Path) -> Result<()> {
     FILES.iter().try_for_each(|(to, text, mode)| put_file(disk, to, text, mode))
 }
 
-fn put_file(disk: &Path, to: &str, text: &str, mode: &str) -> Result<()> {
+/// Writes a file into the file system of a disk that no machine uses.
+///
+/// # Errors
+/// If the file is not there afterwards.
+pub fn put_file(disk: &Path, to: &str, text: &str, mode: &str) -> Result<()> {
     let from = paths::lab_dir("hosted")?.join("file");
     fs::write(&from, text).context(|| format!("write {}", from.display()))?;
     let script = from.with_extension("orders");

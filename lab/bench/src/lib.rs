@@ -18,6 +18,7 @@ pub mod guard;
 pub mod hosted;
 pub mod intel;
 pub mod kvm;
+pub mod ltp;
 pub mod migration;
 pub mod papers;
 mod phases;

@@ -20,7 +20,7 @@ use mercury_lab::{
 use mercury_lab_bench::{
     self as bench, Depth, Part,
     campaign::{self, Load, Moment, fault::Class},
-    demo, soak,
+    demo, ltp, soak,
 };
 
 #[derive(Parser)]
@@ -159,8 +159,38 @@ enum Command {
     },
     /// Inject faults into a machine, which has to go back to its snapshot with right sums
     Campaign(CampaignArgs),
+    /// Run the Linux Test Project's tests of system calls in a hosted machine and on a bare one, and show
+    /// the tests that differ
+    Ltp(LtpArgs),
     /// Make the Debian packages
     Deb,
+}
+
+#[derive(Args)]
+struct LtpArgs {
+    /// A clone of the Linux Test Project, in which the tests are built
+    #[arg(long, value_name = "DIRECTORY")]
+    source: PathBuf,
+    /// The machines: bare, none and process (hosted with that isolation); all, if not given
+    #[arg(long, value_name = "MACHINE", value_parser = ["bare", "none", "process"])]
+    only: Vec<String>,
+    /// Processors of each machine
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=2))]
+    cpus: u32,
+    /// Names of tests, as in runtest/syscalls; all, if none is given
+    tests: Vec<String>,
+}
+
+impl LtpArgs {
+    fn plan(self) -> ltp::Plan {
+        let Self { source, only, cpus, tests } = self;
+        let hosted = ltp::ISOLATIONS.map(|isolation| (isolation, ltp::Place::Hosted { isolation, cpus }));
+        // The bare machine runs what has not passed in the others.
+        let all = hosted.into_iter().chain([("bare", ltp::Place::Bare { cpus })]);
+        let is_asked_for = |name: &str| only.is_empty() || only.iter().any(|one| one == name);
+        let places = all.filter(|(name, _)| is_asked_for(name)).map(|(_, place)| place).collect();
+        ltp::Plan { source, places, tests }
+    }
 }
 
 #[derive(Args)]
@@ -441,6 +471,10 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Soak { cycles, checkpoint: true, .. } => soak::restart::command(cycles.unwrap_or(100))?,
         Command::Soak { cycles, .. } => soak::command(cycles.unwrap_or(10_000))?,
         Command::Campaign(arguments) => arguments.run()?,
+        Command::Ltp(arguments) => {
+            let explained = ltp::run(&arguments.plan())?;
+            return Ok(if explained { ExitCode::SUCCESS } else { ExitCode::FAILURE });
+        }
         Command::Deb => deb::run()?,
     }
     Ok(ExitCode::SUCCESS)
