@@ -2,11 +2,13 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use mercury_lab::{
-    Bus, Error, Kernel, Machine, Platform, Qemu, Result, Spec, Vendor,
-    as_guest::{self, Guest, NAME},
+    Bus, Error, Init, Kernel, Machine, Platform, Qemu, Result, Spec, Vendor,
+    as_guest::{self, Guest, IMAGE, NAME},
+    command::patient,
+    error::wait_for,
     host::find_program,
     moving::{MOVING, PEER, Switch},
     restart::{
@@ -122,6 +124,50 @@ fn is_seen_and_stopped(host: &Machine, guest: Guest<'_>) -> Result<()> {
 #[ignore = "long"]
 fn a_bare_machine_goes_on_as_a_guest() -> Result<()> {
     goes_on(as_guest::source(Kernel::BookwormGeneric, 1), 1)
+}
+
+/// Runs two guests of one image, which share memory, on a host with systemd. It shows one as a unit with a
+/// limit, and ends it by its unit.
+#[test]
+#[ignore = "long"]
+fn clones_share_memory_and_are_units_of_their_host_s_systemd() -> Result<()> {
+    need_kvm()?;
+    let source = Machine::boot(as_guest::source(Kernel::BookwormGeneric, 1))?;
+    let boot_id = boot_id(&source)?;
+    as_guest::checkpoint(&source)?;
+    let host = as_guest::host(Kernel::BookwormCloud, &source).init(Init::Systemd).memory_mib(1792);
+    let host = source.boot_in_its_place(host)?;
+    let options = "--console socket --memory-file /run/memory";
+    host.sh("modprobe kvm_amd")?;
+    let clone = host.spawn(&format!("exec mercury restore {IMAGE} --as-guest --name clone {options}"))?;
+    wait_for("the first clone", patient(Duration::from_secs(120)), || {
+        Ok(host.sh("mercury guests list")?.contains(" running ").then_some(()))
+    })?;
+    let guest = Guest::start(&host, options)?;
+    is_well(&guest, &boot_id)?;
+    let unit = format!("mercury-guest-{NAME}.scope");
+    let listed = host.mercury("guests list")?;
+    let one = listed["guests"].as_array().unwrap().iter().find(|one| one["name"] == NAME).unwrap();
+    println!("{listed}\n{}", host.sh("mercury guests list")?);
+    assert_eq!(one["unit"].as_str(), Some(unit.as_str()), "{listed}");
+    let (used, memory) = (one["used_bytes"].as_u64().unwrap(), one["memory_bytes"].as_u64().unwrap());
+    let show = |what: &str| host.sh(&format!("systemctl show --value -p {what} {unit}"));
+    let limit: u64 = show("MemoryMax")?.parse().unwrap();
+    assert!((64 << 20..limit).contains(&used) && limit > memory, "{used} of {memory}, at most {limit}");
+    let group = format!("/proc/{}/cgroup", one["pid"]);
+    assert_eq!(host.sh(&format!("sed -n 's/^0:://p' {group}"))?, show("ControlGroup")?);
+    let shared = "awk '/^Shared_/ { shared += $2 } END { print shared }'";
+    let shared: u64 = host.sh(&format!("{shared} /proc/{}/smaps_rollup", one["pid"]))?.parse().unwrap();
+    println!("{shared} KiB are shared");
+    // Programs and libraries have less.
+    assert!(shared > 32 << 10, "{shared} KiB");
+    host.sh("mercury guests stop clone")?;
+    clone.wait(Duration::from_secs(60))?.check()?;
+    host.sh(&format!("systemctl stop {unit}"))?;
+    let ended = guest.ends()?;
+    assert!(ended.contains("was stopped"), "{ended}");
+    assert_eq!(host.sh("ls /run/mercury/guests")?, "");
+    host.check_health()
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! The destination of a move on a host that stays in use. Pages that arrive go into the memory of a guest
 //! that has not begun. The source's `Commit` starts it.
 
-use crate::{claim, no_keeper, options, signals::Stopping, status, tell};
+use crate::{claim, group, no_keeper, options, signals::Stopping, status, tell};
 use mercury_abi::restart::{LoadEntry, MERCURY_LOAD_ZERO};
 use mercury_control::{
     error::{Error, Result},
@@ -159,6 +159,8 @@ impl Beside {
         let mut folder = claim(&name)?;
         let mut status = status(&name, plan.machine(), plan.memory());
         status.phase = Phase::Arriving;
+        // Memory belongs to the group that a process was in when it got the memory.
+        group::enter(&mut status);
         tell(&folder, &status)?;
         let pipe = folder.decision().map_err(|error| {
             Error::new(Exit::Failed, format!("cannot make a pipe for the operator's word: {error}"))

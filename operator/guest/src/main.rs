@@ -2,6 +2,7 @@
 //! that moves here. It needs no root if the user may open `/dev/kvm`.
 
 mod beside;
+mod group;
 mod receive;
 mod signals;
 
@@ -85,11 +86,13 @@ fn run(args: &RunArgs, format: Format) -> Result<Ended> {
     folder.entrust(start_keeper()?).map_err(no_keeper)?;
     let mut status = status(&name, guest.machine(), guest.memory());
     status.image = Some(fs::canonicalize(&args.image).unwrap_or_else(|_| args.image.clone()));
+    group::enter(&mut status);
     tell(&folder, &status)?;
     let stopping = signals.watch()?;
     let disks = args.guest.disk.iter().filter(|disk| disks::parse(disk).is_none());
     let disks = disks.map(|disk| disk_of(disk)).collect();
-    let running = guest.start(&options(life, args.guest.console, disks, &folder))?;
+    let running =
+        guest.start(&options(life, args.guest.console, disks, &folder), args.guest.memory_file.as_deref())?;
     stopping.hold().hand_over(running.handle());
     status.phase = Phase::Running;
     tell(&folder, &status)?;
@@ -133,6 +136,8 @@ fn status(name: &Name, machine: &Machine, memory_bytes: u64) -> Status {
         cpus: machine.cpus.len() as u32,
         memory_bytes,
         since: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
+        unit: None,
+        group: None,
     }
 }
 

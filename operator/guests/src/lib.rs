@@ -11,6 +11,7 @@ mod state;
 
 use clap::{Args, ValueEnum};
 use mercury_hosted_options::net::{Forward, Mac, Uplink};
+use std::path::PathBuf;
 
 pub use name::Name;
 pub use state::{Folder, Guest, Keeper, Phase, Root, Status};
@@ -26,6 +27,10 @@ pub struct GuestArgs {
     /// the guest goes on with. Without a name the guest finds it as a new virtio disk
     #[arg(long, value_name = "[NAME=]FILE[,ro]")]
     pub disk: Vec<String>,
+    /// A file with the image's memory, unpacked. It is made if it is not there. Guests of one image that name
+    /// one file share the memory that they have not written
+    #[arg(long, value_name = "FILE")]
+    pub memory_file: Option<PathBuf>,
     /// The other end of the guest's first serial port: this terminal, or a socket for `mercury
     /// guests console`
     #[arg(long, value_enum, default_value_t = Console::Terminal)]

@@ -72,6 +72,21 @@ pub struct Status {
     pub memory_bytes: u64,
     /// The start of the monitor, in seconds since 1970.
     pub since: u64,
+    /// The unit of systemd that holds the guest. `None`: it has no control group of its own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unit: Option<String>,
+    /// The folder of the unit's control group of version 2.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub group: Option<PathBuf>,
+}
+
+impl Status {
+    /// Returns the memory of the host that the guest uses with all that belongs to it. `None` if it has no
+    /// control group of its own.
+    #[must_use]
+    pub fn used_bytes(&self) -> Option<u64> {
+        fs::read_to_string(self.group.as_ref()?.join("memory.current")).ok()?.trim().parse().ok()
+    }
 }
 
 /// The folder of all guests of one user.
@@ -388,6 +403,8 @@ mod tests {
             cpus: 2,
             memory_bytes: 1 << 30,
             since: 1,
+            unit: None,
+            group: None,
         }
     }
 
@@ -409,6 +426,17 @@ mod tests {
         assert!(!guests[0].lives().unwrap());
         assert!(root.guests().unwrap().is_empty());
         assert!(root.claim(&name).unwrap().is_some());
+    }
+
+    #[test]
+    fn the_memory_of_a_guest_is_that_of_its_group() {
+        let group = tempfile::tempdir().unwrap();
+        let mut status = status(&"db".parse().unwrap());
+        assert_eq!(status.used_bytes(), None);
+        status.group = Some(group.path().to_owned());
+        assert_eq!(status.used_bytes(), None, "the group is gone");
+        fs::write(group.path().join("memory.current"), "4096\n").unwrap();
+        assert_eq!(status.used_bytes(), Some(4096));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use mercury_control::{
     exit::Exit,
 };
 use mercury_devices::memory::{self, View};
-use mercury_image::{Chunk, Machine, PAGE, Reader, Source};
+use mercury_image::{Chunk, Identity, Machine, PAGE, Reader, Source};
 use std::{
     fs::File,
     io::{BufReader, Read},
@@ -54,6 +54,12 @@ impl<R: Read> Image<R> {
     #[must_use]
     pub fn machine(&self) -> &Machine {
         self.reader.machine()
+    }
+
+    /// Returns the image's identity.
+    #[must_use]
+    pub fn identity(&self) -> Identity {
+        self.reader.identity()
     }
 
     /// Loads the machine's memory. On success the image was whole, and each frame had its place.
@@ -160,12 +166,12 @@ fn wrong(error: mercury_image::Error) -> Error {
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::layout::Layout;
-    use mercury_image::{Cpu, FirmwareMemory, Frame, Identity, Kind, Part, Range, Writer};
+    use mercury_image::{Cpu, FirmwareMemory, Frame, Kind, Part, Range, Writer};
 
-    fn machine() -> Machine {
+    pub fn machine() -> Machine {
         let range = |start_phys| Range { start_phys, pages: 16, kind: Kind::Kept };
         Machine {
             ranges: vec![range(0x1000), range(0x10_0000)],
@@ -175,7 +181,7 @@ mod tests {
         }
     }
 
-    fn image(machine: &Machine, frames: Vec<Frame>, data: Vec<u8>) -> Vec<u8> {
+    pub fn image(machine: &Machine, frames: Vec<Frame>, data: Vec<u8>) -> Vec<u8> {
         let mut bytes = Vec::new();
         let mut writer = Writer::begin(&mut bytes, Identity([1; 16]), machine).unwrap();
         let part = Part::Frames(Chunk { frames, data });
@@ -196,7 +202,7 @@ mod tests {
         Frame { phys, source }
     }
 
-    fn frames() -> Vec<Frame> {
+    pub fn frames() -> Vec<Frame> {
         vec![
             frame(0x10_0000, Source::Data),
             frame(0x10_1000, Source::Frame(0x10_0000)),

@@ -2,7 +2,7 @@
 
 use crate::{
     acpi::{Firmware, Tables},
-    cpu,
+    clones, cpu,
     disks::{self, OwnDisk},
     entry,
     fit::{self, Host, Reason, kvm_refused},
@@ -140,13 +140,18 @@ impl Plan {
     /// # Errors
     /// A disk, the network or the host's memory is in the way.
     pub fn prepare(self, options: &Options, witness: Option<Witness>) -> Result<Prepared> {
+        let view = memory::map(&self.layout)?;
+        image::load_firmware(&self.firmware, &view)?;
+        self.prepare_with(view, options, witness)
+    }
+
+    /// Opens the guest's devices, for memory that has the firmware's content.
+    fn prepare_with(self, view: View, options: &Options, witness: Option<Witness>) -> Result<Prepared> {
         let bell = Arc::new(Bell::new().map_err(failed)?);
         let ring = Arc::clone(&bell);
         let waker: Waker = Arc::new(move || ring.ring());
         let (devices, rings) = open_devices(options, witness, &waker)?;
         let wires = open_wires(&options.console, &waker)?;
-        let view = memory::map(&self.layout)?;
-        image::load_firmware(&self.firmware, &view)?;
         let is_at_terminal = matches!(options.console, Console::Terminal { .. });
         Ok(Prepared { plan: self, bell, devices, rings, wires, view, is_at_terminal })
     }
@@ -251,11 +256,16 @@ impl Guest {
         self.plan.memory()
     }
 
-    /// Loads the machine and lets it go on. It runs until [`Running::wait`] returns.
+    /// Loads the machine and lets it go on. It runs until [`Running::wait`] returns. With a file for the
+    /// memory, guests of the same image share what they have not written.
     ///
     /// # Errors
     /// A disk, the network, the image or KVM is in the way. The machine has not gone on.
-    pub fn start(mut self, options: &Options) -> Result<Running> {
+    pub fn start(mut self, options: &Options, memory_file: Option<&Path>) -> Result<Running> {
+        if let Some(path) = memory_file {
+            let view = clones::map(path, &mut self.image, &self.plan.firmware, &self.plan.layout)?;
+            return self.plan.prepare_with(view, options, None)?.start();
+        }
         let prepared = self.plan.prepare(options, None)?;
         self.image.load(prepared.memory())?;
         prepared.start()

@@ -132,7 +132,8 @@ pub fn run(command: &GuestsCommand, say: Say<'_>) -> Result<Exit> {
 
 fn list(root: &Root) -> Result<Guests> {
     let guests = root.guests().map_err(|error| unreadable(root, &error))?;
-    Ok(Guests { guests: guests.into_iter().map(|guest| guest.status).collect() })
+    let listed = |guest: Guest| Listed { used_bytes: guest.status.used_bytes(), status: guest.status };
+    Ok(Guests { guests: guests.into_iter().map(listed).collect() })
 }
 
 fn find(root: &Root, name: &Name) -> Result<Guest> {
@@ -214,7 +215,16 @@ fn signal(guest: &Guest) -> io::Result<()> {
 /// All guests of a user.
 #[derive(Debug, Serialize)]
 struct Guests {
-    guests: Vec<Status>,
+    guests: Vec<Listed>,
+}
+
+#[derive(Debug, Serialize)]
+struct Listed {
+    #[serde(flatten)]
+    status: Status,
+    /// Memory of the host that the guest uses. `None`: it has no control group of its own.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    used_bytes: Option<u64>,
 }
 
 impl Render for Guests {
@@ -224,14 +234,18 @@ impl Render for Guests {
             text.line("`mercury receive --beside` waits for a machine that moves here");
             return;
         }
-        let heading =
-            ["guest", "state", "CPUs", "memory", "kernel", "PID", "image"].map(str::to_owned).to_vec();
-        let row = |one: &Status| {
-            let memory = format!("{} MiB", one.memory_bytes >> 20);
+        let heading = ["guest", "state", "CPUs", "memory", "used", "kernel", "PID", "unit", "image"]
+            .map(str::to_owned)
+            .to_vec();
+        let row = |Listed { status: one, used_bytes }: &Listed| {
+            let mib = |bytes: u64| format!("{} MiB", bytes >> 20);
+            let used = used_bytes.map_or("-".into(), mib);
+            let unit = one.unit.clone().unwrap_or("-".into());
             let image = one.image.as_ref().map_or("moved here".into(), |image| image.display().to_string());
             let (cpus, pid) = (one.cpus.to_string(), one.pid.to_string());
             let state = phase(one.phase).to_owned();
-            vec![one.name.to_string(), state, cpus, memory, one.kernel.clone(), pid, image]
+            let kernel = one.kernel.clone();
+            vec![one.name.to_string(), state, cpus, mib(one.memory_bytes), used, kernel, pid, unit, image]
         };
         let rows: Vec<_> = [heading].into_iter().chain(self.guests.iter().map(row)).collect();
         text.table(&rows);
@@ -290,6 +304,8 @@ mod tests {
             cpus: 2,
             memory_bytes: 1 << 30,
             since: 1,
+            unit: Some("mercury-guest-db.scope".into()),
+            group: None,
         };
         folder.write(&status).unwrap();
         folder
@@ -335,7 +351,21 @@ mod tests {
         let _held = held(&root, 7);
         let shown = text(&root);
         let words: Vec<&str> = shown.lines().nth(1).unwrap().split_whitespace().collect();
-        assert_eq!(words, ["db", "running", "2", "1024", "MiB", "6.1.0-56-amd64", "7", "/net/db"]);
+        assert_eq!(
+            words,
+            [
+                "db",
+                "running",
+                "2",
+                "1024",
+                "MiB",
+                "-",
+                "6.1.0-56-amd64",
+                "7",
+                "mercury-guest-db.scope",
+                "/net/db"
+            ]
+        );
     }
 
     /// Ends the folder with the process that stands for its monitor.

@@ -1,0 +1,145 @@
+//! The control group of a guest: a transient unit of systemd's (a scope), into which this process goes with
+//! all that it starts. The guest does not end with the session that started it then, and the host's operator
+//! can limit it (`systemctl set-property`) and see what it uses.
+
+use mercury_guests::{Name, Status};
+use mercury_quiesce::patient::{PROGRAM_PATIENCE, output};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+    thread,
+    time::{Duration, Instant},
+};
+
+/// Folder that is there if systemd runs this host.
+const SYSTEMD: &str = "/run/systemd/system";
+const HIERARCHY: &str = "/sys/fs/cgroup";
+const GROUPS: &str = "/proc/self/cgroup";
+/// Memory for the monitor, its helper and the kernel's tables, beside a part of the guest's memory.
+const BESIDE: u64 = 128 << 20;
+/// Part of the guest's memory for the kernel's tables about it.
+const TABLES: u64 = 64;
+/// Time for this process to be in its group, after systemd has taken the request.
+const PATIENCE: Duration = Duration::from_secs(5);
+const MOMENT: Duration = Duration::from_millis(10);
+
+/// Goes into the guest's own group, and notes it in the guest's state. A guest without one can do all that
+/// others can, so a failure is only told.
+pub fn enter(status: &mut Status) {
+    match enter_unit(&status.name, status.memory_bytes) {
+        Ok((unit, group)) => (status.unit, status.group) = (Some(unit), group),
+        Err(why) => eprintln!("mercury: {} has no control group of its own: {why}", status.name),
+    }
+}
+
+fn enter_unit(name: &Name, memory_bytes: u64) -> Result<(String, Option<PathBuf>), String> {
+    if !Path::new(SYSTEMD).exists() {
+        return Err("systemd does not run this host".into());
+    }
+    let unit = format!("mercury-guest-{name}.scope");
+    let limit = limit(memory_bytes);
+    // A machine that was to be this guest was refused or discarded before.
+    let is_there = own_group().is_some_and(|group| group.ends_with(&unit));
+    run(if is_there { change(&unit, limit) } else { begin(&unit, limit) })?;
+    let end = Instant::now() + PATIENCE;
+    loop {
+        match own_group().filter(|group| group.ends_with(&unit)) {
+            Some(group) => {
+                let folder = PathBuf::from(format!("{HIERARCHY}{group}"));
+                return Ok((unit, folder.exists().then_some(folder)));
+            }
+            None if Instant::now() > end => {
+                return Err(format!("systemd has not made {unit}: see `journalctl -u {unit}`"));
+            }
+            None => thread::sleep(MOMENT),
+        }
+    }
+}
+
+/// Returns the limit of the group of a guest with so much memory.
+fn limit(memory_bytes: u64) -> u64 {
+    memory_bytes.saturating_add(memory_bytes / TABLES).saturating_add(BESIDE)
+}
+
+/// Returns the words that let systemd make the unit of this process. Users have a systemd of their own.
+fn begin(unit: &str, limit: u64) -> Command {
+    let (pid, limit) = (std::process::id().to_string(), limit.to_string());
+    let mut command = of_user("busctl");
+    command.args(["--quiet", "call", "org.freedesktop.systemd1", "/org/freedesktop/systemd1"]);
+    command.args([
+        "org.freedesktop.systemd1.Manager",
+        "StartTransientUnit",
+        "ssa(sv)a(sa(sv))",
+        unit,
+        "fail",
+    ]);
+    command.args(["4", "Description", "s", "A machine that Mercury runs as a guest"]);
+    command.args(["PIDs", "au", "1", &pid, "MemoryMax", "t", &limit]);
+    command.args(["CollectMode", "s", "inactive-or-failed", "0"]);
+    command
+}
+
+fn change(unit: &str, limit: u64) -> Command {
+    let mut command = of_user("systemctl");
+    command.args(["set-property", "--runtime", unit, &format!("MemoryMax={limit}")]);
+    command
+}
+
+fn of_user(program: &str) -> Command {
+    let mut command = Command::new(program);
+    // SAFETY: It only asks the kernel for a number.
+    if unsafe { libc::geteuid() } != 0 {
+        command.arg("--user");
+    }
+    command
+}
+
+fn run(command: Command) -> Result<(), String> {
+    let program = command.get_program().to_string_lossy().into_owned();
+    let done = output(command, PROGRAM_PATIENCE).map_err(|error| format!("{program}: {error}"))?;
+    if done.status.success() {
+        return Ok(());
+    }
+    Err(format!("{program}: {}", String::from_utf8_lossy(&done.stderr).trim()))
+}
+
+/// Returns the group of this process in the hierarchy of version 2.
+fn own_group() -> Option<String> {
+    group_in(&fs::read_to_string(GROUPS).ok()?)
+}
+
+fn group_in(text: &str) -> Option<String> {
+    text.lines().find_map(|line| line.strip_prefix("0::")).map(str::to_owned)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_group_of_version_2_is_found() {
+        let text = "1:name=systemd:/x\n0::/system.slice/mercury-guest-db.scope\n";
+        assert_eq!(group_in(text).as_deref(), Some("/system.slice/mercury-guest-db.scope"));
+        assert_eq!(group_in("4:memory:/x\n"), None);
+    }
+
+    #[test]
+    fn a_guest_that_uses_all_its_memory_stays_below_the_limit() {
+        assert_eq!(limit(1 << 30), (1 << 30) + (16 << 20) + (128 << 20));
+        assert_eq!(limit(u64::MAX), u64::MAX);
+    }
+
+    #[test]
+    fn systemd_is_asked_for_a_unit_of_this_process() {
+        let command = begin("mercury-guest-db.scope", 77);
+        let words: Vec<_> = command.get_args().map(|word| word.to_string_lossy().into_owned()).collect();
+        let text = words.join(" ");
+        let pid = std::process::id();
+        let expected = "mercury-guest-db.scope fail 4 Description";
+        assert!(
+            text.contains(expected) && text.contains(&format!("PIDs au 1 {pid} MemoryMax t 77")),
+            "{text}"
+        );
+    }
+}
