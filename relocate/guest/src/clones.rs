@@ -165,6 +165,38 @@ mod tests {
         assert_eq!(fs::read(&path).unwrap(), before);
     }
 
+    /// Lets a processor read a byte at 1 MiB, and write the next number 4 KiB above.
+    fn run_a_processor(view: &View) {
+        // mov al, [0]; inc al; mov [0x1000], al; hlt
+        const CODE: [u8; 9] = [0xA0, 0, 0, 0xFE, 0xC0, 0xA2, 0, 0x10, 0xF4];
+        const CODE_AT: u64 = 0x3000;
+        write(view, CODE_AT, &CODE).unwrap();
+        let vm = kvm_ioctls::Kvm::new().unwrap().create_vm().unwrap();
+        memory::give(&vm, view).unwrap();
+        let mut processor = vm.create_vcpu(0).unwrap();
+        let mut segments = processor.get_sregs().unwrap();
+        (segments.cs.base, segments.cs.selector) = (0, 0);
+        segments.ds.base = 0x10_0000;
+        processor.set_sregs(&segments).unwrap();
+        let registers = kvm_bindings::kvm_regs { rip: CODE_AT, rflags: 2, ..Default::default() };
+        processor.set_regs(&registers).unwrap();
+        assert!(matches!(processor.run().unwrap(), kvm_ioctls::VcpuExit::Hlt));
+    }
+
+    #[test]
+    #[ignore = "needs /dev/kvm"]
+    fn processors_read_shared_pages_and_write_pages_of_their_own() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, bytes) = (folder.path().join("memory"), whole());
+        let views = [map_again(&path, &bytes).unwrap(), map_again(&path, &bytes).unwrap()];
+        let before = fs::read(&path).unwrap();
+        run_a_processor(&views[0]);
+        assert_eq!([0, 1].map(|clone: usize| byte(&views[clone], 0x10_1000)), [2, 1]);
+        run_a_processor(&views[1]);
+        assert_eq!([0, 1].map(|clone: usize| byte(&views[clone], 0x10_1000)), [2, 2]);
+        assert_eq!(fs::read(&path).unwrap(), before);
+    }
+
     #[test]
     fn a_file_is_there_only_if_it_is_whole_and_serves_one_image() {
         let folder = tempfile::tempdir().unwrap();
