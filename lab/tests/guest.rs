@@ -138,7 +138,7 @@ fn clones_share_memory_and_are_units_of_their_host_s_systemd() -> Result<()> {
     let host = as_guest::host(Kernel::BookwormCloud, &source).init(Init::Systemd).memory_mib(1792);
     let host = source.boot_in_its_place(host)?;
     let options = "--console socket --memory-file /run/memory";
-    host.sh("modprobe kvm_amd")?;
+    host.sh("modprobe kvm_amd && systemctl start dbus.socket")?;
     let clone = host.spawn(&format!("exec mercury restore {IMAGE} --as-guest --name clone {options}"))?;
     wait_for("the first clone", patient(Duration::from_secs(120)), || {
         Ok(host.sh("mercury guests list")?.contains(" running ").then_some(()))
