@@ -16,6 +16,7 @@ use mercury_lab::{
     host, image,
     image::Release,
     live,
+    lock::Lock,
     markdown::table,
     paths,
     previrtualization::{self, Flavour},
@@ -102,6 +103,8 @@ pub fn run(plan: &Plan) -> Result<bool> {
     let list = plan.source.join(LIST);
     let list = fs::read_to_string(&list).context(|| format!("read {}", list.display()))?;
     let all = chosen(&list, &plan.tests)?;
+    // Another run would write the same disks.
+    let _lock = Lock::wait("ltp")?;
     let disk = disk(&plan.source)?;
     for place in &plan.places {
         let lines = match place {
