@@ -27,6 +27,13 @@ fn failed(path: &Path, why: impl std::fmt::Display, hint: &str) -> Error {
 pub fn read(path: &Path) -> Result<MachineKey> {
     let missing = "`mercury identity` makes it";
     let status = fs::metadata(path).map_err(|error| failed(path, error, missing))?;
+    if ![0, rustix::process::geteuid().as_raw()].contains(&status.uid()) {
+        return Err(failed(
+            path,
+            "it belongs to another user, who may know the key",
+            "chown root, and make another",
+        ));
+    }
     if status.mode() & 0o077 != 0 {
         let hint =
             format!("chmod 600 {}; if others may have read it, remove it and make another", path.display());
@@ -44,28 +51,28 @@ pub fn read(path: &Path) -> Result<MachineKey> {
 ///
 /// Returns an error if the file cannot be read or made.
 pub fn read_or_make(path: &Path) -> Result<MachineKey> {
-    if path.exists() {
+    if path.symlink_metadata().is_ok() {
         return read(path);
     }
     let key = MachineKey::new().map_err(|error| failed(path, error, "nothing was changed"))?;
-    make(path, &key).map_err(|error| failed(path, error, "name a file that root can write"))?;
-    Ok(key)
+    match make(path, &key) {
+        // Another command was faster, and its key is the machine's.
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => read(path),
+        made => made.map_err(|error| failed(path, error, "name a file that root can write")).map(|()| key),
+    }
 }
 
-/// Makes the file. It is complete, and on the disk, before it has its name.
+/// Makes the file. It is complete, and on the disk, before it has its name. No file is replaced.
 fn make(path: &Path, key: &MachineKey) -> io::Result<()> {
-    if let Some(folder) = path.parent() {
-        fs::create_dir_all(folder)?;
-    }
-    let new = path.with_extension("new");
-    match fs::remove_file(&new) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        _ => {}
-    }
-    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&new)?;
-    writeln!(file, "{}", key.secret_text())?;
-    file.sync_all()?;
-    fs::rename(new, path)
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    fs::create_dir_all(folder)?;
+    let new = path.with_extension(format!("new-{}-{:?}", std::process::id(), std::thread::current().id()));
+    let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&new)?;
+    let named = writeln!(file, "{}", key.secret_text())
+        .and_then(|()| file.sync_all())
+        .and_then(|()| fs::hard_link(&new, path));
+    fs::remove_file(&new)?;
+    named.and_then(|()| fs::File::open(folder)?.sync_all())
 }
 
 #[cfg(test)]
@@ -89,5 +96,28 @@ mod tests {
         fs::write(&path, "nonsense").expect("written");
         assert!(read(&path).is_err_and(|error| error.message.contains("identity")));
         assert_eq!(fs::read_dir(folder.path().join("mercury")).expect("a folder").count(), 1);
+    }
+
+    #[test]
+    fn two_commands_agree_on_one_identity() {
+        for _ in 0..50 {
+            let folder = tempfile::tempdir().expect("a folder");
+            let path = folder.path().join("identity");
+            let read = || read_or_make(&path).expect("a key").secret_text();
+            let all: Vec<_> = std::thread::scope(|scope| {
+                let started: Vec<_> = (0..4).map(|_| scope.spawn(read)).collect();
+                started.into_iter().map(|one| one.join().expect("no panic")).collect()
+            });
+            assert!(all.iter().all(|key| *key == all[0]), "{all:?}");
+            assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 1);
+        }
+    }
+
+    #[test]
+    fn a_link_that_leads_nowhere_is_not_replaced() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("identity");
+        std::os::unix::fs::symlink("nowhere", &path).expect("a link");
+        assert!(read_or_make(&path).is_err() && path.is_symlink());
     }
 }

@@ -128,6 +128,10 @@ impl Drop for Parcel {
 /// The work's own error, or the child's end before.
 pub fn apart(work: impl FnOnce(&mut Parcel) -> Result<()>) -> Result<Parcel> {
     let mut parcel = Parcel::new()?;
+    // A caller that ignores the ends of its children has left that to this process, and nothing could be
+    // waited for.
+    // SAFETY: The default needs no handler.
+    unsafe { libc::signal(libc::SIGCHLD, libc::SIG_DFL) };
     // SAFETY: It takes nothing.
     let parent = unsafe { libc::getpid() };
     let child = match fork() {
@@ -148,8 +152,12 @@ pub fn apart(work: impl FnOnce(&mut Parcel) -> Result<()>) -> Result<Parcel> {
         (true, other) => Err(Error::new(format!("the process that loads the kernel ends with {other}"))),
         (false, _) => {
             let signal = libc::WTERMSIG(status);
+            let hint = match signal {
+                libc::SIGKILL => "the host may have too little memory: look into its kernel's log",
+                _ => "this is a bug: please report it with what was written before",
+            };
             Err(Error::host(format!("the process that loads the kernel was ended by signal {signal}"))
-                .hint("the host may have too little memory: look into its kernel's log"))
+                .hint(hint))
         }
     }
 }

@@ -24,7 +24,7 @@ pub struct MigrateArgs {
     pub key: Option<String>,
     /// The destination's name, as `mercury identity` prints it there, instead of a pairing token. The
     /// destination must know this machine (`mercury receive --source`)
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", conflicts_with = "key")]
     pub spare: Option<MachineName>,
     /// File with this machine's identity, for --spare
     #[arg(long, value_name = "FILE", default_value = identity::PATH)]

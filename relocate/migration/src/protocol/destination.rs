@@ -153,6 +153,12 @@ impl Destination {
         self.arrival.map(|(_, phase)| phase)
     }
 
+    /// Returns the attempt of the machine that arrives, if one does.
+    #[must_use]
+    pub fn attempt(&self) -> Option<Attempt> {
+        self.arrival.map(|(attempt, _)| attempt)
+    }
+
     /// Returns true if pages may arrive. At any other time a page is a breach, and
     /// [`Event::Failed`].
     #[must_use]

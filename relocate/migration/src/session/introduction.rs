@@ -300,6 +300,13 @@ mod tests {
         let (token, _) =
             meet(|socket| ask(&source, &name(&own), socket), |socket| receiver.turn_away(socket, "taken"));
         assert!(matches!(&token, Err(Error::NotNow(why)) if why == "taken"), "{token:?}");
+        // It is told no token either while the machine that has one may come back.
+        let (token, answered) = meet(
+            |socket| ask(&source, &name(&own), socket),
+            |socket| receiver.accept_holder(socket, "taken").map(drop),
+        );
+        assert!(matches!(&token, Err(Error::NotNow(why)) if why == "taken"), "{token:?}");
+        assert!(matches!(answered, Err(Error::NotNow(_))), "{answered:?}");
     }
 
     #[test]

@@ -209,7 +209,20 @@ impl Receiver {
     /// # Errors
     /// The sender was not given the token, or is given it now in an introduction.
     pub fn accept<S: Read + Write>(&self, socket: S) -> Result<StreamOwned<ServerConnection, S>, Error> {
-        self.answer(socket, None)
+        self.answer(socket, None, None)
+    }
+
+    /// Accepts a connection of a sender that has the token. A sender that asks for the token is told the
+    /// reason, of at most 255 bytes, why it is not accepted now.
+    ///
+    /// # Errors
+    /// As for [`Self::accept`], and [`Error::NotNow`] if the sender has asked for the token.
+    pub fn accept_holder<S: Read + Write>(
+        &self,
+        socket: S,
+        why: &str,
+    ) -> Result<StreamOwned<ServerConnection, S>, Error> {
+        self.answer(socket, None, Some(why))
     }
 
     /// Tells a sender that it is not accepted now, with a reason of at most 255 bytes.
@@ -217,13 +230,17 @@ impl Receiver {
     /// # Errors
     /// The sender was not given the token. Then it is told nothing.
     pub fn turn_away<S: Read + Write>(&self, socket: S, why: &str) -> Result<(), Error> {
-        self.answer(socket, Some(why)).map(drop)
+        match self.answer(socket, Some(why), Some(why)) {
+            Ok(_) | Err(Error::NotNow(_)) => Ok(()),
+            Err(error) => Err(error),
+        }
     }
 
     fn answer<S: Read + Write>(
         &self,
         mut socket: S,
         not_now: Option<&str>,
+        no_token: Option<&str>,
     ) -> Result<StreamOwned<ServerConnection, S>, Error> {
         let (mut connection, asks) = match &self.introducer {
             Some(introducer) => introduction::begin(self, introducer, &mut socket)?,
@@ -235,13 +252,17 @@ impl Receiver {
         let protocol = if asks { introduction::PROTOCOL } else { PROTOCOL };
         known(protocol, connection.alpn_protocol(), connection.peer_certificates())?;
         let answer = match (asks, not_now) {
-            (true, _) => introduction::answer(&self.token, not_now),
+            (true, _) => introduction::answer(&self.token, no_token),
             (false, Some(why)) => told(NOT_NOW, why),
             (false, None) => vec![WELCOME],
         };
         let mut session = StreamOwned::new(connection, socket);
         session.write_all(&answer).and_then(|()| session.flush()).map_err(Error::Refused)?;
-        if asks && not_now.is_none() { Err(Error::Introduced) } else { Ok(session) }
+        match no_token {
+            _ if !asks => Ok(session),
+            None => Err(Error::Introduced),
+            Some(why) => Err(Error::NotNow(why.to_owned())),
+        }
     }
 }
 

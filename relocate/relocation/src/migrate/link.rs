@@ -175,11 +175,20 @@ impl Link {
     /// # Errors
     ///
     /// Returns an error if the peer has no such token, or is silent.
-    pub fn accept(receiver: &Receiver, socket: TcpStream, patience: Duration) -> Result<Self> {
+    pub fn accept(
+        receiver: &Receiver,
+        socket: TcpStream,
+        patience: Duration,
+        no_token: Option<&str>,
+    ) -> Result<Self> {
         let made = prepare(&socket, HANDSHAKE).map_err(|error| unprepared(&error))?;
         let due = Due::new(Cell::new(Some(Instant::now() + HANDSHAKE)));
-        let session =
-            receiver.accept(Timed { socket, due: Rc::clone(&due) }).map_err(|error| refused(&error))?;
+        let socket = Timed { socket, due: Rc::clone(&due) };
+        let session = match no_token {
+            None => receiver.accept(socket),
+            Some(why) => receiver.accept_holder(socket, why),
+        };
+        let session = session.map_err(|error| refused(&error))?;
         due.set(Some(Instant::now() + patience));
         Ok(Self::new(Box::new(session), made, due))
     }
@@ -525,7 +534,7 @@ mod tests {
         thread::scope(|scope| {
             scope.spawn(move || {
                 let (socket, _) = listener.accept().expect("a sender");
-                let mut link = Link::accept(&receiver, socket, patience).expect("let in");
+                let mut link = Link::accept(&receiver, socket, patience, None).expect("let in");
                 assert_eq!(link.learn(patience).expect("an attempt"), attempt);
                 let (message, text) = link.hear_message(patience).expect("there").expect("said");
                 assert_eq!((message.word, &text[..]), (Word::Offer, &b"it"[..]));
@@ -553,10 +562,12 @@ mod tests {
         thread::scope(|scope| {
             scope.spawn(move || {
                 for _ in 0..2 {
-                    let refused = Link::accept(&receiver, listener.accept().expect("a peer").0, patience);
+                    let refused =
+                        Link::accept(&receiver, listener.accept().expect("a peer").0, patience, None);
                     assert!(refused.is_err());
                 }
-                Link::accept(&receiver, listener.accept().expect("a peer").0, patience).expect("let in");
+                Link::accept(&receiver, listener.accept().expect("a peer").0, patience, None)
+                    .expect("let in");
             });
             let name = own.name().expect("a name");
             let refused = introduce(to, &stranger, &name, patience).expect_err("a stranger");

@@ -725,6 +725,27 @@ fn a_second_source_is_turned_away() {
     assert_eq!(destination.end(), 1);
 }
 
+/// A source loses its connection when its machine has arrived. Another one that has the token, too, may
+/// connect meanwhile and say anything.
+#[test]
+fn another_source_has_no_say_in_what_becomes_of_an_arrival() {
+    let destination = Destination::new();
+    let mut source = destination.connect(1);
+    source.is_verified();
+    source.link.abandon();
+    for _ in 0..3 {
+        let mut other = destination.connect(2);
+        other.send(&memory(4));
+        other.say(Word::Cancel);
+        assert_eq!(other.hear(), None, "it is let go");
+    }
+    let mut again = destination.connect(1);
+    again.say(Word::Commit);
+    assert_eq!(again.discarded(), "this is only a test");
+    drop(again);
+    assert_eq!(destination.end(), 1);
+}
+
 /// Announcements: a peer that has only the pairing token decides nothing. Words that were announced
 /// once, in this attempt or another, may be repeated.
 #[test]

@@ -5,7 +5,7 @@
 //! many as were offered, each once. The end that the first stream names is believed only when all
 //! others have ended.
 
-use super::spare::Memory;
+use super::{serve::TAKEN, spare::Memory};
 use crate::migrate::link::{HANDSHAKE, Heard, Link};
 use mercury_abi::restart::{LoadEntry, MERCURY_LOAD_DATA, MERCURY_LOAD_ZERO};
 use mercury_control::error::{Error, Result};
@@ -231,7 +231,8 @@ impl Shared {
 
     /// Runs a connection of another stream from its start to its end.
     fn take(&self, receiver: &Receiver, socket: TcpStream, from: SocketAddr) {
-        let linked = Link::accept(receiver, socket, HANDSHAKE).map_err(|error| error.to_string());
+        let linked =
+            Link::accept(receiver, socket, HANDSHAKE, Some(TAKEN)).map_err(|error| error.to_string());
         let opened = linked.and_then(|mut link| {
             link.admit(self.expected.attempt, self.patience, |stream, shown, binding| {
                 self.open(stream, shown, binding)

@@ -147,11 +147,14 @@ impl Render for Report {
         to.line(format!("  mercury migrate {}{port} {way}", self.address.ip()));
         if let Some(prepared) = &self.prepared {
             let minutes = self.lifetime_seconds / 60;
-            to.line(format!(
-                "good for {} h {} min from now on (--lifetime), once this machine, or",
-                minutes / 60,
-                minutes % 60
-            ));
+            // A name does not expire.
+            let good = match &self.key {
+                Some(_) => {
+                    format!("good for {} h {} min from now on (--lifetime), ", minutes / 60, minutes % 60)
+                }
+                None => String::new(),
+            };
+            to.line(format!("{good}once this machine, or"));
             to.line(
                 "one with the same address, has been started with these, \
                 by a boot loader or from the network:",

@@ -49,7 +49,7 @@ const STARTING: Duration = Duration::from_millis(10);
 /// Time for which a source that asks is answered after the machine has gone on beside this system.
 const ANSWERED: Duration = Duration::from_secs(600);
 /// Reason for turning a peer away that has the pairing token.
-const TAKEN: &str = "another machine is on its way there";
+pub(super) const TAKEN: &str = "another machine is on its way there";
 
 /// The destination and its resources.
 pub struct Host {
@@ -427,9 +427,15 @@ impl Host {
         let Some((socket, from)) = self.knocking() else { return false };
         // A first connection may be silent while the source prepares. A repeated connection has
         // something to say at once.
-        let patience = if self.destination.phase().is_none() { self.patience.running } else { HANDSHAKE };
-        let linked = Link::accept(&self.receiver, socket, patience);
+        let is_free = self.destination.phase().is_none();
+        let patience = if is_free { self.patience.running } else { HANDSHAKE };
+        let linked = Link::accept(&self.receiver, socket, patience, (!is_free).then_some(TAKEN));
         match linked.map(|mut link| link.learn(self.patience.running).map(|_| link)) {
+            // Another source with the token may have no say in what becomes of this one's machine.
+            Ok(Ok(link)) if !is_free && link.attempt() != self.destination.attempt() => {
+                note!("mercury: {from} was refused: {TAKEN}");
+                false
+            }
             Ok(Ok(link)) => {
                 note!("mercury: {from} is connected");
                 self.link = Some(link);
