@@ -369,6 +369,10 @@ pub const PAGES: &[Page] = &[
                 "mercury migrate 10.9.0.3 --key - --max-downtime 800ms --or-give-up",
             ),
             example("Move a local disk too", "mercury migrate 10.9.0.3 --key - --with-disk /dev/sda"),
+            example(
+                "In a guest of a machine with UEFI: go back to its hardware, where `mercury receive` waits",
+                "mercury migrate 10.9.0.4 --key - --without-tombstone",
+            ),
         ],
     ),
     Page::of(
@@ -447,6 +451,10 @@ pub const PAGES: &[Page] = &[
         Group::Guests,
         &[
             example("Let the machine of an image go on as a guest", "mercury restore --as-guest /net/node7"),
+            example(
+                "Another one from the same image, on shared memory",
+                "mercury restore --as-guest --name two --memory-file /var/tmp/node7 /net/node7",
+            ),
             example("List the guests", "mercury guests list"),
         ],
     )

@@ -177,6 +177,7 @@ fn options_of_a_guest_need_one() {
         "--as-guest x",
         "x --as-guest --name db --net passt --forward 2222:22 --disk a,ro --disk b --console socket",
         "x --as-guest --net tap=tap0 --mac 52:54:00:12:34:56",
+        "x --as-guest --memory-file /var/tmp/x",
     ] {
         assert!(read(right).is_ok(), "{right}: {:?}", read(right).err());
     }
@@ -184,6 +185,7 @@ fn options_of_a_guest_need_one() {
         "--name db x",
         "--net passt x",
         "--disk a x",
+        "--memory-file a x",
         "--console socket x",
         "--as-guest --name a/b x",
         "--as-guest --net bridge x",
