@@ -38,7 +38,7 @@ use subject::Subject;
 pub enum Load {
     /// None.
     Idle,
-    /// PostgreSQL with pgbench. The root is in RAM.
+    /// PostgreSQL with pgbench, on a cluster in RAM.
     Postgres,
     /// Reads of a disk, past the page cache and through it, and traffic through a network card.
     DiskAndNetwork,

@@ -25,9 +25,9 @@ const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// The characters of a lost machine's console that are kept.
 const LAST_WORDS: usize = 16 << 10;
 
-/// Memory in MiB: with the root on a disk, and in RAM.
+/// Memory in MiB, and with a database in RAM.
 const MEMORY_MIB: u32 = 768;
-const MEMORY_WITH_ROOT_MIB: u32 = 1536;
+const MEMORY_WITH_DATABASE_MIB: u32 = 1024;
 
 /// Rules of the guard: all that the kernel notices puts the machine back.
 const RULES: &str = "on_oops = 'all'\n";
@@ -52,6 +52,10 @@ const DISK_LOAD: &str = "while true; do dd if=/dev/vda of=/dev/null bs=256k ifla
 const DISK_CONTENT: &str = "yes mercury | head -c 32M";
 /// Traffic in both directions on the machine's only card.
 const NETWORK_LOAD: &str = "while true; do ping -q -i 0.01 -c 50 -s 1400 10.0.2.2; done";
+/// Starts PostgreSQL on a copy of its cluster in RAM: the root is not to be written to.
+const POSTGRES_START: &str = "for part in lib log; do mkdir -p /run/$part; \
+     cp -a /var/$part/postgresql/. /run/$part; mount --bind /run/$part /var/$part/postgresql; done; \
+     ip link set lo up; lab-postgres start";
 const POSTGRES_LOAD: &str = "while true; do pgbench -n -c 2 -T 3600 bench; sleep 0.1; done";
 /// The sums of pgbench's tables agree if each transaction is in all of them or in none.
 const POSTGRES_CHECK: &str = "test \"$(timeout 30 psql -At bench -c 'select (select sum(abalance) from \
@@ -62,7 +66,7 @@ impl Load {
     fn spec(self, spec: Spec) -> Spec {
         match self {
             Self::Idle => spec.memory_mib(MEMORY_MIB),
-            Self::Postgres => spec.memory_mib(MEMORY_WITH_ROOT_MIB).kernel_arg("lab.root=ram"),
+            Self::Postgres => spec.memory_mib(MEMORY_WITH_DATABASE_MIB),
             Self::DiskAndNetwork => spec.memory_mib(MEMORY_MIB).disk(Bus::Virtio, 32).nic(Nic::Virtio),
         }
     }
@@ -72,7 +76,7 @@ impl Load {
     fn work(self) -> (String, &'static [&'static str], String) {
         match self {
             Self::Idle => (String::new(), &[], "true\n".to_owned()),
-            Self::Postgres => ("lab-postgres start".to_owned(), &[POSTGRES_LOAD], POSTGRES_CHECK.to_owned()),
+            Self::Postgres => (POSTGRES_START.to_owned(), &[POSTGRES_LOAD], POSTGRES_CHECK.to_owned()),
             Self::DiskAndNetwork => (
                 format!(
                     "{DISK_CONTENT} > /dev/vda; modprobe virtio_net; card=$(ls /sys/class/net | grep -v lo); \
@@ -160,7 +164,7 @@ impl Subject {
         }
         machine.sh("insmod /mercury/lib/modules/$(uname -r)/mercury_test.ko")?;
         let lkdtm_types = lkdtm.map(|module| load_lkdtm(&machine, module)).transpose()?.unwrap_or_default();
-        machine.sh("sync; findmnt -no FSTYPE / | grep -q tmpfs || mount -o remount,ro /")?;
+        machine.sh("sync; mount -o remount,ro /")?;
         machine.sh("mercury guard on --rules /run/campaign/rules")?;
         machine.sh(&format!("cat {FILES} | sha256sum > /run/campaign/base"))?;
         for line in ["bash /run/campaign/compute"].iter().chain(loads) {
