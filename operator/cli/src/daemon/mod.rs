@@ -28,7 +28,7 @@ use mercury_control::{
     access,
     error::{Error, Result},
     exit::Exit,
-    interrupt::Deferred,
+    interrupt::{self, Deferred},
     journal,
 };
 use mercury_quiesce::this_process;
@@ -88,6 +88,9 @@ pub struct DaemonArgs {
 
 /// Interval at which signals and the end of a move are checked.
 const POLL_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
+/// Time for which the driver may be busy with the end of a killed mover, and the pause between two attempts.
+const DRIVER_PATIENCE: Duration = Duration::from_secs(60);
+const DRIVER_PAUSE: Duration = Duration::from_millis(500);
 /// Time for a client to send its line, and to read the answer.
 const CLIENT: Duration = Duration::from_secs(2);
 
@@ -111,11 +114,25 @@ struct Failure {
     /// Code of a refusal.
     #[serde(default)]
     code: Option<String>,
+    /// Exit status of the mover.
+    #[serde(skip)]
+    exit: Option<i32>,
 }
 
 impl From<&str> for Failure {
     fn from(why: &str) -> Self {
-        Self { why: why.to_owned(), code: None }
+        Self { why: why.to_owned(), ..Self::default() }
+    }
+}
+
+impl Failure {
+    fn is(&self, exit: Exit) -> bool {
+        self.exit == Some(exit as i32)
+    }
+
+    /// Returns true if no other spare can be of help: the reason lies in this machine or its operator.
+    fn ends_the_order(&self) -> bool {
+        [Exit::Interrupted, Exit::State, Exit::Permission, Exit::Usage].into_iter().any(|exit| self.is(exit))
     }
 }
 
@@ -137,7 +154,9 @@ pub fn run(args: &DaemonArgs) -> Result<Exit> {
     this_process::stay_in_the_foreground();
     watch_for_signals();
     let options = args.migrate.clone();
-    let mover: Mover = Arc::new(move |host: &str, ticket: &Ticket| migrate(host, ticket, &options));
+    let mover: Mover = Arc::new(move |host: &str, ticket: &Ticket| {
+        unless_busy(DRIVER_PATIENCE, || migrate(host, ticket, &options))
+    });
     // Mistakes in the rules are refused before anything begins.
     let rules = args.rules.exists().then(|| Rules::read(&args.rules)).transpose()?;
     let spares = spares(args, rules.as_ref());
@@ -199,10 +218,15 @@ impl Daemon {
 
     fn serve(&mut self, listener: &UnixListener, wants_to_end: &dyn Fn() -> bool) -> Result<()> {
         loop {
+            if wants_to_end() {
+                // A mover that begins now would not get the signal, and would be killed.
+                self.left.clear();
+            }
             self.settle_the_move();
             self.manager.beat(self.moving.is_some(), Instant::now());
             // A machine that moves is held still by its mover.
             if self.moving.is_none()
+                && !wants_to_end()
                 && let Some(reason) = self.keeper.as_mut().and_then(Keeper::look)
             {
                 self.answer(Order::Evacuate { reason });
@@ -246,9 +270,15 @@ impl Daemon {
 
     fn answer(&mut self, order: Order) -> Answer {
         let Order::Evacuate { reason } = order else { return Answer::taken(&self.desk) };
-        if self.moving.is_none() {
-            self.left = self.spares.clone().into();
+        if self.moving.is_some() {
+            // The spares that are left belong to the order under way.
+            let why = "this machine is moving already";
+            let reason = order::printable(&reason);
+            let text = format!("not moving once more ({reason}): {why}");
+            tell(Priority::Info, &text, "order-refused", &[("MERCURY_REASON", &reason)]);
+            return Answer::refused(&self.desk, why.into());
         }
+        self.left = self.spares.clone().into();
         match self.begin(&reason) {
             Ok(()) => Answer::taken(&self.desk),
             Err(why) => Answer::refused(&self.desk, why),
@@ -316,7 +346,7 @@ impl Daemon {
                 let text = format!("this machine has moved to {to}");
                 tell(Priority::Notice, &text, "moved", &[("MERCURY_TO", &to)]);
             }
-            Err(Failure { why, code }) => {
+            Err(Failure { why, code, .. }) => {
                 let text = format!("this machine has not moved: {why}");
                 let code = code.as_deref().map(|code| ("MERCURY_CODE", code));
                 let fields: Vec<_> = [("MERCURY_TO", to.as_str())].into_iter().chain(code).collect();
@@ -324,6 +354,9 @@ impl Daemon {
             }
         }
         let has_failed = ended.is_err();
+        if ended.as_ref().is_err_and(Failure::ends_the_order) {
+            self.left.clear();
+        }
         self.desk.end(ended.map_err(|failure| failure.why));
         self.moving = None;
         // The next spare may be better. If none can be used, the last failure stands.
@@ -334,13 +367,28 @@ impl Daemon {
     }
 }
 
+/// Repeats a move that was refused because the driver is busy. The process that undoes a killed move holds it
+/// for a while, and a next spare would be refused as well.
+fn unless_busy(patience: Duration, mut moves: impl FnMut() -> Moved) -> Moved {
+    let begun = Instant::now();
+    loop {
+        let moved = moves();
+        let is_busy = moved.as_ref().is_err_and(|failure| failure.is(Exit::Busy));
+        if !is_busy || begun.elapsed() >= patience || interrupt::requested() {
+            return moved;
+        }
+        thread::sleep(DRIVER_PAUSE);
+    }
+}
+
 /// Moves by `mercury migrate`, which gets a pairing token by a way that `ps` does not show.
 fn migrate(host: &str, ticket: &Ticket, options: &[String]) -> Moved {
     let (way, line) = match ticket {
         Ticket::Token(line) => (["--key", "-"], line.as_str()),
         Ticket::Name(name) => (["--spare", name.as_str()], ""),
     };
-    let failed = |error: io::Error| Failure { why: format!("mercury migrate: {error}"), code: None };
+    let failed =
+        |error: io::Error| Failure { why: format!("mercury migrate: {error}"), ..Failure::default() };
     let mut child = Command::new(std::env::current_exe().map_err(failed)?)
         .args(["--json", "migrate", host])
         .args(way)
@@ -350,8 +398,13 @@ fn migrate(host: &str, ticket: &Ticket, options: &[String]) -> Moved {
         .stderr(Stdio::piped())
         .spawn()
         .map_err(failed)?;
-    if let Some(mut input) = child.stdin.take() {
-        input.write_all(line.as_bytes()).map_err(failed)?;
+    if let Some(mut input) = child.stdin.take()
+        && let Err(error) = input.write_all(line.as_bytes())
+    {
+        // Without its token it cannot have begun. A second mover must not start beside it.
+        let _ = child.kill();
+        let _ = child.wait();
+        return Err(failed(error));
     }
     let output = child.wait_with_output().map_err(failed)?;
     if output.status.success() { Ok(()) } else { Err(failure_of(&output)) }
@@ -367,7 +420,9 @@ fn failure_of(output: &Output) -> Failure {
     let values = serde_json::Deserializer::from_slice(&output.stdout).into_iter::<serde_json::Value>();
     let last = values.map_while(std::result::Result::ok).last();
     let said = last.and_then(|value| serde_json::from_value::<Said>(value).ok());
-    said.map_or_else(|| String::from_utf8_lossy(&output.stderr).trim().into(), |said| said.error)
+    let failure =
+        said.map_or_else(|| String::from_utf8_lossy(&output.stderr).trim().into(), |said| said.error);
+    Failure { exit: output.status.code(), ..failure }
 }
 
 /// Listens at the socket, which only root may use. A socket without a listener was left by a killed
@@ -498,7 +553,23 @@ mod tests {
         assert_eq!(failure.why, refused.message);
         assert_eq!(failure.code.as_deref(), Some("svm-disabled"));
         let failure = failure_of(&output(event));
-        assert_eq!(failure, "mercury migrate: broken".into());
+        assert_eq!(failure.why, "mercury migrate: broken");
+        assert!(!failure.ends_the_order());
+        let status = std::os::unix::process::ExitStatusExt::from_raw(130 << 8);
+        assert!(failure_of(&Output { status, ..output(event) }).ends_the_order());
+    }
+
+    #[test]
+    fn a_busy_driver_is_waited_for_and_no_longer_than_its_time() {
+        let busy = || Failure { exit: Some(Exit::Busy as i32), ..Failure::default() };
+        let mut answers = vec![Ok(()), Err(busy())];
+        assert_eq!(unless_busy(DRIVER_PATIENCE, || answers.pop().unwrap()), Ok(()));
+        let mut attempts = 0;
+        let refused = unless_busy(Duration::ZERO, || {
+            attempts += 1;
+            Err(busy())
+        });
+        assert_eq!((refused, attempts), (Err(busy()), 1));
     }
 
     #[test]
@@ -507,7 +578,8 @@ mod tests {
             assert_eq!(evacuate::ask(socket, &Order::Status {}).unwrap().state, State::Waiting);
             assert!(evacuate(socket, "errors").refused.is_none());
             let again = evacuate(socket, "more errors");
-            assert!(again.busy && again.refused.is_some(), "{again:?}");
+            assert!(again.busy, "{again:?}");
+            assert_eq!(again.refused.as_deref(), Some("this machine is moving already"));
             end.send(Err("no connection".into())).unwrap();
             let failed = wait_for(socket, |state| matches!(state, State::Failed { .. }));
             assert!(matches!(
@@ -525,7 +597,8 @@ mod tests {
         });
     }
 
-    /// Waits for the end of the moves that an order causes, and returns the hosts that were tried.
+    /// Waits for the end of the moves that an order causes, and returns the hosts that were tried. A second
+    /// order comes during the first move.
     fn tried(folder: &Folder, rules: &str, comes: fn(&str) -> Moved) -> (Vec<String>, Daemon) {
         let hosts = Arc::new(std::sync::Mutex::new(Vec::new()));
         let seen = Arc::clone(&hosts);
@@ -536,6 +609,8 @@ mod tests {
         let rules = Rules::parse(rules).unwrap();
         let mut daemon = Daemon::new(spares(&args(folder), Some(&rules)), mover);
         assert_eq!(daemon.answer(Order::Evacuate { reason: "errors".into() }).refused, None);
+        let refused = daemon.answer(Order::Evacuate { reason: "more errors".into() }).refused.unwrap();
+        assert_eq!(refused, "this machine is moving already");
         for _ in 0..100 {
             daemon.settle_the_move();
             if daemon.moving.is_none() {
@@ -569,6 +644,38 @@ mod tests {
         let (hosts, daemon) = tried(&folder, &rules, |_| Err("no connection".into()));
         assert_eq!(hosts, ["10.0.0.2", "b", "c"]);
         assert!(matches!(daemon.desk.state(), State::Failed { to, .. } if to == "c"));
+        // A reason that lies in this machine, or the operator's decision, is the same for all spares.
+        for exit in [Exit::Interrupted, Exit::State, Exit::Permission, Exit::Usage] {
+            let refuse: fn(&str) -> Moved = match exit {
+                Exit::Interrupted => |_| Err(Failure { exit: Some(130), ..Failure::default() }),
+                Exit::State => |_| Err(Failure { exit: Some(5), ..Failure::default() }),
+                Exit::Permission => |_| Err(Failure { exit: Some(6), ..Failure::default() }),
+                _ => |_| Err(Failure { exit: Some(2), ..Failure::default() }),
+            };
+            assert_eq!(tried(&folder, &rules, refuse).0, ["10.0.0.2"], "{exit:?}");
+        }
+    }
+
+    #[test]
+    fn a_daemon_that_is_to_end_begins_no_other_move() {
+        let folder = Folder::new("ends");
+        let rules = format!("[[spare]]\nhost = 'b'\nkey_file = '{}'\n", folder.key(&some_line()).display());
+        let args = args(&folder);
+        let (seen, hosts) = channel();
+        let (end, ends) = channel::<()>();
+        let (seen, ends) = (std::sync::Mutex::new(seen), std::sync::Mutex::new(ends));
+        let mover: Mover = Arc::new(move |host, _| {
+            seen.lock().unwrap().send(host.to_owned()).unwrap();
+            let _ = ends.lock().unwrap().recv();
+            Err("killed".into())
+        });
+        let mut daemon = Daemon::new(spares(&args, Some(&Rules::parse(&rules).unwrap())), mover);
+        assert_eq!(daemon.answer(Order::Evacuate { reason: "errors".into() }).refused, None);
+        let listener = listen(&args.socket).unwrap();
+        drop(end);
+        daemon.serve(&listener, &|| true).unwrap();
+        assert_eq!(hosts.try_iter().collect::<Vec<_>>(), ["10.0.0.2"]);
+        assert!(matches!(daemon.desk.state(), State::Failed { .. }));
     }
 
     #[test]
