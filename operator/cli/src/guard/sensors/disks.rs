@@ -25,12 +25,25 @@ pub struct Disks {
     tools: BTreeMap<String, Tool>,
 }
 
-/// A disk that smartctl has found.
+/// A disk that smartctl has found, by a scan that opens no disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Found {
     name: String,
     /// Type for smartctl's option `-d`.
     kind: String,
+}
+
+impl Found {
+    /// Returns the type to ask for. A scan calls ATA's disks `scsi`, of which smartctl would read no sectors. It
+    /// finds out by itself when it is asked without a type.
+    fn kind(&self) -> Option<&str> {
+        Some(self.kind.as_str()).filter(|kind| !matches!(*kind, "scsi" | "ata"))
+    }
+
+    /// Returns the name of the disk. Several disks behind one controller have one file.
+    fn part(&self) -> String {
+        self.kind().map_or_else(|| self.name.clone(), |kind| format!("{} {kind}", self.name))
+    }
 }
 
 fn ata_disks(sysroot: &Sysroot) -> usize {
@@ -75,7 +88,9 @@ pub fn readings(name: &str, json: &[u8]) -> Vec<Reading> {
     let text = |key: &str| value[key].as_str().unwrap_or_default();
     let model = if text("model_name").is_empty() { text("scsi_model_name") } else { text("model_name") };
     let part = format!("{name} ({model} {})", text("serial_number"));
-    let source = if text("serial_number").is_empty() { name } else { text("serial_number") };
+    // Two paths or actuators of a disk share its serial number, and some disks have none.
+    let source = format!("{name} {}", text("serial_number"));
+    let source = source.trim_end();
     let mut readings = Vec::new();
     let mut add = |signal, kind: &str, amount, text: String| {
         readings.push(Reading::new(signal, super::printable(&format!("{source}/{kind}")), amount, text));
@@ -130,9 +145,11 @@ impl Sensor for Disks {
         }
         let scan = self.smartctl("", &["--scan", "--json=c"])?.unwrap_or_default();
         for found in scanned(&scan) {
-            let arguments = ["--json=c", "-n", "standby", "-i", "-H", "-A", "-d", &found.kind, &found.name];
+            let mut arguments = vec!["--json=c", "-n", "standby", "-i", "-H", "-A"];
+            arguments.extend(found.kind().into_iter().flat_map(|kind| ["-d", kind]));
+            arguments.push(&found.name);
             let output = self.smartctl(&found.name, &arguments);
-            take(output.map(|json| readings(&found.name, &json.unwrap_or_default())));
+            take(output.map(|json| readings(&found.part(), &json.unwrap_or_default())));
         }
         answer
     }
@@ -150,7 +167,7 @@ mod tests {
          "raw":{"value":8589934594,"string":"2"}},
         {"id":197,"name":"Current_Pending_Sector","when_failed":"","raw":{"value":1}},
         {"id":194,"name":"Temperature_Celsius","raw":{"value":31}}]}}"#;
-    const SCAN: &str = r#"{"devices":[{"name":"/dev/sda","type":"sat"},{"name":"/dev/nvme0","type":"nvme"},
+    const SCAN: &str = r#"{"devices":[{"name":"/dev/sda","type":"scsi"},{"name":"/dev/nvme0","type":"nvme"},
         {"name":"--evil","type":"sat"},{"name":"/dev/sdb","type":"-x"},
         {"name":"/dev/bus/0","type":"megaraid,3"},7]}"#;
 
@@ -158,16 +175,19 @@ mod tests {
     fn disks_of_a_scan() {
         let found = scanned(SCAN.as_bytes());
         let names: Vec<_> = found.iter().map(|found| (found.name.as_str(), found.kind.as_str())).collect();
-        assert_eq!(names, [("/dev/sda", "sat"), ("/dev/bus/0", "megaraid,3")]);
+        assert_eq!(names, [("/dev/sda", "scsi"), ("/dev/bus/0", "megaraid,3")]);
         assert_eq!(scanned(b"nonsense"), []);
     }
 
     #[test]
     fn sectors_are_counted_and_failures_named() {
         let found = readings("/dev/sda", GOOD.as_bytes());
-        assert_eq!(amount(&found, Signal::DiskErrors, "S1/replaced"), Some(Amount::Level(2)));
-        assert_eq!(amount(&found, Signal::DiskErrors, "S1/pending"), Some(Amount::Level(1)));
+        assert_eq!(amount(&found, Signal::DiskErrors, "/dev/sda S1/replaced"), Some(Amount::Level(2)));
+        assert_eq!(amount(&found, Signal::DiskErrors, "/dev/sda S1/pending"), Some(Amount::Level(1)));
         assert_eq!(found.len(), 2, "{found:?}");
+        // The other actuator of this disk has the same serial number.
+        let other = readings("/dev/sdb", GOOD.as_bytes());
+        assert!(found.iter().all(|one| other.iter().all(|two| one.source != two.source)), "{other:?}");
         let failing = GOOD.replace("\"passed\":true", "\"passed\":false");
         let failing = failing.replacen("\"when_failed\":\"\"", "\"when_failed\":\"now\"", 1);
         let found = readings("/dev/sda", failing.as_bytes());
@@ -197,7 +217,7 @@ mod tests {
         let found = read(&mut Disks::new(&fake.sysroot()));
         assert_eq!(found.len(), 2, "{found:?}");
         let asked = fake.text("usr/sbin/asked");
-        assert_eq!(asked.lines().nth(1), Some("--json=c -n standby -i -H -A -d sat /dev/sda"));
+        assert_eq!(asked.lines().nth(1), Some("--json=c -n standby -i -H -A /dev/sda"));
         assert_eq!(asked.lines().nth(2), Some("--json=c -n standby -i -H -A -d megaraid,3 /dev/bus/0"));
     }
 

@@ -103,7 +103,7 @@ impl Judge {
 
     /// Judges a reading. An alarm that goes on is repeated after the limit's time.
     pub fn judge(&mut self, kind: Kind, reading: &Reading, now: Instant) -> Option<Alarm> {
-        let limit = self.rules.limit(reading.signal);
+        let limit = self.limit(kind, reading);
         let key = (reading.signal, reading.source.clone());
         let is_first = !self.sources.contains_key(&key);
         if is_first && self.sources.len() >= SOURCES_MAX {
@@ -121,6 +121,17 @@ impl Judge {
         source.alarmed = Some(now);
         sums.alarms += 1;
         Some(self.alarm(reading, amount, limit))
+    }
+
+    /// Returns the limit for a reading. Alarms are counted by readings, and no more of them can be too many than
+    /// the sensor makes within the time.
+    fn limit(&self, kind: Kind, reading: &Reading) -> Limit {
+        let limit = self.rules.limit(reading.signal);
+        if !matches!(reading.amount, Amount::Alarm(_)) {
+            return limit;
+        }
+        let readings = limit.within.as_secs() / self.rules.interval(kind).as_secs().max(1);
+        Limit { limit: limit.limit.min(readings.max(1)), ..limit }
     }
 
     fn alarm(&self, reading: &Reading, amount: u64, limit: Limit) -> Alarm {
@@ -215,6 +226,22 @@ mod tests {
         let mut other = judge;
         other.judge(Kind::Hwmon, &reading(Signal::Fan, Amount::Alarm(true)), now);
         assert_eq!(other.stuck(), ["mc0"]);
+    }
+
+    #[test]
+    fn a_sensor_that_is_seldom_read_can_alarm() {
+        let start = Instant::now();
+        let at = |reading: u64| start + Duration::from_secs(1800 * reading);
+        let hot = |on| reading(Signal::Temperature, Amount::Alarm(on));
+        let mut judge = judge("");
+        assert_eq!(judge.judge(Kind::Disks, &hot(false), at(0)), None);
+        let alarm = judge.judge(Kind::Disks, &hot(true), at(1)).expect("an alarm");
+        assert!(alarm.text.ends_with("1 within 600 s, and 1 is too many"), "{}", alarm.text);
+        // A time in which it is read often enough keeps its limit.
+        let mut judge = super::tests::judge("[sensors.limits]\ntemperature = { limit = 2, within_s = 7200 }");
+        assert_eq!(judge.judge(Kind::Disks, &hot(false), at(0)), None);
+        assert_eq!(judge.judge(Kind::Disks, &hot(true), at(1)), None);
+        assert!(judge.judge(Kind::Disks, &hot(true), at(2)).is_some());
     }
 
     #[test]

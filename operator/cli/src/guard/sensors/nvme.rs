@@ -86,7 +86,8 @@ fn health(controller: BorrowedFd<'_>) -> io::Result<[u8; BYTES]> {
 #[must_use]
 pub fn readings(name: &str, model: &str, serial: &str, log: &[u8; BYTES]) -> Vec<Reading> {
     let part = format!("{name} ({model} {serial})");
-    let source = |kind: &str| format!("{serial}/{kind}");
+    // Controllers of one subsystem share its serial number.
+    let source = |kind: &str| format!("{name} {serial}/{kind}");
     let (warning, spare, least, used) = (log[0], log[3], log[4], log[5]);
     let hot = Amount::Alarm(warning & TEMPERATURE != 0);
     let kelvin = i32::from(u16::from_le_bytes([log[1], log[2]]));
@@ -118,14 +119,16 @@ mod tests {
         (log[3], log[4], log[5]) = (100, 10, 3);
         log[160..164].copy_from_slice(&0x0102_0304_u32.to_le_bytes());
         let found = readings("nvme0", "Q", "S", &log);
-        assert_eq!(amount(&found, Signal::Temperature, "S/temperature"), Some(Amount::Alarm(false)));
-        assert_eq!(amount(&found, Signal::DiskErrors, "S/media"), Some(Amount::Level(0x0102_0304)));
+        assert_eq!(amount(&found, Signal::Temperature, "nvme0 S/temperature"), Some(Amount::Alarm(false)));
+        assert_eq!(amount(&found, Signal::DiskErrors, "nvme0 S/media"), Some(Amount::Level(0x0102_0304)));
         assert_eq!(found.len(), 2);
+        let other = readings("nvme1", "Q", "S", &log);
+        assert!(found.iter().all(|one| other.iter().all(|two| one.source != two.source)), "{other:?}");
         assert!(found[0].text.ends_with("now 58 °C"), "{}", found[0].text);
         log[0] = 0b11;
         let found = readings("nvme0", "Q", "S", &log);
-        assert_eq!(amount(&found, Signal::Temperature, "S/temperature"), Some(Amount::Alarm(true)));
-        assert_eq!(amount(&found, Signal::DiskFailing, "S/status"), Some(Amount::New(1)));
+        assert_eq!(amount(&found, Signal::Temperature, "nvme0 S/temperature"), Some(Amount::Alarm(true)));
+        assert_eq!(amount(&found, Signal::DiskFailing, "nvme0 S/status"), Some(Amount::New(1)));
     }
 
     #[test]
