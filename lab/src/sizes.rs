@@ -52,7 +52,8 @@ const PARTS: [Part; 3] = [
         has: |path| path != "mercury_abi.h",
         // Of these, 60 let a guest go back to its hardware: virtio's drivers have to wake up without a
         // device.
-        most_lines: 7370,
+        // 90 mend the kernel's code.
+        most_lines: 7460,
     },
 ];
 

@@ -55,6 +55,7 @@ union request {
 	struct mercury_firmware_request firmware;
 	struct mercury_watch_request watch;
 	struct mercury_postmortem_request postmortem;
+	struct mercury_mend_request mend;
 };
 
 /* An ioctl. `run` returns a MERCURY_CODE_* or a negative errno. */
@@ -419,6 +420,11 @@ static int run_watch_status(union request *request, struct mercury_outcome *outc
 	return MERCURY_CODE_OK;
 }
 
+static int run_mend(union request *request, struct mercury_outcome *outcome)
+{
+	return mercury_mend(&request->mend);
+}
+
 static int run_restore_read(union request *request, struct mercury_outcome *outcome)
 {
 	return mercury_restore_read(&request->load_frames, outcome);
@@ -475,6 +481,7 @@ static const struct operation operations[] = {
 	{ MERCURY_IOC_WATCH, false, OUTCOME(watch), NONE, run_watch },
 	{ MERCURY_IOC_WATCH_STATUS, true, OUTCOME(watch), NONE, run_watch_status },
 	{ MERCURY_IOC_POSTMORTEM, false, OUTCOME(postmortem), READS, run_postmortem },
+	{ MERCURY_IOC_MEND, false, OUTCOME(mend), WRITES, run_mend },
 	{ MERCURY_IOC_RESTORE_READ, false, OUTCOME(load_frames), WRITES, run_restore_read },
 	{ MERCURY_IOC_RESTORE_GO, false, OUTCOME(load), WRITES, run_restore_go },
 #ifdef CONFIG_MERCURY_FAULT_INJECTION

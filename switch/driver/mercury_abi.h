@@ -426,6 +426,13 @@
 /* Bit of WatchRequest::tiers: each CPU's counter of cycles sends it NMIs. */
 #define MERCURY_WATCH_TIER_PERF 2
 /*
+ * Mends memory that the kernel maps read-only, while all CPUs stand still. Argument: a
+ * MendRequest.
+ */
+#define MERCURY_IOC_MEND _UL(0xc070f521)
+/* Size of the largest part of memory that one request mends. */
+#define MERCURY_MEND_MAX 32
+/*
  * Describes the life that ended last, whose memory MERCURY_IOC_SNAPSHOT_READ reads, or
  * gives that memory back. Argument: a PostmortemRequest.
  */
@@ -642,6 +649,9 @@
 #define MERCURY_CODE_WATCH_NO_PIN 174
 #define MERCURY_CODE_WATCH_SILENT 175
 #define MERCURY_CODE_WATCH_NO_PMU 176
+#define MERCURY_CODE_MEND_NOT_READ_ONLY 177
+#define MERCURY_CODE_MEND_CHANGED 178
+#define MERCURY_CODE_INTEGRITY_UNREADABLE 179
 #define MERCURY_CODE_SWAP_IN_USE 180
 #define MERCURY_CODE_DEVICES_UNSEEN 181
 #define MERCURY_CODE_CPUS_OFFLINE 182
@@ -2404,6 +2414,33 @@ static_assert(offsetof(struct mercury_watch_request, alarms) == 48);
 static_assert(offsetof(struct mercury_watch_request, longest_ms) == 56);
 static_assert(offsetof(struct mercury_watch_request, message) == 64);
 static_assert(offsetof(struct mercury_watch_request, outcome) == 192);
+
+/* Arguments of a mend. */
+struct mercury_mend_request {
+	/* Size and version of this structure. */
+	struct mercury_header header;
+	/* In: the kernel's address of the first byte, in its text or in a module's. */
+	u64 address;
+	/* In: number of bytes, which lie in one page. */
+	u32 size;
+	/* Reserved; must be zero. */
+	u32 reserved;
+	/* In: the bytes that have to be there. Nothing is written if others are. */
+	u8 expected[32];
+	/* In: the bytes to write. */
+	u8 wanted[32];
+	/* Out: how the operation ended. */
+	struct mercury_outcome outcome;
+};
+
+static_assert(sizeof(struct mercury_mend_request) == 112);
+static_assert(offsetof(struct mercury_mend_request, header) == 0);
+static_assert(offsetof(struct mercury_mend_request, address) == 8);
+static_assert(offsetof(struct mercury_mend_request, size) == 16);
+static_assert(offsetof(struct mercury_mend_request, reserved) == 20);
+static_assert(offsetof(struct mercury_mend_request, expected) == 24);
+static_assert(offsetof(struct mercury_mend_request, wanted) == 56);
+static_assert(offsetof(struct mercury_mend_request, outcome) == 88);
 
 /* Arguments of a post-mortem. */
 struct mercury_postmortem_request {

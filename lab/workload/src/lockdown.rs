@@ -7,11 +7,11 @@ use mercury_abi::{
     Header,
     code::Code,
     ioctl::{
-        FirmwareRequest, LoadFramesRequest, LoadRequest, MERCURY_IOC_FIRMWARE, MERCURY_IOC_POSTMORTEM,
-        MERCURY_IOC_RESTORE_BEGIN, MERCURY_IOC_RESTORE_GO, MERCURY_IOC_RESTORE_LOAD,
+        FirmwareRequest, LoadFramesRequest, LoadRequest, MERCURY_IOC_FIRMWARE, MERCURY_IOC_MEND,
+        MERCURY_IOC_POSTMORTEM, MERCURY_IOC_RESTORE_BEGIN, MERCURY_IOC_RESTORE_GO, MERCURY_IOC_RESTORE_LOAD,
         MERCURY_IOC_RESTORE_READ, MERCURY_IOC_SNAPSHOT_BEGIN, MERCURY_IOC_SNAPSHOT_MACHINE,
-        MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_READ, MERCURY_IOC_SNAPSHOT_READ_PRESENT, Outcome,
-        PostmortemRequest, RestartRequest, SnapshotReadRequest, SnapshotRequest,
+        MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_READ, MERCURY_IOC_SNAPSHOT_READ_PRESENT,
+        MendRequest, Outcome, PostmortemRequest, RestartRequest, SnapshotReadRequest, SnapshotRequest,
     },
 };
 
@@ -57,6 +57,9 @@ pub fn run(report: &mut Report) -> Result<()> {
     let header = Header::of::<PostmortemRequest>();
     let request = PostmortemRequest { header, flags: UNKNOWN_FLAG, ..PostmortemRequest::default() };
     report.fact("postmortem", refusal(&device, MERCURY_IOC_POSTMORTEM, request, |request| request.outcome)?);
+    let header = Header::of::<MendRequest>();
+    let request = MendRequest { header, ..MendRequest::default() };
+    report.fact("mend", refusal(&device, MERCURY_IOC_MEND, request, |request| request.outcome)?);
     let header = Header::of::<LoadRequest>();
     let request = LoadRequest { header, flags: 1, ..LoadRequest::default() };
     report.fact("restore-go", refusal(&device, MERCURY_IOC_RESTORE_GO, request, |request| request.outcome)?);

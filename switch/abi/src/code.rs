@@ -292,6 +292,14 @@ codes! {
     /// The processor has no free counter of cycles.
     WatchNoPmu = 176, "watch-no-pmu";
 
+    // 177..: the integrity of the kernel's code
+    /// The kernel does not map the memory read-only, so it is neither code nor a constant.
+    MendNotReadOnly = 177, "mend-not-read-only";
+    /// The memory holds other bytes by now.
+    MendChanged = 178, "mend-changed";
+    /// The kernel's memory cannot be read.
+    IntegrityUnreadable = 179, "integrity-unreadable";
+
     // 180..: refusals of the command alone, before an image, a kept snapshot or a move
     /// Memory is swapped out.
     SwapInUse = 180, "swap-in-use";

@@ -142,6 +142,33 @@ pub struct WatchRequest {
     pub outcome: Outcome,
 }
 
+/// Mends memory that the kernel maps read-only, while all CPUs stand still. Argument: a
+/// [`MendRequest`].
+pub const MERCURY_IOC_MEND: u32 = iowr::<MendRequest>(33);
+
+/// Size of the largest part of memory that one request mends.
+pub const MEND_MAX: usize = 32;
+
+/// Arguments of a mend.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MendRequest {
+    /// Size and version of this structure.
+    pub header: Header,
+    /// In: the kernel's address of the first byte, in its text or in a module's.
+    pub address: u64,
+    /// In: number of bytes, which lie in one page.
+    pub size: u32,
+    /// Reserved; must be zero.
+    pub reserved: u32,
+    /// In: the bytes that have to be there. Nothing is written if others are.
+    pub expected: [u8; MEND_MAX],
+    /// In: the bytes to write.
+    pub wanted: [u8; MEND_MAX],
+    /// Out: how the operation ended.
+    pub outcome: Outcome,
+}
+
 /// Describes the life that ended last, whose memory [`MERCURY_IOC_SNAPSHOT_READ`] reads, or gives that
 /// memory back. Argument: a [`PostmortemRequest`].
 pub const MERCURY_IOC_POSTMORTEM: u32 = iowr::<PostmortemRequest>(32);

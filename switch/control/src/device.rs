@@ -13,18 +13,18 @@ use mercury_abi::{
     facts::CpuFacts,
     ioctl::{
         CpuStatus, DiskLogRequest, FaultRequest, FencePeer, FenceRequest, FirmwareRequest, LoadFramesRequest,
-        LoadRequest, LogRequest, MERCURY_DISK_LOG_BEGIN, MERCURY_DISK_LOG_COLLECT, MERCURY_DISK_LOG_END,
-        MERCURY_FENCE_DOWN, MERCURY_FENCE_FORGET, MERCURY_FENCE_OPEN_HERE, MERCURY_FENCE_RETURN,
-        MERCURY_FENCE_STAYS, MERCURY_IOC_ATTACH, MERCURY_IOC_DETACH, MERCURY_IOC_DISK_LOG, MERCURY_IOC_FACTS,
-        MERCURY_IOC_FAULT, MERCURY_IOC_FENCE, MERCURY_IOC_FIRMWARE, MERCURY_IOC_LOAD, MERCURY_IOC_LOG_BEGIN,
-        MERCURY_IOC_LOG_COLLECT, MERCURY_IOC_MEASURE, MERCURY_IOC_POSTMORTEM, MERCURY_IOC_RESTORE_BEGIN,
-        MERCURY_IOC_RESTORE_GO, MERCURY_IOC_RESTORE_LOAD, MERCURY_IOC_RESTORE_READ, MERCURY_IOC_ROLLBACK,
-        MERCURY_IOC_SNAPSHOT_BEGIN, MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_MACHINE,
-        MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_READ, MERCURY_IOC_SNAPSHOT_READ_PRESENT,
-        MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM, MERCURY_IOC_UNLOAD, MERCURY_IOC_WATCH,
-        MERCURY_IOC_WATCH_STATUS, MERCURY_POSTMORTEM_DROP, MeasureRequest, Outcome, PostmortemRequest,
-        RestartRequest, SnapshotReadRequest, SnapshotRequest, StatusRequest, SwitchRequest, SwitchResult,
-        SystemInfo, WatchRequest,
+        LoadRequest, LogRequest, MEND_MAX, MERCURY_DISK_LOG_BEGIN, MERCURY_DISK_LOG_COLLECT,
+        MERCURY_DISK_LOG_END, MERCURY_FENCE_DOWN, MERCURY_FENCE_FORGET, MERCURY_FENCE_OPEN_HERE,
+        MERCURY_FENCE_RETURN, MERCURY_FENCE_STAYS, MERCURY_IOC_ATTACH, MERCURY_IOC_DETACH,
+        MERCURY_IOC_DISK_LOG, MERCURY_IOC_FACTS, MERCURY_IOC_FAULT, MERCURY_IOC_FENCE, MERCURY_IOC_FIRMWARE,
+        MERCURY_IOC_LOAD, MERCURY_IOC_LOG_BEGIN, MERCURY_IOC_LOG_COLLECT, MERCURY_IOC_MEASURE,
+        MERCURY_IOC_MEND, MERCURY_IOC_POSTMORTEM, MERCURY_IOC_RESTORE_BEGIN, MERCURY_IOC_RESTORE_GO,
+        MERCURY_IOC_RESTORE_LOAD, MERCURY_IOC_RESTORE_READ, MERCURY_IOC_ROLLBACK, MERCURY_IOC_SNAPSHOT_BEGIN,
+        MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_MACHINE, MERCURY_IOC_SNAPSHOT_PREPARE,
+        MERCURY_IOC_SNAPSHOT_READ, MERCURY_IOC_SNAPSHOT_READ_PRESENT, MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM,
+        MERCURY_IOC_UNLOAD, MERCURY_IOC_WATCH, MERCURY_IOC_WATCH_STATUS, MERCURY_POSTMORTEM_DROP,
+        MeasureRequest, MendRequest, Outcome, PostmortemRequest, RestartRequest, SnapshotReadRequest,
+        SnapshotRequest, StatusRequest, SwitchRequest, SwitchResult, SystemInfo, WatchRequest,
     },
     restart::{LoadEntry, RestartCpu, RestartRange},
     shared::{SHARED_CPU_SIZE, SHARED_MAGIC, SharedCpu},
@@ -549,6 +549,20 @@ impl Device {
         let result = self.request::<MERCURY_IOC_WATCH_STATUS, _>(&mut request);
         failure("reading the state of the watch", result, &request.outcome)?;
         Ok(request)
+    }
+
+    /// Writes bytes to the kernel's code or constants if the expected ones are there.
+    pub fn mend(&self, address: u64, expected: &[u8], wanted: &[u8]) -> Result<()> {
+        let mut request =
+            MendRequest { header: Header::of::<MendRequest>(), address, ..MendRequest::default() };
+        // One that is too long is refused by the driver.
+        let size = expected.len().min(wanted.len());
+        request.size = u32::try_from(size).unwrap_or(u32::MAX);
+        let held = size.min(MEND_MAX);
+        request.expected[..held].copy_from_slice(&expected[..held]);
+        request.wanted[..held].copy_from_slice(&wanted[..held]);
+        let result = self.request::<MERCURY_IOC_MEND, _>(&mut request);
+        failure("mending the kernel's code", result, &request.outcome)
     }
 
     /// Describes the life that ended last, whose frames [`Self::snapshot_read`] reads.

@@ -812,6 +812,28 @@ pub const TABLE: &[Entry] = &[
          counter of the kernel's own watchdog",
     ),
     entry_of(
+        Code::MendNotReadOnly,
+        "the kernel does not map this memory read-only",
+        "The driver mends code and constants only, and those are read-only. Memory of a module that has gone \
+         meanwhile is not mapped at all.",
+        "nothing: the next pass looks again",
+    ),
+    entry_of(
+        Code::MendChanged,
+        "the memory holds other bytes by now",
+        "The kernel, or somebody else, has changed them since the pass read them. The driver has written \
+         nothing.",
+        "nothing: the next pass looks again",
+    ),
+    entry_of(
+        Code::IntegrityUnreadable,
+        "the kernel's code cannot be read or compared",
+        "/proc/kcore shows it, unless the kernel is locked down for confidentiality or was built without it. \
+         /proc/kallsyms, /proc/modules and /sys/module have to show addresses too, and the copy needs some \
+         10 MB in /run/mercury/integrity. The message has the system's own reason.",
+        "boot without lockdown=confidentiality, make room in /run, or set scrub = \"off\" in guard.toml",
+    ),
+    entry_of(
         Code::SwapInUse,
         "memory is swapped out, and there is no room to read it back",
         "An image, or a move, has only the contents of memory. Pages that are swapped out lie on a disk \

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 /// What lockdown has to forbid about an ioctl, as `device.c` names it: `NONE` for those that show nothing of
 /// the kernel's memory and put nothing into it, `READS`, `WRITES`. Two of `NONE` ask by themselves, because
 /// only a snapshot that user space reads is forbidden: see [`ASKS_ITSELF`].
-const CLASSES: [(&str, &str); 28] = [
+const CLASSES: [(&str, &str); 29] = [
     ("SYSTEM", "NONE"),
     ("FACTS", "NONE"),
     ("LOAD", "NONE"),
@@ -32,6 +32,7 @@ const CLASSES: [(&str, &str); 28] = [
     ("WATCH", "NONE"),
     ("WATCH_STATUS", "NONE"),
     ("POSTMORTEM", "READS"),
+    ("MEND", "WRITES"),
     ("RESTORE_READ", "WRITES"),
     ("RESTORE_GO", "WRITES"),
     // Only in builds for tests.

@@ -5,6 +5,7 @@
  *	watch.c		heartbeats, samples, and the alarm
  *	hpet.c		the independent tier: a comparator of the HPET that sends NMIs
  *	judge.c		decisions on samples
+ *	mend.c		the kernel's code and constants, mended
  *
  * A CPU has a heartbeat: a timer of its own. NMIs sample each CPU. A CPU with interrupts off whose heart
  * has not beaten for a second hangs. The watch needs no hypervisor; it uses a kept snapshot if there is one.
@@ -35,5 +36,9 @@ u32 mercury_hpet_tick(bool *first);
 u32 mercury_hpet_ticks(void);
 bool mercury_hpet_mend(void);
 void mercury_hpet_silence(void);
+
+/* mend.c: under mercury.lock */
+struct mercury_mend_request;
+int mercury_mend(const struct mercury_mend_request *request);
 
 #endif /* MERCURY_WATCH_H */
