@@ -32,6 +32,8 @@ static const struct {
 	{ "refuse", 1, test_refuse },
 	{ "send-read-only", 0, test_send_read_only },
 	{ "queue-without-pages", 1, test_queue_without_pages },
+	{ "sum", 1, test_sum },
+	{ "flip", 2, test_flip },
 	{ "hang", 1, test_hang },
 	{ "hang-all", 1, test_hang_all },
 	{ "hang-in-nmi", 1, test_hang_in_nmi },

@@ -15,6 +15,7 @@
  *	pause.c		all CPUs stopped by the kernel; an HPET that falls silent
  *	send.c		a read-only page for a device
  *	queue.c		entries without pages in a virtqueue
+ *	sum.c		a bit of code or constants that flips
  */
 #ifndef MERCURY_TEST_H
 #define MERCURY_TEST_H
@@ -97,5 +98,9 @@ int test_send_read_only(struct test_answer *answer, const u64 *arguments);
 
 /* queue.c */
 int test_queue_without_pages(struct test_answer *answer, const u64 *arguments);
+
+/* sum.c */
+int test_sum(struct test_answer *answer, const u64 *arguments);
+int test_flip(struct test_answer *answer, const u64 *arguments);
 
 #endif /* MERCURY_TEST_H */
