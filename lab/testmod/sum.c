@@ -21,12 +21,20 @@ asm(".pushsection .text\n"
     ".popsection\n");
 
 /* A constant that the sum begins with. */
-const volatile u64 test_seed[] = { 0x6d6572637572791fULL };
+extern const volatile u64 test_seed;
+asm(".pushsection .rodata, \"a\"\n"
+    ".balign 8\n"
+    ".globl test_seed\n"
+    ".type test_seed, @object\n"
+    "test_seed:\n"
+    "	.quad 0x6d6572637572791f\n"
+    ".size test_seed, 8\n"
+    ".popsection\n");
 
 /* sum COUNT: computes a sum */
 int test_sum(struct test_answer *answer, const u64 *arguments)
 {
-	u64 sum = test_seed[0], i;
+	u64 sum = test_seed, i;
 
 	for (i = 0; i < arguments[0]; i++)
 		sum = test_step(sum, i);

@@ -4,10 +4,10 @@
 
 mod workloads;
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use mercury_lab::{
-    Kernel, Machine, Platform, Qemu, Result, Spec, Vendor,
+    Background, Kernel, Machine, Platform, Qemu, Result, Spec, Vendor,
     error::wait_for,
     guard::{self, ALL_HANG, HANGS, kill, panics},
 };
@@ -296,6 +296,169 @@ fn the_daemon_guards_by_its_rules() -> Result<()> {
     assert_eq!(machine.sh(switches)?.trim(), "0 0");
     assert!(machine.sh("mercury guard status")?.contains("the watch is off"));
     Ok(())
+}
+
+/// Boots a machine whose daemon compares code and constants, and mends them.
+fn scrubbed(release: Kernel) -> Result<(Machine, Background)> {
+    need_qemu()?;
+    let machine = Machine::boot(Spec::new(release).cpus(2).qemu_version(Qemu::Newer))?;
+    load_test_module(&machine)?;
+    machine.put("/run/guard.toml", b"on_hang = 'report'\n[integrity]\nscrub = 'mend'\n", 0o644)?;
+    let daemon = machine.spawn("exec mercury daemon --rules /run/guard.toml --socket /run/socket")?;
+    passes(&machine, 1)?;
+    Ok((machine, daemon))
+}
+
+/// Returns the integrity of the machine's code, as `mercury guard status` reports it.
+fn integrity(machine: &Machine) -> Result<Value> {
+    let state: Value = serde_json::from_str(&machine.sh("mercury guard status --json")?).unwrap();
+    Ok(state["integrity"].clone())
+}
+
+/// Waits for so many more passes. Returns the state then.
+fn passes(machine: &Machine, more: u64) -> Result<Value> {
+    let mut first = None;
+    for _ in 0..120 {
+        let state = integrity(machine)?;
+        let passes = state["passes"].as_u64().unwrap_or(0);
+        if passes >= *first.get_or_insert(passes) + more {
+            return Ok(state);
+        }
+        std::thread::sleep(Duration::from_millis(500));
+    }
+    panic!("no pass: {}", integrity(machine)?)
+}
+
+/// Flips a bit. Waits until a command prints the same as before. Returns seconds and passes meanwhile.
+fn mending_takes(machine: &Machine, address: &str, bit: u32, command: &str) -> Result<(f64, u64)> {
+    let count = |state: &Value| state["passes"].as_u64().unwrap_or(0);
+    let before = machine.sh(command)?;
+    let began = count(&integrity(machine)?);
+    let since = Instant::now();
+    // In one line: the next pass may come soon.
+    let flip = format!("mercury-workload kernel flip {address} {bit} > /run/flip");
+    assert_ne!(machine.sh(&format!("{flip}; {command}"))?, before, "the bit has flipped");
+    while machine.sh(command)? != before {
+        assert!(since.elapsed() < 2 * MINUTE, "{}", integrity(machine)?);
+    }
+    Ok((since.elapsed().as_secs_f64(), count(&integrity(machine)?) - began))
+}
+
+/// Returns the address of a symbol, some bytes on.
+fn address_of(machine: &Machine, symbol: &str, offset: u64) -> Result<String> {
+    let text = machine.sh(&format!("awk '$3 == \"{symbol}\" {{print $1}}' /proc/kallsyms"))?;
+    Ok(format!("{:#x}", u64::from_str_radix(text.trim(), 16).unwrap() + offset))
+}
+
+/// Code that computes wrong sums without a word is found, and the sums are right again; so are a constant of
+/// the module's, and code and constants of the kernel itself.
+fn flipped_bits_are_mended(release: Kernel) -> Result<()> {
+    let (machine, daemon) = scrubbed(release)?;
+    let sum = "mercury-workload kernel sum 1000";
+    let right = machine.sh(sum)?;
+    let places = [
+        ("test_step", 3, 1, sum),
+        ("test_seed", 0, 5, sum),
+        ("linux_banner", 3, 0, "dd if=/proc/kcore bs=1 skip=$AT count=8 2> /dev/null | od -x"),
+        ("idt_table", 4000, 3, "dd if=/proc/kcore bs=1 skip=$AT count=8 2> /dev/null | od -x"),
+        ("sysrq_handle_crash", 12, 2, "dd if=/proc/kcore bs=1 skip=$AT count=8 2> /dev/null | od -x"),
+    ];
+    for (symbol, offset, bit, command) in places {
+        let address = address_of(&machine, symbol, offset)?;
+        let command = command.replace("$AT", &kcore_offset(&machine, &address)?);
+        let (seconds, passes) = mending_takes(&machine, &address, bit, &command)?;
+        println!("{symbol}: {seconds:.1} s, {passes} passes");
+        // The pass under way may have been there before the flip. One more may end while it is counted.
+        assert!(passes <= 3, "{symbol}: {passes}");
+    }
+    assert_eq!(machine.sh(sum)?, right);
+    let state = passes(&machine, 1)?;
+    println!("{state}");
+    assert_eq!((&state["found"], &state["mended"]), (&places.len().into(), &places.len().into()), "{state}");
+    let first = &state["findings"][0];
+    assert_eq!(first["symbol"], "test_step+0x3 [mercury_test]", "{state}");
+    assert_eq!((&first["before"], &first["found"], &first["bits"]), (&"1f".into(), &"1d".into(), &1.into()));
+    daemon.kill(15)?;
+    let said = daemon.wait(MINUTE)?;
+    assert!(said.stderr.contains("test_step+0x3 [mercury_test]"), "{said:?}");
+    Ok(())
+}
+
+/// Returns the place of an address in `/proc/kcore`.
+fn kcore_offset(machine: &Machine, address: &str) -> Result<String> {
+    let text = machine.sh("readelf -lW /proc/kcore")?;
+    let number = |word: &str| u64::from_str_radix(word.trim_start_matches("0x"), 16).unwrap();
+    let address = number(address);
+    let place = |line: &str| {
+        let words: Vec<_> = line.split_whitespace().collect();
+        let ["LOAD", offset, start, _, size, ..] = words.as_slice() else { return None };
+        let inside = address.checked_sub(number(start)).filter(|inside| *inside < number(size));
+        inside.map(|inside| (number(offset) + inside).to_string())
+    };
+    Ok(text.lines().find_map(place).unwrap_or_else(|| panic!("{address:#x}: {text}")))
+}
+
+#[test]
+fn a_flipped_bit_in_code_is_mended() -> Result<()> {
+    flipped_bits_are_mended(Kernel::BookwormCloud)
+}
+
+#[test]
+#[ignore = "long"]
+fn a_flipped_bit_in_code_is_mended_on_6_12() -> Result<()> {
+    flipped_bits_are_mended(Kernel::TrixieCloud)
+}
+
+/// All that the kernel changes in its code: ftrace, trampolines, kprobes, static keys and calls, modules.
+const POKES: &str = r"
+set -e
+mount -t tracefs tracefs /sys/kernel/tracing 2> /dev/null || true
+cd /sys/kernel/tracing
+end=$(($(date +%s) + $1))
+pause() { sleep $((RANDOM % 7)); }
+while [ $(date +%s) -lt $end ]; do
+    echo function > current_tracer; pause
+    echo 'p:poke do_sys_openat2' > kprobe_events
+    echo 'p:inside vfs_read+9' >> kprobe_events || true
+    echo 'r:back vfs_write' >> kprobe_events
+    echo 1 > events/kprobes/enable; pause
+    echo nop > current_tracer
+    echo 1 > events/sched/enable; echo 1 > events/irq/enable; pause
+    sysctl -q kernel.sched_schedstats=1; pause
+    mercury attach > /dev/null; pause
+    echo 0 > events/kprobes/enable; echo > kprobe_events
+    mercury detach > /dev/null
+    echo 0 > events/enable; sysctl -q kernel.sched_schedstats=0
+    rmmod mercury_test; pause
+    insmod /mercury/lib/modules/$(uname -r)/mercury_test.ko
+    pause
+done
+";
+
+fn pokes_cause_no_finding(release: Kernel, seconds: u64) -> Result<()> {
+    let (machine, daemon) = scrubbed(release)?;
+    let text = seconds.to_string();
+    let pokes = machine.program(&["/bin/bash", "-c", POKES, "pokes", &text]);
+    pokes.timeout(Duration::from_secs(seconds + 180)).run()?.check()?;
+    let state = passes(&machine, 2)?;
+    println!("{state}");
+    assert_eq!((&state["found"], &state["findings"]), (&0.into(), &Value::Array(vec![])), "{state}");
+    daemon.kill(15)?;
+    let said = daemon.wait(MINUTE)?;
+    assert!(!said.stderr.contains("changed at") && !said.stderr.contains("cannot be"), "{said:?}");
+    Ok(())
+}
+
+#[test]
+#[ignore = "long"]
+fn the_kernels_own_changes_cause_no_finding() -> Result<()> {
+    pokes_cause_no_finding(Kernel::BookwormCloud, 120)
+}
+
+#[test]
+#[ignore = "long"]
+fn the_kernels_own_changes_cause_no_finding_on_6_12() -> Result<()> {
+    pokes_cause_no_finding(Kernel::TrixieCloud, 120)
 }
 
 /// The drill is refused where it would end the machine, and survived elsewhere.

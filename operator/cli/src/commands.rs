@@ -103,6 +103,7 @@ fn command_name(command: &Command) -> &'static str {
         Command::Guard(GuardCommand::On(_)) => "guard on",
         Command::Guard(GuardCommand::Off) => "guard off",
         Command::Guard(GuardCommand::Status(_)) => "guard status",
+        Command::Guard(GuardCommand::Scrub(_)) => "guard scrub",
         Command::Guard(GuardCommand::Check(_)) => "guard check",
         Command::Guard(GuardCommand::Drill(_)) => "guard drill",
         Command::Undo => "undo",

@@ -1,7 +1,7 @@
 //! `mercury metrics`: state and counters for Prometheus, on standard output or in a file for node_exporter's
 //! textfile collector.
 
-use crate::guard::report::Report;
+use crate::guard::{integrity, report::Report};
 use clap::Args;
 use mercury_control::{
     access,
@@ -108,6 +108,7 @@ struct Past {
 struct Guarded {
     watch: Option<Watch>,
     daemon: Option<Report>,
+    integrity: Option<integrity::report::State>,
 }
 
 /// Prints the metrics, or writes them to the file.
@@ -129,7 +130,7 @@ pub fn run(args: &MetricsArgs, say: Say<'_>) -> Result<Exit> {
     });
     let watch = access::observe().and_then(|device| device.watch_status()).ok();
     let watch = watch.map(|state| Watch::new(&state));
-    let guarded = Guarded { watch, daemon: Report::read(&Sysroot::default()) };
+    let guarded = Guarded { watch, daemon: Report::read(&Sysroot::default()), integrity: integrity::state() };
     let text = exposition(&access::current_status()?, &guarded, &past).map_err(|error| {
         Error::new(Exit::Failed, format!("the metrics could not be put into text: {error}"))
             .hint("report it as a bug")
@@ -149,6 +150,7 @@ fn exposition(status: &Status, guarded: &Guarded, past: &[Past]) -> std::result:
     exits(&mut registry, status);
     snapshot(&mut registry, status);
     guarded.watch.iter().for_each(|watch| guard(&mut registry, watch));
+    guarded.integrity.iter().for_each(|state| compared(&mut registry, state));
     guarded.daemon.iter().for_each(|report| sensors(&mut registry, report));
     attempts(&mut registry, past);
     last_attempts(&mut registry, past);
@@ -328,6 +330,34 @@ fn sensors(registry: &mut Registry, report: &Report) {
     }
     registry.register("guard_service_down", "1 from a service's failure to its end", down);
     registry.register("guard_service_failures", "Failures of a service since mercuryd's start", failures);
+}
+
+fn compared(registry: &mut Registry, state: &integrity::report::State) {
+    let bytes = Gauge::<i64>::default();
+    bytes.set(signed(state.bytes));
+    registry.register_with_unit(
+        "guard_integrity_compared",
+        "Code and constants that are compared with their copy",
+        Unit::Bytes,
+        bytes,
+    );
+    for (name, help, count) in [
+        ("guard_integrity_passes", "Passes over code and constants since the copy was taken", state.passes),
+        ("guard_integrity_changes", "Changes of code and constants that nobody owns", state.found),
+        ("guard_integrity_mended", "Those of them that were mended", state.mended),
+    ] {
+        let counter = Counter::<u64>::default();
+        counter.inc_by(count);
+        registry.register(name, help, counter);
+    }
+    let last = Gauge::<i64>::default();
+    last.set(signed(state.last_pass));
+    registry.register_with_unit(
+        "guard_integrity_last_pass_timestamp",
+        "Time of the last pass, since 1970",
+        Unit::Seconds,
+        last,
+    );
 }
 
 fn attempts(registry: &mut Registry, past: &[Past]) {
@@ -518,7 +548,7 @@ mod tests {
         let report = r#"{"pid":1,"sensors":[{"name":"disks","silent":"no answer"}],"stuck":[],
             "signals":[{"sensor":"disks","signal":"disk-errors","amount":3,"alarms":1}],
             "services":[{"name":"solver","state":"down","down":true,"failures":4}]}"#;
-        Guarded { watch: None, daemon: serde_json::from_str(report).ok() }
+        Guarded { watch: None, daemon: serde_json::from_str(report).ok(), integrity: None }
     }
 
     /// Every sample belongs to a family that is described and typed under the same name, as the
@@ -538,9 +568,13 @@ mod tests {
             longest_frozen_ms: 1500,
             last_alarm: String::new(),
         };
-        let guarded = Guarded { watch: Some(watch), ..guarded() };
+        let compared = integrity::report::State { found: 3, mended: 2, bytes: 7, ..Default::default() };
+        let guarded = Guarded { watch: Some(watch), integrity: Some(compared), ..guarded() };
         let text = exposition(&attached(), &guarded, &past()).expect("text");
         for line in [
+            "mercury_guard_integrity_changes_total 3",
+            "mercury_guard_integrity_mended_total 2",
+            "mercury_guard_integrity_compared_bytes 7",
             "mercury_guard_sensor_up{sensor=\"disks\"} 0",
             "mercury_guard_sensor_signals_total{sensor=\"disks\",signal=\"disk-errors\"} 3",
             "mercury_guard_sensor_alarms_total{sensor=\"disks\",signal=\"disk-errors\"} 1",

@@ -318,6 +318,14 @@ pub const PAGES: &[Page] = &[
     )
     .files(&[RULES]),
     Page::new(
+        "guard scrub",
+        &[
+            example("Take the copy, or compare with it once", "mercury guard scrub"),
+            example("Mend what nobody may have changed", "mercury guard scrub --mend"),
+        ],
+    )
+    .files(&[file("/run/mercury/integrity", "The copy of code and constants, and what passes have found.")]),
+    Page::new(
         "guard check",
         &[
             example("Check this machine", "mercury guard check"),

@@ -1,9 +1,10 @@
 //! The guard in mercuryd: starts the watch, and reports what the driver has seen.
 
 use super::{
+    integrity::{Passes, Said, report::End},
     outlook::{Outlook, Wish},
     report::Report,
-    rules::Rules,
+    rules::{Rules, Scrub},
     start,
     switches::Switches,
 };
@@ -110,6 +111,8 @@ pub struct Keeper {
     keeping: Option<JoinHandle<String>>,
     /// A command that goes back to the snapshot. It ends only if the machine does not.
     going_back: Option<JoinHandle<String>>,
+    /// Comparisons of code and constants with their copy.
+    passes: Option<Passes>,
 }
 
 impl Keeper {
@@ -132,7 +135,10 @@ impl Keeper {
             },
         );
         let outlook = Outlook::begin(&Sysroot::default(), &rules);
-        Self::of(rules, outlook)
+        let integrity = &rules.integrity;
+        let passes = (integrity.scrub != Scrub::Off)
+            .then(|| Passes::begin(integrity.scrub == Scrub::Mend, integrity.every()));
+        Self { passes, ..Self::of(rules, outlook) }
     }
 
     fn of(rules: Rules, outlook: Outlook) -> Self {
@@ -146,6 +152,7 @@ impl Keeper {
             rollbacks_before: None,
             keeping: None,
             going_back: None,
+            passes: None,
         }
     }
 
@@ -160,6 +167,8 @@ impl Keeper {
     /// the reason if this machine is to move.
     pub fn look(&mut self) -> Option<String> {
         let now = Instant::now();
+        let news = self.passes.iter().flat_map(Passes::news);
+        news.for_each(|said| tell(&self.rules, &integrity_event(said)));
         let mut order = None;
         for wish in self.outlook.look(now) {
             match wish {
@@ -288,6 +297,9 @@ impl Keeper {
     /// Stops the watch, the sensors and the services, and puts the kernel's switches back.
     pub fn end(self) {
         Report::remove(&Sysroot::default());
+        if let Some(passes) = self.passes {
+            passes.end();
+        }
         let stopped = Switches::system().put_back().and_then(|()| match access::control_if_loaded()? {
             Some(device) => device.watch(0).map(drop),
             None => Ok(()),
@@ -295,6 +307,22 @@ impl Keeper {
         if let Err(error) = stopped {
             tell(&self.rules, &Event::new(4, "not-stopped", error.to_string()));
         }
+    }
+}
+
+/// Converts news of the passes.
+fn integrity_event(said: Said) -> Event {
+    match said {
+        Said::Begun(state) => Event::new(
+            6,
+            "integrity-on",
+            format!("comparing code and constants of {} parts, {} bytes", state.parts, state.bytes),
+        ),
+        Said::Found(finding) => {
+            let priority = if finding.end == End::Unclaimed { 4 } else { 2 };
+            Event::new(priority, finding.event(), finding.text())
+        }
+        Said::Failed(why) => Event::new(4, "integrity-failed", why),
     }
 }
 

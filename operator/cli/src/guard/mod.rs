@@ -1,11 +1,13 @@
 //! `mercury guard`: notices a machine that hangs, and acts by the rules of `/etc/mercury/guard.toml`.
 //!
+//! * [`integrity`]: code and constants are compared with a copy, and mended;
 //! * [`rules`]: the file; [`switches`]: the kernel's own detectors;
 //! * [`check`]: the help that this machine gives; [`drill`]: a panic on purpose;
 //! * [`keeper`]: the guard in mercuryd.
 
 pub mod check;
 pub mod drill;
+pub mod integrity;
 pub mod keeper;
 pub mod outlook;
 pub mod report;
@@ -27,7 +29,7 @@ use mercury_control::{
     watch::Watch,
 };
 use report::Report;
-use rules::Rules;
+use rules::{Rules, Scrub};
 use serde::Serialize;
 use std::path::PathBuf;
 use switches::{Change, Switches};
@@ -40,6 +42,14 @@ pub enum GuardCommand {
     Off,
     /// Show the watch and its rules
     Status(RulesArgs),
+    /// Compare the kernel's code and constants with their copy, once
+    #[command(
+        long_about = "Compares code and constants of the kernel and of its modules with the copy that was \
+            taken when integrity was switched on. Without a copy it takes one, and finds nothing yet. \
+            Changes that the kernel makes itself are told apart: ftrace, kprobes, static keys and calls, \
+            live patches, modules. Exits with 1 if there is another change that is not mended."
+    )]
+    Scrub(ScrubArgs),
     /// Check what helps the guard on this machine, its sensors, and what a rollback would lose here
     Check(RulesArgs),
     /// Panic on purpose, and report how this machine came back
@@ -60,6 +70,13 @@ pub struct OnArgs {
 }
 
 #[derive(Debug, Args)]
+pub struct ScrubArgs {
+    /// Mend what nobody may have changed. The driver has to be loaded
+    #[arg(long)]
+    pub mend: bool,
+}
+
+#[derive(Debug, Args)]
 pub struct RulesArgs {
     /// The file with the rules
     #[arg(long, value_name = "FILE", default_value = rules::PATH)]
@@ -76,6 +93,9 @@ struct State {
     /// Sensors and services, if mercuryd runs and guards.
     #[serde(skip_serializing_if = "Option::is_none")]
     daemon: Option<Report>,
+    /// Comparisons of code and constants with their copy.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    integrity: Option<integrity::report::State>,
 }
 
 /// Runs a command of the guard.
@@ -89,10 +109,15 @@ pub fn run(command: &GuardCommand, say: Say<'_>) -> Result<Exit> {
             let (device, _) = access::controlled(args.module.module.as_deref(), "guard on")?;
             let rules = Rules::read(&args.rules.rules)?;
             let (watch, switches) = start(&device, &rules)?;
-            Ok(say.done(&State { watch: Some(watch), rules, switches, daemon: None }))
+            let integrity = match rules.integrity.scrub {
+                Scrub::Off => None,
+                Scrub::Report | Scrub::Mend => Some(integrity::open()?.state().clone()),
+            };
+            Ok(say.done(&State { watch: Some(watch), rules, switches, daemon: None, integrity }))
         }
         GuardCommand::Off => off().map(|state| say.done(&state)),
         GuardCommand::Status(args) => status(args).map(|state| say.done(&state)),
+        GuardCommand::Scrub(args) => scrub(args, say),
         GuardCommand::Check(args) => Ok(say.done(&check::check(&Rules::read(&args.rules)?))),
         GuardCommand::Drill(args) => drill::run(args).map(|report| say.done(&report)),
     }
@@ -114,6 +139,7 @@ fn start(device: &Device, rules: &Rules) -> Result<(Watch, Vec<Change>)> {
 /// Stops the watch, and puts the kernel's switches back.
 fn off() -> Result<Watch> {
     access::need_root("guard off")?;
+    integrity::forget()?;
     Switches::system().put_back()?;
     match access::control_if_loaded()? {
         Some(device) => Ok(Watch::new(&device.watch(0)?)),
@@ -128,7 +154,19 @@ fn status(args: &RulesArgs) -> Result<State> {
     let rules = Rules::read(&args.rules)?;
     // Without the driver, the daemon's part is worth showing.
     let watch = watch.map(Some).or_else(|error| if daemon.is_some() { Ok(None) } else { Err(error) })?;
-    Ok(State { watch, rules, switches: Switches::system().changes(), daemon })
+    let (switches, integrity) = (Switches::system().changes(), integrity::state());
+    Ok(State { watch, rules, switches, daemon, integrity })
+}
+
+/// Makes one pass over code and constants.
+fn scrub(args: &ScrubArgs, say: Say<'_>) -> Result<Exit> {
+    use integrity::report::{End, Pass};
+    access::need_root("guard scrub")?;
+    let mut scrubber = integrity::open()?;
+    let found = scrubber.pass(args.mend)?;
+    let is_well = found.iter().all(|finding| finding.end == End::Mended);
+    let done = say.done(&Pass { found, integrity: scrubber.state().clone() });
+    Ok(if is_well { done } else { Exit::Failed })
 }
 
 fn without_driver() -> Error {
@@ -150,6 +188,10 @@ impl Render for State {
         match &self.daemon {
             Some(report) => report.render(to),
             None => to.line("mercuryd does not guard, so no sensor and no service is watched"),
+        }
+        match &self.integrity {
+            Some(integrity) => integrity.render(to),
+            None => to.line("integrity: code and constants are not compared"),
         }
     }
 }

@@ -82,6 +82,8 @@ pub struct Rules {
     pub on_oops: Option<Oops>,
     /// The kernel's own detectors.
     pub kernel: Kernel,
+    /// The comparison of code and constants with a copy.
+    pub integrity: Integrity,
     /// Program that is run after an event, with the event's name and text as its arguments.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hook: Option<String>,
@@ -112,6 +114,36 @@ pub struct Kernel {
     pub rcu_stall: Option<Detector>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub oops: Option<Detector>,
+}
+
+/// Treatment of code and constants that nobody may have changed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Scrub {
+    /// They are not compared.
+    #[default]
+    Off,
+    Report,
+    /// They become as they were.
+    Mend,
+}
+
+/// The comparison of code and constants with a copy.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Integrity {
+    pub scrub: Scrub,
+    /// Seconds from the start of a pass to that of the next.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub every_seconds: Option<std::num::NonZeroU16>,
+}
+
+impl Integrity {
+    /// Returns the time from the start of a pass to that of the next.
+    #[must_use]
+    pub fn every(&self) -> std::time::Duration {
+        std::time::Duration::from_secs(self.every_seconds.map_or(5, |seconds| seconds.get().into()))
+    }
 }
 
 impl Rules {
@@ -266,11 +298,22 @@ mod tests {
     }
 
     #[test]
+    fn code_is_compared_if_the_rules_say_so() {
+        assert_eq!(Rules::default().integrity.scrub, Scrub::Off);
+        let rules = Rules::parse("[integrity]\nscrub = 'mend'").expect("rules");
+        assert_eq!((rules.integrity.scrub, rules.integrity.every().as_secs()), (Scrub::Mend, 5));
+        let rules = Rules::parse("[integrity]\nevery_seconds = 60").expect("rules");
+        assert_eq!(rules.integrity.every().as_secs(), 60);
+    }
+
+    #[test]
     fn mistakes_are_named_with_their_line() {
         for (text, said) in [
             ("profil = 'watch'", "profil"),
             ("\non_hang = 'explode'", "line 2"),
             ("[kernel]\nsoftlockup = 'panic'", "softlockup"),
+            ("[integrity]\nscrub = 'repair'", "line 2"),
+            ("[integrity]\nevery_seconds = 0", "line 2"),
         ] {
             let why = Rules::parse(text).expect_err(text);
             assert!(why.contains(said), "{why}");
