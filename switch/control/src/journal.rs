@@ -2,6 +2,18 @@
 
 use crate::error::Error;
 use libsystemd::logging::{Priority, connected_to_journal, journal_send};
+use std::{
+    io::{self, Write},
+    os::unix::net::UnixDatagram,
+    path::Path,
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+/// The journal's socket for messages with fields.
+const SOCKET: &str = "/run/systemd/journal/socket";
+
+/// Messages that the journal could not take.
+static LOST: AtomicU64 = AtomicU64::new(0);
 
 /// Fields of one message, by their names in the journal.
 pub type Fields<'a> = Vec<(&'a str, String)>;
@@ -16,10 +28,15 @@ pub fn send(priority: Priority, message: &str, fields: &Fields<'_>) -> bool {
     if !connected_to_journal() {
         return false;
     }
-    let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    let unit = unit(&groups).map(|unit| ("OBJECT_SYSTEMD_UNIT", unit));
+    let unit = own_unit();
+    let unit = unit.as_deref().map(|unit| ("OBJECT_SYSTEMD_UNIT", unit));
     let fields = fields.iter().map(|(name, value)| (*name, value.as_str()));
     journal_send(priority, message, fields.chain(unit)).is_ok()
+}
+
+fn own_unit() -> Option<String> {
+    let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    unit(&groups).map(str::to_owned)
 }
 
 /// Returns the service from a process' control groups.
@@ -29,11 +46,52 @@ fn unit(groups: &str) -> Option<&str> {
 }
 
 /// Reports an action of a service: to the journal with fields, elsewhere on standard error.
+///
+/// It never waits: a journal whose disk does not answer takes no messages, and the service must act just then.
 pub fn say(priority: Priority, program: &str, message: &str, mut fields: Fields<'_>) {
     fields.push(("SYSLOG_IDENTIFIER", program.to_owned()));
-    if !send(priority, message, &fields) {
-        eprintln!("{program}: {message}");
+    fields.extend(own_unit().map(|unit| ("OBJECT_SYSTEMD_UNIT", unit)));
+    if connected_to_journal() {
+        deliver(Path::new(SOCKET), &LOST, priority, message, &fields);
+    } else {
+        // Nobody may read it any more, which is no reason to end.
+        let _ = writeln!(io::stderr(), "{program}: {message}");
     }
+}
+
+/// Sends a message at once, or counts it as lost. A later message says how many were.
+fn deliver(to: &Path, lost: &AtomicU64, priority: Priority, message: &str, fields: &Fields<'_>) {
+    let before = lost.load(Ordering::Relaxed);
+    let message = match before {
+        0 => message.to_owned(),
+        count => format!("{message} ({count} messages before were lost: the journal took none)"),
+    };
+    match post(to, &payload(priority, &message, fields)) {
+        Ok(()) => lost.fetch_sub(before, Ordering::Relaxed),
+        Err(_) => lost.fetch_add(1, Ordering::Relaxed),
+    };
+}
+
+fn post(to: &Path, payload: &[u8]) -> io::Result<()> {
+    let socket = UnixDatagram::unbound()?;
+    socket.set_nonblocking(true)?;
+    socket.send_to(payload, to).map(drop)
+}
+
+/// Returns a message in the journal's native protocol, each value with its length.
+fn payload(priority: Priority, message: &str, fields: &Fields<'_>) -> Vec<u8> {
+    let priority = (priority as u8).to_string();
+    let own = [("PRIORITY", priority.as_str()), ("MESSAGE", message)];
+    let fields = fields.iter().map(|(name, value)| (*name, value.as_str()));
+    let mut payload = Vec::new();
+    for (name, value) in own.into_iter().chain(fields) {
+        payload.extend_from_slice(name.as_bytes());
+        payload.push(b'\n');
+        payload.extend_from_slice(&(value.len() as u64).to_le_bytes());
+        payload.extend_from_slice(value.as_bytes());
+        payload.push(b'\n');
+    }
+    payload
 }
 
 /// Returns the fields of a failed command: `MERCURY_COMMAND`, `MERCURY_EXIT`, and `MERCURY_CODE`,
@@ -88,5 +146,36 @@ mod tests {
     #[test]
     fn without_a_journal_nothing_is_sent() {
         assert!(!send(Priority::Info, "not for the journal", &Vec::new()));
+    }
+
+    #[test]
+    fn a_journal_that_takes_nothing_is_not_waited_for() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("socket");
+        let journal = UnixDatagram::bind(&path).expect("a socket");
+        let lost = AtomicU64::new(0);
+        let say = || deliver(&path, &lost, Priority::Notice, "going", &vec![("A", "x\ny".to_owned())]);
+        // The queue of the kernel is full after some messages, and a send that waits would wait for ever.
+        while lost.load(Ordering::Relaxed) < 3 {
+            say();
+        }
+        let mut bytes = [0; 512];
+        let length = journal.recv(&mut bytes).expect("a message");
+        let expected = [
+            &b"PRIORITY\n\x01\0\0\0\0\0\0\x005\nMESSAGE\n\x05\0\0\0\0\0\0\0going\n"[..],
+            b"A\n\x03\0\0\0\0\0\0\0x\ny\n",
+        ];
+        assert_eq!(bytes[..length], expected.concat());
+        say();
+        assert_eq!(lost.load(Ordering::Relaxed), 0);
+        journal.set_nonblocking(true).expect("set");
+        let mut last = Vec::new();
+        while let Ok(length) = journal.recv(&mut bytes) {
+            last = bytes[..length].to_vec();
+        }
+        assert!(String::from_utf8_lossy(&last).contains("going (3 messages before were lost"));
+        drop(journal);
+        say();
+        assert_eq!(lost.load(Ordering::Relaxed), 1);
     }
 }

@@ -228,8 +228,9 @@ impl Daemon {
             if self.moving.is_none()
                 && !wants_to_end()
                 && let Some(reason) = self.keeper.as_mut().and_then(Keeper::look)
+                && self.answer(Order::Evacuate { reason }).refused.is_some()
             {
-                self.answer(Order::Evacuate { reason });
+                self.keeper.iter_mut().for_each(Keeper::was_refused);
             }
             // A move ends by itself, or by the signal, which it got as well.
             if wants_to_end() && self.moving.is_none() {
@@ -363,7 +364,7 @@ impl Daemon {
         if has_failed && !self.left.is_empty() && self.begin(&reason).is_ok() {
             return;
         }
-        self.keeper.iter_mut().for_each(Keeper::resume);
+        self.keeper.iter_mut().for_each(|keeper| keeper.resume(!has_failed));
     }
 }
 

@@ -255,9 +255,14 @@ impl Keeper {
         );
     }
 
-    /// Reads the hardware again after a move, which may have led to another machine.
-    pub fn resume(&mut self) {
-        self.outlook.resume();
+    /// Reads the hardware again after a move, successful or not.
+    pub fn resume(&mut self, has_moved: bool) {
+        self.outlook.resume(has_moved);
+    }
+
+    /// Takes note that the order to move was refused.
+    pub fn was_refused(&mut self) {
+        self.outlook.has_failed();
     }
 
     /// Starts the command that keeps a snapshot.

@@ -7,7 +7,7 @@ use super::{
     report::{self, Report},
     rules::Rules,
     sensors::{
-        judge::Alarm,
+        judge::{Alarm, Judge},
         rules::Action,
         station::{self, Station},
     },
@@ -42,6 +42,39 @@ pub struct Outlook {
     down: BTreeSet<usize>,
     failures: BTreeMap<usize, u64>,
     ordered: Option<Instant>,
+    /// An order that was not given, or that has failed.
+    pending: Option<Pending>,
+    /// The last order that was given.
+    last: Option<Pending>,
+    /// The counts of this hardware, while it is not read.
+    judge: Option<Judge>,
+    /// Alarms without a meaning that were reported.
+    noted: BTreeSet<String>,
+}
+
+/// An order to move, and its cause.
+#[derive(Clone, Debug)]
+struct Pending {
+    reason: String,
+    cause: Cause,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Cause {
+    /// An alarm. It is judged anew at this time.
+    Alarm(Option<Instant>),
+    /// A service, which may work again.
+    Service(usize),
+}
+
+impl Pending {
+    /// Returns true if the cause is still there.
+    fn holds(&self, down: &BTreeSet<usize>, now: Instant) -> bool {
+        match self.cause {
+            Cause::Alarm(until) => until.is_none_or(|until| now < until),
+            Cause::Service(index) => down.contains(&index),
+        }
+    }
 }
 
 impl Outlook {
@@ -56,17 +89,37 @@ impl Outlook {
             down: BTreeSet::new(),
             failures: BTreeMap::new(),
             ordered: None,
+            pending: None,
+            last: None,
+            judge: None,
+            noted: BTreeSet::new(),
         }
     }
 
     /// Stops reading the hardware, which this machine is about to leave.
     pub fn pause(&mut self) {
-        self.station = None;
+        self.judge = self.station.take().map(|station| station.judge);
     }
 
     /// Reads the hardware beneath from now on. What services have done meanwhile counts by its end.
-    pub fn resume(&mut self) {
-        self.station = Some(Station::begin(&self.sysroot, &self.rules.sensors));
+    ///
+    /// The counts go on if this machine has not moved. The order that has failed is given again later.
+    pub fn resume(&mut self, has_moved: bool) {
+        let mut station = Station::begin(&self.sysroot, &self.rules.sensors);
+        let judge = self.judge.take();
+        if has_moved {
+            (self.last, self.pending) = (None, None);
+            self.noted.clear();
+        } else {
+            station.judge = judge.unwrap_or(station.judge);
+            self.has_failed();
+        }
+        self.station = Some(station);
+    }
+
+    /// Keeps the last order, which has failed, for later.
+    pub fn has_failed(&mut self) {
+        self.pending = self.last.take().or(self.pending.take());
     }
 
     /// Takes all news.
@@ -81,7 +134,34 @@ impl Outlook {
                 }
             });
         }
+        wishes.extend(self.stuck());
+        wishes.extend(self.pending(now));
         wishes
+    }
+
+    /// Reports alarms that were on at the first reading: open inputs, or a part that fails already.
+    fn stuck(&mut self) -> Vec<Wish> {
+        let stuck = self.station.iter().flat_map(|station| station.judge.stuck());
+        let new: Vec<_> = stuck.filter(|source| !self.noted.contains(*source)).map(str::to_owned).collect();
+        self.noted.extend(new.iter().cloned());
+        let note = |source: String| {
+            let text = format!("{source} was in alarm at the first reading, and counts once it has been off");
+            Wish::Tell(Event::new(4, "sensor-stuck", text).field("MERCURY_SOURCE", &source))
+        };
+        new.into_iter().map(note).collect()
+    }
+
+    /// Returns the wish to move that could not be carried out before.
+    fn pending(&mut self, now: Instant) -> Option<Wish> {
+        let is_early = self.is_early(now);
+        self.pending = self.pending.take().filter(|pending| pending.holds(&self.down, now));
+        let pending = self.pending.take_if(|_| !is_early)?;
+        self.evacuate(pending, now)
+    }
+
+    fn is_early(&self, now: Instant) -> bool {
+        let interval = self.rules.order_interval();
+        self.ordered.is_some_and(|then| now.saturating_duration_since(then) < interval)
     }
 
     fn sensed(&mut self, news: station::News, now: Instant) -> Vec<Wish> {
@@ -101,7 +181,8 @@ impl Outlook {
     }
 
     fn alarmed(&mut self, alarm: &Alarm, now: Instant) -> Vec<Wish> {
-        let action = self.rules.sensors.limit(alarm.signal).action;
+        let limit = self.rules.sensors.limit(alarm.signal);
+        let action = limit.action;
         if action == Action::Ignore {
             return Vec::new();
         }
@@ -112,7 +193,8 @@ impl Outlook {
             .field("MERCURY_AMOUNT", &alarm.amount.to_string());
         let mut wishes = vec![Wish::Tell(event)];
         if action == Action::Evacuate {
-            wishes.extend(self.evacuate(&alarm.text, now));
+            let cause = Cause::Alarm(now.checked_add(limit.within));
+            wishes.extend(self.evacuate(Pending { reason: alarm.text.clone(), cause }, now));
         }
         wishes
     }
@@ -138,7 +220,9 @@ impl Outlook {
                 let mut wishes: Vec<_> = hook.into_iter().chain([Wish::Tell(event)]).collect();
                 wishes.extend(match service.action() {
                     rules::Action::Report => None,
-                    rules::Action::Evacuate => self.evacuate(&text, now),
+                    rules::Action::Evacuate => {
+                        self.evacuate(Pending { reason: text, cause: Cause::Service(index) }, now)
+                    }
                     rules::Action::Rollback => Some(self.unless_dry("would-roll-back", Wish::Rollback(text))),
                 });
                 wishes
@@ -146,14 +230,16 @@ impl Outlook {
         }
     }
 
-    /// Returns the wish to move, unless the last one was a short time ago.
-    fn evacuate(&mut self, reason: &str, now: Instant) -> Option<Wish> {
-        let interval = self.rules.order_interval();
-        if self.ordered.is_some_and(|then| now.saturating_duration_since(then) < interval) {
+    /// Returns the wish to move, unless the last one was a short time ago. Then it is given later.
+    fn evacuate(&mut self, order: Pending, now: Instant) -> Option<Wish> {
+        if self.is_early(now) {
+            self.pending = Some(order);
             return None;
         }
         self.ordered = Some(now);
-        Some(self.unless_dry("would-evacuate", Wish::Evacuate(reason.to_owned())))
+        let wish = self.unless_dry("would-evacuate", Wish::Evacuate(order.reason.clone()));
+        self.last = Some(order);
+        Some(wish)
     }
 
     /// Returns the wish, or an event in its place if the rules are only tried.
@@ -248,6 +334,45 @@ mod tests {
         assert_eq!(outlook.sensed(alarm(Signal::Corrected), now + Duration::from_secs(600)).len(), 2);
     }
 
+    fn orders(outlook: &mut Outlook, now: Instant) -> Vec<String> {
+        let wishes = outlook.look(now).into_iter();
+        wishes
+            .filter_map(|wish| if let Wish::Evacuate(reason) = wish { Some(reason) } else { None })
+            .collect()
+    }
+
+    #[test]
+    fn an_order_that_came_too_early_or_failed_is_given_later() {
+        let (_fake, mut outlook) = outlook(
+            "[sensors.limits]\nuncorrected = { action = 'evacuate' }\nfan = { action = 'evacuate' }\n\
+            [[service]]\nname = 'b'\naction = 'evacuate'",
+        );
+        let start = Instant::now();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        assert_eq!(outlook.sensed(alarm(Signal::Fan), start).len(), 2);
+        // It comes within the interval of the first order.
+        assert_eq!(outlook.sensed(alarm(Signal::Uncorrected), at(100)).len(), 1);
+        assert!(orders(&mut outlook, at(599)).is_empty());
+        assert_eq!(orders(&mut outlook, at(600)), ["DIMM A1"]);
+        assert!(orders(&mut outlook, at(1300)).is_empty());
+        // This order fails.
+        outlook.pause();
+        outlook.resume(false);
+        assert_eq!(orders(&mut outlook, at(1301)), ["DIMM A1"]);
+        // A machine that has arrived has other parts.
+        outlook.pause();
+        outlook.resume(true);
+        assert!(orders(&mut outlook, at(2000)).is_empty());
+        // A service that works again, and an alarm that is to be judged anew, cause nothing.
+        outlook.sensed(alarm(Signal::Uncorrected), at(3000));
+        outlook.served(0, Change::Down("silent".into()), at(3001));
+        outlook.served(0, Change::Up, at(3002));
+        assert!(orders(&mut outlook, at(3700)).is_empty());
+        outlook.sensed(alarm(Signal::Uncorrected), at(4000));
+        outlook.sensed(alarm(Signal::Fan), at(4010));
+        assert!(orders(&mut outlook, at(4610)).is_empty());
+    }
+
     #[test]
     fn rules_can_be_tried() {
         let (_fake, mut outlook) = outlook(
@@ -317,9 +442,15 @@ mod tests {
         outlook.pause();
         fake.put("sys/class/hwmon/hwmon0/temp1_alarm", "1");
         assert_eq!((look(&mut outlook), outlook.report().sensors), (vec![], vec![]));
+        // On the same hardware the counts go on: this alarm was off before.
+        outlook.resume(false);
+        assert_eq!(told(&look(&mut outlook)[0]).0, "sensor-alarm");
+        assert_eq!(outlook.report().stuck, [""; 0]);
         // The hardware after a move may have alarms that are always on.
-        outlook.resume();
-        assert_eq!(look(&mut outlook), []);
+        outlook.pause();
+        outlook.resume(true);
+        let said = look(&mut outlook);
+        assert_eq!(said.iter().map(|wish| told(wish).0).collect::<Vec<_>>(), ["sensor-stuck"]);
         assert_eq!(outlook.report().stuck, ["hwmon0/hwmon0/temp1_alarm"]);
         fake.put("sys/class/hwmon/hwmon0/temp1_alarm", "0");
         look(&mut outlook);
