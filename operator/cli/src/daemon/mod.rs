@@ -326,11 +326,15 @@ impl Daemon {
         let (said, moving) = channel();
         let mover = Arc::clone(&self.mover);
         let busy = self.keeper.as_mut().and_then(Keeper::hand_over);
-        thread::spawn(move || {
+        // Without a thread the channel is closed, and the move has failed.
+        let started = thread::Builder::new().spawn(move || {
             // A snapshot that comes too late is of no use to a machine that moves.
             let _ = busy.map(thread::JoinHandle::join);
             said.send(mover(&to, &ticket))
         });
+        if let Err(error) = started {
+            tell(Priority::Error, &format!("no thread for a move: {error}"), "not-moved", &[]);
+        }
         self.moving = Some(moving);
     }
 
@@ -338,7 +342,9 @@ impl Daemon {
         let Some(moving) = self.moving.as_ref() else { return };
         let ended = match moving.try_recv() {
             Ok(ended) => ended,
-            Err(TryRecvError::Disconnected) => Err("the thread that moves it has crashed".into()),
+            Err(TryRecvError::Disconnected) => {
+                Err("the thread that moves it has not started, or has crashed".into())
+            }
             Err(TryRecvError::Empty) => return,
         };
         let (to, reason) = self.desk.under_way();

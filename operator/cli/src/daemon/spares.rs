@@ -4,9 +4,13 @@ use mercury_migration::session::MachineName;
 use serde::{Deserialize, Serialize};
 use std::{
     fmt, fs,
-    os::unix::fs::MetadataExt,
+    io::{self, Read},
+    os::unix::fs::{MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
 };
+
+/// Longest file with a token that is read.
+const SECRET_MAX: u64 = 1 << 16;
 
 /// A host, which is an argument of `mercury migrate`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -141,18 +145,14 @@ impl Spare {
     ///
     /// # Errors
     ///
-    /// Returns the reason if there is no token, or users other than root may read it.
+    /// Returns the reason if there is no token, or users other than root may read or replace it.
     pub fn ticket(&self) -> Result<Ticket, String> {
         let file = match &self.way {
             Way::KeyFile(file) => file,
             Way::Name(name) => return Ok(Ticket::Name(name.0.to_string())),
         };
         let failed = |why: String| format!("{}: {why}", file.display());
-        let status = fs::metadata(file).map_err(|error| failed(error.to_string()))?;
-        if status.mode() & 0o077 != 0 {
-            return Err(failed(format!("users other than root may read it: chmod 600 {}", file.display())));
-        }
-        let text = fs::read_to_string(file).map_err(|error| failed(error.to_string()))?;
+        let text = secret(file).map_err(|error| failed(error.to_string()))?;
         let line = text.split_whitespace().last().unwrap_or_default();
         line.parse::<mercury_migration::session::PairingToken>()
             .map_err(|error| failed(error.to_string()))?;
@@ -160,8 +160,55 @@ impl Spare {
     }
 }
 
+/// Reads a file that only root may read or write. All checks are made on the open file, and a pipe in its place
+/// is not waited for.
+fn secret(path: &Path) -> io::Result<String> {
+    let flags = (rustix::fs::OFlags::NONBLOCK | rustix::fs::OFlags::NOCTTY).bits();
+    let flags = i32::try_from(flags).unwrap_or_default();
+    let file = fs::OpenOptions::new().read(true).custom_flags(flags).open(path)?;
+    let status = file.metadata()?;
+    // mercuryd runs as root.
+    let root = rustix::process::geteuid().as_raw();
+    let why = if !status.is_file() {
+        "it is no regular file".to_owned()
+    } else if status.uid() != root {
+        format!("user {} owns it and may replace it: chown root {}", status.uid(), path.display())
+    } else if status.mode() & 0o077 != 0 {
+        format!("users other than root may read it: chmod 600 {}", path.display())
+    } else {
+        let mut text = String::new();
+        return file.take(SECRET_MAX).read_to_string(&mut text).map(|_| text);
+    };
+    Err(io::Error::other(why))
+}
+
 #[cfg(test)]
 mod tests {
+    use super::*;
+    use std::{fs::Permissions, os::unix::fs::PermissionsExt};
+
+    #[test]
+    fn only_a_file_of_root_is_a_secret() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("key");
+        let mode = |mode| fs::set_permissions(&path, Permissions::from_mode(mode)).expect("a mode");
+        fs::write(&path, "x").expect("a file");
+        mode(0o600);
+        assert_eq!(secret(&path).expect("a secret"), "x");
+        mode(0o640);
+        assert!(secret(&path).expect_err("others").to_string().contains("chmod 600"));
+        mode(0o600);
+        // Only root can give a file away.
+        if std::os::unix::fs::chown(&path, Some(1234), None).is_ok() {
+            let why = secret(&path).expect_err("another owner").to_string();
+            assert!(why.starts_with("user 1234 owns it"), "{why}");
+        }
+        fs::remove_file(&path).expect("removed");
+        rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, 0o600.into(), 0)
+            .expect("a pipe");
+        assert!(secret(&path).expect_err("a pipe").to_string().contains("no regular file"));
+    }
+
     use crate::guard::rules::Rules;
 
     #[test]

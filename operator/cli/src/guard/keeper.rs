@@ -14,6 +14,7 @@ use mercury_control::{access, journal, status::Status, sysroot::Sysroot, watch::
 use std::{
     path::Path,
     process::{Command, Stdio},
+    sync::atomic::{AtomicUsize, Ordering},
     thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
@@ -24,6 +25,10 @@ const INTERVAL: Duration = Duration::from_secs(5);
 const SNAPSHOT_INTERVAL: Duration = Duration::from_secs(60);
 /// Rollbacks to one snapshot after which no service causes another one.
 const ROLLBACKS_MAX: u64 = 3;
+
+/// Hooks that run at the same time at most.
+const HOOKS_MAX: usize = 16;
+static HOOKS: AtomicUsize = AtomicUsize::new(0);
 
 /// What the driver said the last time.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -238,7 +243,7 @@ impl Keeper {
             return;
         }
         tell(&self.rules, &Event::new(2, "going-back", format!("going back to the snapshot: {reason}")));
-        self.going_back = Some(thread::spawn(|| mercury(&["--json", "rollback"])));
+        self.going_back = self.command("rollback");
     }
 
     /// Reports a rollback that has not happened.
@@ -272,7 +277,15 @@ impl Keeper {
             return;
         }
         self.snapshot_tried = Some(Instant::now());
-        self.keeping = Some(thread::spawn(|| mercury(&["--json", "snapshot"])));
+        self.keeping = self.command("snapshot");
+    }
+
+    /// Starts a command of Mercury's in a thread. A thread that the system refuses is reported.
+    fn command(&self, name: &'static str) -> Option<JoinHandle<String>> {
+        let started = thread::Builder::new().spawn(move || mercury(&["--json", name]));
+        let failed =
+            |error| tell(&self.rules, &Event::new(2, "not-started", format!("mercury {name}: {error}")));
+        started.map_err(failed).ok()
     }
 
     /// Leaves this hardware, and returns the command under way that keeps a snapshot. It holds the driver, so
@@ -353,17 +366,42 @@ fn tell(rules: &Rules, event: &Event) {
     }
 }
 
+/// A hook that may run. Its end lets another one run.
+struct Turn<'a>(&'a AtomicUsize);
+
+impl<'a> Turn<'a> {
+    fn take(running: &'a AtomicUsize) -> Option<Self> {
+        let more = |count| (count < HOOKS_MAX).then_some(count + 1);
+        running.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).ok().map(|_| Self(running))
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 /// Runs a program with an event's name and text as its arguments, and its fields as variables. The program
 /// may lie on a disk that does not answer, so a thread starts it.
 fn run(program: String, event: &Event) {
+    let failed = |why: &str| journal::say(Priority::Warning, "mercuryd", why, vec![]);
+    let Some(turn) = Turn::take(&HOOKS) else {
+        return failed(&format!("{program} is not run for {}: {HOOKS_MAX} hooks still run", event.name));
+    };
     let mut command = Command::new(&program);
     let fields = event.fields.iter().map(|(name, value)| (*name, value.as_str()));
     command.args([event.name, &event.text]).envs(fields).stdin(Stdio::null());
-    drop(thread::spawn(move || {
+    let name = program.clone();
+    let started = thread::Builder::new().spawn(move || {
+        let _turn = turn;
         if let Err(error) = command.status() {
-            journal::say(Priority::Warning, "mercuryd", &format!("{program}: {error}"), vec![]);
+            failed(&format!("{program}: {error}"));
         }
-    }));
+    });
+    if let Err(error) = started {
+        failed(&format!("{name}: {error}"));
+    }
 }
 
 #[cfg(test)]
@@ -392,6 +430,16 @@ mod tests {
         let state = if lost_because.is_some() { "lost" } else { "kept" };
         let snapshot = Some(Snapshot { state, lost_because, copied_pages: 0, free_bytes: 0 });
         Status { rollback, snapshot, ..Status::without_driver(&Sysroot::default()) }
+    }
+
+    #[test]
+    fn hooks_that_hang_are_bounded() {
+        let running = AtomicUsize::new(0);
+        let mut turns: Vec<_> = (0..HOOKS_MAX).filter_map(|_| Turn::take(&running)).collect();
+        assert_eq!(turns.len(), HOOKS_MAX);
+        assert!(Turn::take(&running).is_none());
+        turns.pop();
+        assert!(Turn::take(&running).is_some());
     }
 
     #[test]

@@ -34,6 +34,12 @@ const READ_MAX: u64 = 1 << 20;
 
 /// `MCi_STATUS.UC`: the error was not corrected.
 const UNCORRECTED: u64 = 1 << 61;
+/// `MCi_STATUS.Deferred` of AMD and Hygon: lost data that nobody has used yet. On Intel this bit counts.
+const DEFERRED: u64 = 1 << 44;
+/// Vendors with that bit, by the kernel's numbers.
+const DEFERRING: [&str; 2] = ["2", "9"];
+/// Bank of the firmware's records about memory (APEI).
+const FIRMWARE_BANK: u32 = 255;
 /// Banks of machine checks. The kernel uses higher numbers for itself.
 const BANKS: u32 = 64;
 
@@ -195,9 +201,14 @@ fn machine_check(fields: &str) -> Option<(Signal, String, u64)> {
         let (bank, status) = field.trim().strip_prefix("MC")?.split_once(": ")?;
         Some((bank.parse::<u32>().ok()?, u64::from_str_radix(status.trim(), 16).ok()?))
     });
-    let (bank, status) = bank.filter(|(bank, _)| *bank < BANKS)?;
-    let signal = if status & UNCORRECTED == 0 { Signal::Corrected } else { Signal::Uncorrected };
-    Some((signal, format!("bank{bank}"), 1))
+    let (bank, status) = bank.filter(|(bank, _)| *bank < BANKS || *bank == FIRMWARE_BANK)?;
+    let vendor =
+        fields.split(", ").find_map(|field| field.trim().strip_prefix("PROCESSOR: ")?.split(':').next());
+    let can_defer = vendor.is_some_and(|vendor| DEFERRING.contains(&vendor));
+    let severe = UNCORRECTED | if can_defer { DEFERRED } else { 0 };
+    let signal = if status & severe == 0 { Signal::Corrected } else { Signal::Uncorrected };
+    let source = if bank == FIRMWARE_BANK { "firmware".to_owned() } else { format!("bank{bank}") };
+    Some((signal, source, 1))
 }
 
 /// `2 Corrected errors: memory read error on DIMM_A1 (mc:0 location:…)`
@@ -286,6 +297,23 @@ mod tests {
         let severe = event(&MCE.replace("dc00", "fc00")).expect("an event");
         assert_eq!(severe.signal, Signal::Uncorrected);
         assert_eq!(event(&MCE.replace("MC4:", "MC128:")), None);
+        // Memory errors of which the firmware tells the kernel.
+        let firmware = event(&MCE.replace("MC4:", "MC255:")).expect("an event");
+        assert_eq!((firmware.signal, firmware.source.as_str()), (Signal::Corrected, "mce_record/firmware"));
+    }
+
+    #[test]
+    fn deferred_errors_are_lost_data_where_the_bit_means_that() {
+        let line = |vendor: &str| {
+            format!(
+                "mce_record: CPU: 0, MCGc/s: 9/0, MC4: 9c00100000000000, PROCESSOR: {vendor}:a20f10, TIME: 1"
+            )
+        };
+        let signal =
+            |vendor| event(&format!("x-1 [000] ..... 1.0: {}", line(vendor))).expect("an event").signal;
+        assert_eq!([signal("2"), signal("9")], [Signal::Uncorrected; 2]);
+        // On Intel it is a part of the count of corrected errors.
+        assert_eq!(signal("0"), Signal::Corrected);
     }
 
     #[test]

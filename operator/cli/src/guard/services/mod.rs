@@ -27,6 +27,10 @@ const TURN: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
 /// Time at most that a turn counts for. A daemon that stood still (a move, a snapshot, a stopped machine)
 /// has not heard, and nobody could have sent.
 const TURN_MAX: Duration = Duration::from_secs(1);
+/// Pause after a turn. A program that sends without end costs a part of one CPU.
+const PAUSE: Duration = Duration::from_millis(50);
+/// News that are kept at most, beside the last change of each service.
+const NEWS_MAX: usize = 4096;
 /// Time between two questions to systemd.
 const INTERVAL: Duration = Duration::from_secs(10);
 /// Time for systemd to answer, and time in which it is not asked again after a silence.
@@ -44,10 +48,33 @@ pub enum News {
 /// The states of all services in words, by their index in the rules.
 type States = Arc<Mutex<Vec<String>>>;
 
+/// News that nobody has taken yet, with the last change of each service only: nobody takes them during a move.
+#[derive(Clone, Debug, Default)]
+struct Board(Arc<Mutex<Vec<News>>>);
+
+impl Board {
+    fn put(&self, news: News) {
+        let Ok(mut board) = self.0.lock() else { return };
+        let is_change = matches!(news, News::Service(_, Change::Up | Change::Down(_)));
+        if let News::Service(index, Change::Up | Change::Down(_)) = news {
+            board.retain(
+                |old| !matches!(old, News::Service(old, Change::Up | Change::Down(_)) if *old == index),
+            );
+        }
+        if is_change || board.len() < NEWS_MAX {
+            board.push(news);
+        }
+    }
+
+    fn take(&self) -> Vec<News> {
+        self.0.lock().map(|mut board| std::mem::take(&mut *board)).unwrap_or_default()
+    }
+}
+
 /// The services of the rules.
 #[derive(Debug)]
 pub struct Ward {
-    news: Receiver<News>,
+    news: Board,
     states: States,
     /// Their end ends the threads.
     _go_on: Vec<Sender<()>>,
@@ -59,7 +86,7 @@ impl Ward {
     /// Opens the sockets, and starts to watch.
     #[must_use]
     pub fn begin(sysroot: &Sysroot, services: &[Service]) -> Self {
-        let (said, news) = channel();
+        let news = Board::default();
         let states: States = Arc::new(Mutex::new(vec!["unknown".to_owned(); services.len()]));
         let mut ears = Vec::new();
         let mut units = Vec::new();
@@ -69,21 +96,21 @@ impl Ward {
                 Ok(None) => units.push((index, service.target().name().to_owned(), service.patience())),
                 Err(error) => {
                     let text = format!("service {}: {error}", service.target().name());
-                    let _ = said.send(News::Blind(text));
+                    news.put(News::Blind(text));
                 }
             }
         }
         let mut go_on = Vec::new();
         if !ears.is_empty() {
-            let (said, states) = (said.clone(), Arc::clone(&states));
+            let (said, states) = (news.clone(), Arc::clone(&states));
             go_on.push(start("heartbeats", move |ends| listen(&mut ears, &said, &states, ends)));
         }
         match find(sysroot, "systemctl") {
             _ if units.is_empty() => {}
-            None => drop(said.send(News::Blind("there is no systemctl, so no unit is watched".into()))),
+            None => news.put(News::Blind("there is no systemctl, so no unit is watched".into())),
             Some(path) => {
                 let tool = Tool::new(path).with(SYSTEMD.0, SYSTEMD.1);
-                let states = Arc::clone(&states);
+                let (said, states) = (news.clone(), Arc::clone(&states));
                 go_on.push(start("units", move |ends| ask(tool, units, &said, &states, ends)));
             }
         }
@@ -93,7 +120,7 @@ impl Ward {
 
     /// Takes the news since.
     pub fn look(&self) -> Vec<News> {
-        self.news.try_iter().collect()
+        self.news.take()
     }
 
     /// Returns each service with its state in words.
@@ -126,7 +153,7 @@ fn put(states: &States, index: usize, text: &str) {
 }
 
 /// Listens for heartbeats until the daemon's end is gone.
-fn listen(ears: &mut [(usize, Ear)], said: &Sender<News>, states: &States, ends: &Receiver<()>) {
+fn listen(ears: &mut [(usize, Ear)], said: &Board, states: &States, ends: &Receiver<()>) {
     let mut before = Instant::now();
     while !matches!(ends.try_recv(), Err(std::sync::mpsc::TryRecvError::Disconnected)) {
         let mut ready: Vec<_> = ears.iter().map(|(_, ear)| PollFd::new(&ear.socket, PollFlags::IN)).collect();
@@ -136,10 +163,11 @@ fn listen(ears: &mut [(usize, Ear)], said: &Sender<News>, states: &States, ends:
         before = Instant::now();
         for (index, ear) in ears.iter_mut() {
             for change in ear.turn(time) {
-                let _ = said.send(News::Service(*index, change));
+                said.put(News::Service(*index, change));
             }
             put(states, *index, ear.pulse.state());
         }
+        thread::sleep(PAUSE);
     }
 }
 
@@ -147,7 +175,7 @@ fn listen(ears: &mut [(usize, Ear)], said: &Sender<News>, states: &States, ends:
 fn ask(
     mut tool: Tool,
     units: Vec<(usize, String, Duration)>,
-    said: &Sender<News>,
+    said: &Board,
     states: &States,
     ends: &Receiver<()>,
 ) {
@@ -162,14 +190,14 @@ fn ask(
                 is_blind = false;
                 for ((index, watched), unit) in watched.iter_mut().zip(&found) {
                     if let Some(change) = watched.compare(unit, INTERVAL) {
-                        let _ = said.send(News::Service(*index, change));
+                        said.put(News::Service(*index, change));
                     }
                     put(states, *index, watched.state());
                 }
             }
             Err(error) => {
                 if !std::mem::replace(&mut is_blind, true) {
-                    let _ = said.send(News::Blind(format!("systemd does not say how units are: {error}")));
+                    said.put(News::Blind(format!("systemd does not say how units are: {error}")));
                 }
                 watched.iter().for_each(|(index, _)| put(states, *index, "unknown"));
             }
@@ -227,6 +255,25 @@ mod tests {
     }
 
     #[test]
+    fn news_that_nobody_takes_do_not_pile_up() {
+        let board = Board::default();
+        board.put(News::Blind("x".into()));
+        for number in 0..10_000 {
+            board.put(News::Service(1, Change::Down(number.to_string())));
+            board.put(News::Service(1, Change::Up));
+            board.put(News::Service(2, Change::Down(number.to_string())));
+        }
+        let last = [
+            News::Blind("x".into()),
+            News::Service(1, Change::Up),
+            News::Service(2, Change::Down("9999".into())),
+        ];
+        assert_eq!(board.take(), last);
+        (0..10_000).for_each(|_| board.put(News::Service(1, Change::Note(String::new()))));
+        assert_eq!(board.take().len(), NEWS_MAX);
+    }
+
+    #[test]
     fn units_are_asked_for_together() {
         let fake = Fake::new();
         fake.program(
@@ -236,10 +283,10 @@ mod tests {
             printf 'LoadState=loaded\\nActiveState=failed\\nSubState=failed\\nResult=timeout\\n'",
         );
         let ward = ward(&fake, "[[service]]\nunit = 'a.service'\n[[service]]\nunit = 'b.service'");
-        let down = Change::Down("its unit has failed (result timeout)".into());
-        assert_eq!(news(&ward), [News::Service(1, down)]);
+        let noted = Change::Note("its unit has failed (result timeout) before it was watched".into());
+        assert_eq!(news(&ward), [News::Service(1, noted)]);
         let asked =
-            "show --property=LoadState,ActiveState,SubState,Result,NRestarts -- a.service b.service\n";
+            "show --property=LoadState,ActiveState,SubState,Result,NRestarts,Type -- a.service b.service\n";
         assert_eq!(fake.text("usr/sbin/asked"), asked);
         let states: Vec<_> = ward.state().into_iter().map(|(_, state)| state).collect();
         assert_eq!(states, ["active (running)", "failed (failed)"]);

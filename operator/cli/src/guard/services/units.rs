@@ -5,7 +5,7 @@ use crate::guard::sensors::printable;
 use std::time::Duration;
 
 /// The properties that are asked for.
-pub const PROPERTIES: &str = "--property=LoadState,ActiveState,SubState,Result,NRestarts";
+pub const PROPERTIES: &str = "--property=LoadState,ActiveState,SubState,Result,NRestarts,Type";
 
 /// What systemd says of a unit.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -15,6 +15,7 @@ pub struct Unit {
     sub: String,
     result: String,
     restarts: u64,
+    kind: String,
 }
 
 /// Parses the output of `systemctl show` for several units, in the order of the arguments.
@@ -33,6 +34,7 @@ pub fn parse(text: &str) -> Vec<Unit> {
             Some(("ActiveState", value)) => unit.active = printable(value),
             Some(("SubState", value)) => unit.sub = printable(value),
             Some(("Result", value)) => unit.result = printable(value),
+            Some(("Type", value)) => unit.kind = printable(value),
             Some(("NRestarts", value)) => unit.restarts = value.parse().unwrap_or_default(),
             _ => {}
         }
@@ -64,12 +66,20 @@ impl Watched {
             "not-found" => "not found".to_owned(),
             _ => format!("{} ({})", unit.active, unit.sub),
         };
-        let is_between = matches!(unit.active.as_str(), "activating" | "deactivating" | "reloading");
+        let is_between = match unit.active.as_str() {
+            // Such a unit is starting for as long as it works.
+            "activating" => unit.kind != "oneshot",
+            "deactivating" | "reloading" => true,
+            _ => false,
+        };
         self.between = if is_between { self.between.saturating_add(time) } else { Duration::ZERO };
+        let is_first = self.restarts.is_none();
         let restarts = self.restarts.replace(unit.restarts).unwrap_or(unit.restarts);
         let why = self.failure(unit);
         let was_down = std::mem::replace(&mut self.is_down, why.is_some());
         match (was_down, why) {
+            // Neither a move nor a rollback was of help before.
+            (false, Some(why)) if is_first => Some(Change::Note(format!("{why} before it was watched"))),
             (false, Some(why)) => Some(Change::Down(why)),
             (true, None) => Some(Change::Up),
             _ if unit.restarts > restarts => {
@@ -143,6 +153,26 @@ mod tests {
         };
         assert!(why.contains("deactivating for more than 10 s"), "{why}");
         assert_eq!(watched.compare(&unit("inactive", 0), 6 * S), Some(Change::Up));
+    }
+
+    #[test]
+    fn a_unit_that_had_failed_before_has_no_consequence() {
+        let mut watched = Watched::new(10 * S);
+        let note = "its unit has failed (result watchdog) before it was watched";
+        assert_eq!(watched.compare(&unit("failed", 0), S), Some(Change::Note(note.into())));
+        assert_eq!(watched.compare(&unit("failed", 0), S), None);
+        assert_eq!(watched.compare(&unit("active", 0), S), Some(Change::Up));
+        assert!(matches!(watched.compare(&unit("failed", 0), S), Some(Change::Down(_))));
+    }
+
+    #[test]
+    fn a_oneshot_unit_may_work_for_long() {
+        let mut watched = Watched::new(10 * S);
+        let backup = parse("ActiveState=activating\nSubState=start\nNRestarts=0\nType=oneshot").remove(0);
+        assert!((0..100).all(|_| watched.compare(&backup, 6 * S).is_none()));
+        let ends = parse("ActiveState=deactivating\nNRestarts=0\nType=oneshot").remove(0);
+        assert_eq!(watched.compare(&ends, 6 * S), None);
+        assert!(matches!(watched.compare(&ends, 6 * S), Some(Change::Down(_))));
     }
 
     #[test]
