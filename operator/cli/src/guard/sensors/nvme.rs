@@ -19,7 +19,7 @@ const HEALTH: u32 = 0x02;
 const CONTROLLER: u32 = u32::MAX;
 /// Bits of the critical warning: too hot or too cold; the others are failures.
 const TEMPERATURE: u8 = 1 << 1;
-const FAILURES: u8 = 0b0001_1101;
+const FAILURES: u8 = 0b0011_1101;
 
 /// `struct nvme_admin_cmd` of `linux/nvme_ioctl.h`.
 #[repr(C)]
@@ -125,6 +125,12 @@ mod tests {
         let other = readings("nvme1", "Q", "S", &log);
         assert!(found.iter().all(|one| other.iter().all(|two| one.source != two.source)), "{other:?}");
         assert!(found[0].text.ends_with("now 58 °C"), "{}", found[0].text);
+        // The persistent memory region alone.
+        log[0] = 1 << 5;
+        assert_eq!(
+            amount(&readings("nvme0", "Q", "S", &log), Signal::DiskFailing, "nvme0 S/status"),
+            Some(Amount::New(1))
+        );
         log[0] = 0b11;
         let found = readings("nvme0", "Q", "S", &log);
         assert_eq!(amount(&found, Signal::Temperature, "nvme0 S/temperature"), Some(Amount::Alarm(true)));

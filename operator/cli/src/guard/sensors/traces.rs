@@ -182,9 +182,7 @@ pub struct Event {
 /// Parses a line of the trace; `None` for all but errors.
 #[must_use]
 pub fn event(line: &str) -> Option<Event> {
-    let names = EVENTS.iter().filter_map(|event| event.split('/').next_back());
-    let (name, fields) =
-        names.filter_map(|name| Some((name, line.split_once(&format!(": {name}: "))?.1))).next()?;
+    let (name, fields) = named(line)?;
     let (signal, source, count) = match name {
         "mce_record" => machine_check(fields)?,
         "mc_event" => memory_error(fields)?,
@@ -193,6 +191,22 @@ pub fn event(line: &str) -> Option<Event> {
         _ => firmware_error(name, fields)?,
     };
     Some(Event { signal, source: format!("{name}/{source}"), count, text: format!("{name}: {fields}") })
+}
+
+/// Returns the event's name and its fields, which follow the time. The name of a process comes before, and any user
+/// can choose one that holds the name of an event.
+fn named(line: &str) -> Option<(&'static str, &str)> {
+    let is_time = |word: &str| {
+        let is_number = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
+        word.split_once('.').is_some_and(|(whole, part)| is_number(whole) && is_number(part))
+    };
+    let ends = line.match_indices(": ").map(|(at, _)| line.split_at(at));
+    let timed = ends.filter(|(before, _)| before.rsplit(' ').next().is_some_and(is_time));
+    let names = || EVENTS.iter().filter_map(|event| event.split('/').next_back());
+    timed.map(|(_, rest)| rest).find_map(|rest| {
+        let rest = rest.strip_prefix(": ")?;
+        names().find_map(|name| Some((name, rest.strip_prefix(name)?.strip_prefix(": ")?)))
+    })
 }
 
 /// `CPU: 0, MCGc/s: 9/0, MC4: dc00400000000000, …`
@@ -300,6 +314,15 @@ mod tests {
         // Memory errors of which the firmware tells the kernel.
         let firmware = event(&MCE.replace("MC4:", "MC255:")).expect("an event");
         assert_eq!((firmware.signal, firmware.source.as_str()), (Signal::Corrected, "mce_record/firmware"));
+    }
+
+    #[test]
+    fn the_name_of_a_process_hides_no_event() {
+        for name in [": mce_record: ", " 1.0: mc_event:", "1.0: mce_record"] {
+            let found = event(&MCE.replace("kworker/0:1", name)).expect("an event");
+            assert_eq!(found, event(MCE).expect("an event"), "{name}");
+        }
+        assert_eq!(event("x: mce_record: CPU: 0, MCGc/s: 9/0, MC4: dc00400000000000"), None);
     }
 
     #[test]
@@ -418,7 +441,7 @@ mod tests {
             fields in "(MC[0-9]{0,12}: [0-9a-f]{0,20}|[0-9]{0,30} Corrected|[ -~]{0,40}|.{0,9}|\\(mc:){0,5}",
         ) {
             let name = name.split('/').next_back().unwrap_or_default();
-            if let Some(event) = event(&format!("x: {name}: {fields}")) {
+            if let Some(event) = event(&format!("x-1 [000] ..... 1.0: {name}: {fields}")) {
                 prop_assert!(event.count < 1 << 16);
             }
         }
