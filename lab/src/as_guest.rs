@@ -82,10 +82,21 @@ pub fn bridge(host: &Machine, address: &str) -> Result<()> {
 /// another one for its image.
 #[must_use]
 pub fn source_on_nvme(kernel: Kernel, cpus: u32) -> Spec {
-    let spec = Spec::new(kernel).metal().cpus(cpus).memory_mib(512).nic(Nic::E1000e);
-    // Bare metal's controllers have no shadow doorbells.
-    let spec = spec.qemu_arg("-global").qemu_arg("nvme.dbcs=off");
-    spec.disk(Bus::Nvme, IMAGE_MIB).qemu_version(Qemu::Newer)
+    on_nvme(metal(kernel, cpus)).nic(Nic::E1000e)
+}
+
+/// Lets a machine's disks on NVMe be those of bare metal, whose controllers have no shadow doorbells.
+#[must_use]
+pub fn on_nvme(spec: Spec) -> Spec {
+    spec.qemu_arg("-global").qemu_arg("nvme.dbcs=off")
+}
+
+/// Returns the kernel's name of the disk on NVMe with this serial number.
+///
+/// # Errors
+/// If the machine has none.
+pub fn disk(machine: &Machine, serial: &str) -> Result<String> {
+    machine.sh(&format!("basename $(dirname $(dirname $(grep -ls {serial} /sys/block/nvme*/device/serial)))"))
 }
 
 /// Writes the source to its disk. The source is off in the end.

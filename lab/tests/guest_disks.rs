@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use mercury_lab::{
     Bus, Kernel, Machine, Platform, Result, Vendor,
-    as_guest::{self, ARTEFACTS, DATA, Guest, IMAGE, ROOT},
+    as_guest::{self, ARTEFACTS, DATA, Guest, IMAGE, ROOT, disk},
     restart::{boot_id, count, is_well, script::CLOCK, start},
 };
 
@@ -17,11 +17,6 @@ const DISKS: &str = "lsblk -brno NAME,TYPE,SIZE,MOUNTPOINT | sort";
 const NAMES: &str = "for disk in /sys/block/nvme*; do grep -qs $1 $disk/device/serial || continue; cd $disk; \
                      echo ${disk##*/}; cat device/serial device/model device/firmware_rev wwid nsid size \
                      queue/logical_block_size; readlink -f device/device; done";
-
-/// Returns the kernel's name of the disk with this serial number.
-fn disk(machine: &Machine, serial: &str) -> Result<String> {
-    machine.sh(&format!("basename $(dirname $(dirname $(grep -ls {serial} /sys/block/nvme*/device/serial)))"))
-}
 
 fn names(serial: &str) -> String {
     format!("set -- {serial}; {NAMES}")

@@ -4,8 +4,8 @@
 #![allow(clippy::unwrap_used)]
 
 use mercury_lab::{
-    Kernel, Machine, Platform, Result, Spec, System, Vendor,
-    as_guest::{self, Guest, NAME},
+    Bus, Kernel, Machine, Platform, Result, Spec, System, Vendor,
+    as_guest::{self, Guest, NAME, disk},
     moving::{LIMIT, PEER, Switch, migrate, receive, said},
     restart::{
         boot_id, comes_further, count, is_well, nothing_wrong,
@@ -32,9 +32,14 @@ fn metal(kernel: Kernel, cpus: u32) -> Spec {
 
 impl Scene {
     fn new(kernel: Kernel, cpus: u32) -> Result<Self> {
+        Self::of(as_guest::in_ram(metal(kernel, cpus)), |host| host)
+    }
+
+    /// Boots this source, and a host with what `add` adds to it.
+    fn of(source: Spec, add: impl FnOnce(Spec) -> Spec) -> Result<Self> {
         let switch = Switch::boot()?;
-        let source = switch.boot_other(switch.plug_metal(as_guest::in_ram(metal(kernel, cpus))))?;
-        let host = switch.plugged(Kernel::BookwormCloud, 2, 1800, 3);
+        let source = switch.boot_other(switch.plug_metal(source))?;
+        let host = add(switch.plugged(Kernel::BookwormCloud, 2, 1800, 3));
         let host = switch.boot_other(as_guest::with_ports(host))?;
         as_guest::bridge(&host, "10.9.0.3")?;
         plug_metal_in(&source, "10.9.0.2")?;
@@ -52,8 +57,13 @@ fn plug_metal_in(machine: &Machine, address: &str) -> Result<()> {
 
 /// Moves the machine to the host, where it goes on as a guest at the end.
 fn moves_in<'a>(source: &Machine, host: &'a Machine, boot_id: &str) -> Result<Guest<'a>> {
-    let (mut guest, words) = Guest::receive(host, "--net tap=tap0 --listen 10.9.0.3")?;
-    let mut moving = source.spawn(&migrate(&words, "--max-throttle 0"))?;
+    let (guest, words) = Guest::receive(host, "--net tap=tap0 --listen 10.9.0.3")?;
+    arrives(source, guest, &migrate(&words, "--max-throttle 0"), boot_id)
+}
+
+/// Moves the machine by this command to a host that waits.
+fn arrives<'a>(source: &Machine, mut guest: Guest<'a>, command: &str, boot_id: &str) -> Result<Guest<'a>> {
+    let mut moving = source.spawn(command)?;
     if let Err(error) = source.wait_shutdown(LIMIT) {
         println!("{:?} {:?}", moving.output_so_far(), moving.errors_so_far());
         println!("{:?}\n{}\n{}", guest.printed(), guest.console(), said(source));
@@ -120,6 +130,53 @@ fn a_machine_comes_back_from_a_host_in_use() -> Result<()> {
     println!("{}", repaired.sh("dmesg | tail -40")?);
     host.check_health()?;
     repaired.check_next_attach()
+}
+
+/// Prints each block device with its type, size and mount point.
+const DISKS: &str = "lsblk -brno NAME,TYPE,SIZE,MOUNTPOINT | sort";
+
+/// Moves a machine like metal with its root on NVMe to a host in use, with all its disks that are mounted.
+/// What does not come along is named before.
+#[test]
+#[ignore = "long"]
+fn a_bare_machine_moves_with_its_disks_to_a_host_in_use() -> Result<()> {
+    need_kvm()?;
+    let metal = as_guest::metal(Kernel::BookwormGeneric, 1).memory_mib(768);
+    let Scene { switch, source, host } =
+        Scene::of(as_guest::on_nvme(metal), |host| host.disk(Bus::Virtio, 6144))?;
+    host.sh("modprobe -a virtio_blk ext4; mkfs.ext4 -q /dev/vda && mount /dev/vda /srv")?;
+    source.sh("echo before > /root/before && head -c 3000000 /dev/urandom > /root/noise && sync")?;
+    let noise = source.sh("md5sum < /root/noise")?;
+    let [root, tools, spare] = ["root", "lab", "disk0"].map(|one| disk(&source, &format!("mercury-{one}")));
+    let (root, tools, spare) = (root?, tools?, spare?);
+    let mounts = source.sh(&format!("{DISKS} | grep -E '^({root}|{tools})'"))?;
+
+    let (guest, words) = Guest::receive(&host, "--net tap=tap0 --listen 10.9.0.3 --disk-folder /srv")?;
+    source.sh(&format!("mkswap -q /dev/{spare} && swapon /dev/{spare}"))?;
+    let refused = source.run(&migrate(&words, &format!("--with-disk /dev/{root}")))?;
+    for reason in [format!("swap is on /dev/{spare}"), format!("--with-disk /dev/{tools}")] {
+        assert!(!refused.success() && refused.stderr.contains(&reason), "{}", refused.stderr);
+    }
+    assert_eq!(host.sh("ls /srv | grep -v lost || true")?, "", "the files of a machine that was refused");
+    source.sh(&format!("swapoff /dev/{spare}"))?;
+
+    let disks = format!("--max-throttle 0 --with-disk /dev/{root} --with-disk /dev/{tools}");
+    let guest = arrives(&source, guest, &migrate(&words, &disks), &boot_id(&source)?)?;
+    talks(&guest, &switch.peer)?;
+    assert_eq!(guest.sh(&format!("{DISKS} | grep -E '^({root}|{tools})'"))?, mounts);
+    guest.sh("sync; echo 3 > /proc/sys/vm/drop_caches")?;
+    assert_eq!(guest.sh("cat /root/before; md5sum < /root/noise")?, format!("before\n{noise}"));
+    guest.sh("cp /root/noise /root/copy && rm /root/noise && sync")?;
+    guest.check_log()?;
+    assert_eq!(guest.sh("dmesg | grep -iE '(nvme.*(timeout|abort|fail)|(I/O|EXT4-fs) error)' || true")?, "");
+
+    let said = guest.power_off()?;
+    assert!(said.contains("powered itself off"), "{said}");
+    println!("{}", host.sh(&format!("fsck.ext4 -fn /srv/{root}"))?);
+    host.sh(&format!("modprobe loop; mount -o ro,loop /srv/{root} /mnt"))?;
+    assert_eq!(host.sh("cd /mnt/root && md5sum < copy && test ! -e noise")?, noise);
+    host.sh("umount /mnt && umount /srv")?;
+    host.check_health()
 }
 
 /// Checks that the commands about guests show the guest, and end it.

@@ -362,6 +362,10 @@ pub const PAGES: &[Page] = &[
                 "Let the machine go on as a guest of this system, on the bridge of a tap interface",
                 "mercury receive --beside --net tap=tap0",
             ),
+            example(
+                "Take its disks as well; they become files in a folder",
+                "mercury receive --beside --net tap=tap0 --disk-folder /srv/node7",
+            ),
         ],
     )
     .files(&[KERNEL, INITRD, MENU, IDENTITY, GUESTS])

@@ -207,6 +207,7 @@ fn options_of_a_guest_that_moves_here_need_one() {
         "--beside",
         "--beside --name db --net tap=tap0 --memory-limit 4G",
         "--beside --listen 10.9.0.3:99 --lifetime 1h --hold-for-ever",
+        "--beside --disk-folder /srv/machines",
     ] {
         assert!(read(right).is_ok(), "{right}: {:?}", read(right).err());
     }
@@ -215,6 +216,7 @@ fn options_of_a_guest_that_moves_here_need_one() {
         "--net passt",
         "--beside --console socket",
         "--memory-limit 4G",
+        "--disk-folder /srv",
         "--beside --disk /dev/sda",
         "--beside --memory 256M",
         "--beside --delay 1s",

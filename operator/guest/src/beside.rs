@@ -12,7 +12,10 @@ use mercury_devices::{
     Witness,
     memory::{View, read, write},
 };
-use mercury_guest::run::{self, Handle, Plan, Prepared, Running};
+use mercury_guest::{
+    disks::OwnDisk,
+    run::{self, Handle, Plan, Prepared, Running},
+};
 use mercury_guests::{Console, Folder, Keeper, LifeArgs, Name, Phase, Status};
 use mercury_image::{FileSystem, Machine, PAGE};
 use mercury_migration::{announcement::ETHER_TYPE, protocol::Attempt, wire::Chunks};
@@ -20,11 +23,15 @@ use mercury_quiesce::ethernet::{self, Card, packets::Packets};
 use mercury_relocation::{
     migrate::offer::{Offer, OfferedDisk},
     operator::Operator,
-    receive::spare::{Memory, Progress, Spare},
+    receive::{
+        files::Files,
+        spare::{Memory, Progress, Spare},
+    },
 };
 use std::{
     collections::VecDeque,
     os::fd::{AsFd, BorrowedFd},
+    path::PathBuf,
     sync::{Arc, Mutex, PoisonError},
 };
 
@@ -55,7 +62,24 @@ struct Arrival {
     folder: Folder,
     status: Status,
     prepared: Prepared,
+    /// The contents of its disks.
+    files: Option<Files>,
     operator: Operator,
+}
+
+/// Names the contents of disks that arrive for the monitor.
+fn contents(files: &Option<Files>) -> Vec<OwnDisk> {
+    let places = files.iter().flat_map(Files::places).cloned();
+    places.map(|(name, path)| OwnDisk { name, path, read_only: false, arrives: true }).collect()
+}
+
+/// What the operator allows a machine.
+#[derive(Clone, Debug, Default)]
+pub struct Allowance {
+    /// Largest memory of the machine in MiB.
+    pub memory_limit: Option<u64>,
+    /// Folder for the contents of its disks.
+    pub disk_folder: Option<PathBuf>,
 }
 
 /// The means of this process that a guest gets.
@@ -68,8 +92,7 @@ pub struct Means {
 /// This host as a destination.
 pub struct Beside {
     life: LifeArgs,
-    /// Largest memory of a machine in MiB.
-    memory_limit: Option<u64>,
+    allowance: Allowance,
     stopping: Stopping,
     /// The keeper, unless it has a folder.
     keeper: Option<Keeper>,
@@ -106,13 +129,13 @@ impl Beside {
     /// Makes the destination. `take` gets the machine when it runs, and returns true if it keeps it.
     pub fn new(
         life: LifeArgs,
-        memory_limit: Option<u64>,
+        allowance: Allowance,
         Means { stopping, keeper }: Means,
         take: impl Fn(Arrived) -> bool + Send + 'static,
     ) -> Self {
         Self {
             life,
-            memory_limit,
+            allowance,
             stopping,
             keeper: Some(keeper),
             take: Box::new(take),
@@ -132,23 +155,21 @@ impl Beside {
 
     fn admit(&mut self, offer: &Offer) -> Result<Arrival> {
         let refused = |text: String| Error::new(Exit::Impossible, text);
-        if !offer.disks.is_empty() {
-            return Err(refused("its disks cannot move to a host in use yet: leave --with-disk out".into()));
-        }
         if offer.cpus != offer.machine.cpus.len() {
             return Err(refused("its offer does not name all of its processors".into()));
         }
         // Without a card, the random numbers are the sign that the kernel has gone on.
         let sign = if self.life.net.is_some() { "virtio_net" } else { "virtio_rng" };
-        let plan = Plan::of(offer.machine.clone(), &["virtio_mmio", sign], &[])?;
+        let files = self.make_files(&offer.disks)?;
+        let plan = Plan::of(offer.machine.clone(), &["virtio_mmio", sign], &contents(&files))?;
         let mib = plan.memory() >> 20;
-        if let Some(limit) = self.memory_limit.filter(|limit| mib > *limit) {
+        if let Some(limit) = self.allowance.memory_limit.filter(|limit| mib > *limit) {
             return Err(refused(format!(
                 "it has {mib} MiB of memory, and --memory-limit allows {limit} MiB"
             )));
         }
         let available = run::available_memory()?;
-        if self.memory_limit.is_none() && plan.memory() > available {
+        if self.allowance.memory_limit.is_none() && plan.memory() > available {
             return Err(refused(format!(
                 "it has {mib} MiB of memory, and the host has {} MiB available; `receive \
                  --memory-limit {mib}M` takes it all the same",
@@ -172,7 +193,20 @@ impl Beside {
         if let Some(keeper) = self.keeper.take() {
             folder.entrust(keeper).map_err(no_keeper)?;
         }
-        Ok(Arrival { name, folder, status, prepared, operator: Operator::at_pipe(&pipe) })
+        Ok(Arrival { name, folder, status, prepared, files, operator: Operator::at_pipe(&pipe) })
+    }
+
+    /// Makes files for disks that come along.
+    fn make_files(&self, offered: &[OfferedDisk]) -> Result<Option<Files>> {
+        if offered.is_empty() {
+            return Ok(None);
+        }
+        let refused = |why: String| Error::new(Exit::Impossible, why);
+        let folder = self.allowance.disk_folder.as_deref().ok_or_else(|| {
+            refused("its disks come along, and `receive --beside` has no folder for them".into())
+                .hint("give one with --disk-folder, or leave --with-disk out")
+        })?;
+        Files::make(folder, offered).map(Some).map_err(refused)
     }
 
     /// Forgets a machine of which no instruction has run.
@@ -200,12 +234,23 @@ impl Spare for Beside {
         Arc::new(Room(view.unwrap_or_default()))
     }
 
-    fn write_disk(&mut self, _: &Chunks) -> Result<()> {
-        Err(Error::new(Exit::Failed, "chunks of a disk have arrived that was not offered"))
+    fn write_disk(&mut self, chunks: &Chunks) -> Result<()> {
+        let files = self.arrival.as_mut().and_then(|arrival| arrival.files.as_mut());
+        let files = files
+            .ok_or_else(|| Error::new(Exit::Failed, "chunks of a disk have arrived that was not offered"))?;
+        files.write(chunks)
     }
 
-    fn complete_disks(&mut self, offered: &[OfferedDisk], _: Attempt) -> std::result::Result<(), String> {
-        if offered.is_empty() { Ok(()) } else { Err("its disks were not offered before".into()) }
+    fn complete_disks(
+        &mut self,
+        offered: &[OfferedDisk],
+        attempt: Attempt,
+    ) -> std::result::Result<(), String> {
+        match self.arrival.as_mut().and_then(|arrival| arrival.files.as_mut()) {
+            Some(files) => files.complete(offered, attempt),
+            None if offered.is_empty() => Ok(()),
+            None => Err("its disks were not offered before".into()),
+        }
     }
 
     fn describe(&mut self, machine: &Machine) {
@@ -218,7 +263,7 @@ impl Spare for Beside {
         // A signal that comes meanwhile ends the guest, and not a machine whose source has given it up.
         let held = self.stopping.hold();
         let arrival = self.arrival.take().ok_or_else(|| Error::fault("no machine has arrived"))?;
-        let Arrival { name, folder, mut status, prepared, .. } = arrival;
+        let Arrival { name, folder, mut status, prepared, files, .. } = arrival;
         let running = match prepared.start() {
             Ok(running) => running,
             Err(error) => {
@@ -226,6 +271,9 @@ impl Spare for Beside {
                 return Err(error);
             }
         };
+        if let Some(files) = files {
+            files.keep();
+        }
         held.hand_over(running.handle());
         self.started = Some(running.handle());
         status.phase = Phase::Running;
@@ -257,7 +305,8 @@ impl Spare for Beside {
         Ok(())
     }
 
-    /// The machine's file systems are on servers: [`Plan`] refuses those on disks.
+    /// The machine's file systems are on servers, or on disks that came along and were compared as a whole.
+    /// [`Plan`] refuses others.
     fn changed_disks(&self, _: &[FileSystem]) -> Vec<String> {
         Vec::new()
     }

@@ -2,7 +2,7 @@
 
 use crate::{
     Ended,
-    beside::{Arrived, Beside, Means},
+    beside::{Allowance, Arrived, Beside, Means},
     finish, say_that_it_goes_on,
     signals::Signals,
     start_keeper,
@@ -20,6 +20,7 @@ use mercury_guest::run::{self, Confinement};
 use mercury_guests::{Console, LifeArgs};
 use mercury_relocation::{receive::beside::Door, values::Listen};
 use std::{
+    path::PathBuf,
     sync::{
         Arc, Mutex, PoisonError,
         mpsc::{self, Sender},
@@ -42,6 +43,9 @@ pub struct ReceiveArgs {
     /// Refuse a machine with more memory
     #[arg(long, value_name = "SIZE", value_parser = mebibytes(1..=1 << 30))]
     memory_limit: Option<u64>,
+    /// Folder for the contents of the machine's disks
+    #[arg(long, value_name = "FOLDER")]
+    disk_folder: Option<PathBuf>,
     #[command(flatten)]
     life: LifeArgs,
 }
@@ -99,7 +103,8 @@ fn begin(args: &ReceiveArgs, door: Door, means: Means, to: Sender<News>) -> Resu
         *kept.lock().unwrap_or_else(PoisonError::into_inner) = Some(one.running.confinement());
         arrived.send(News::Arrived(Box::new(one))).is_ok()
     };
-    let beside = Beside::new(args.life.clone(), args.memory_limit, means, take);
+    let allowance = Allowance { memory_limit: args.memory_limit, disk_folder: args.disk_folder.clone() };
+    let beside = Beside::new(args.life.clone(), allowance, means, take);
     if !beside.can_announce() {
         eprintln!(
             "without CAP_NET_RAW this host hears and tells the source by its connection only: if that is \

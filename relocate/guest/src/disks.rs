@@ -41,6 +41,8 @@ pub struct OwnDisk {
     pub path: PathBuf,
     /// True if the guest only reads it.
     pub read_only: bool,
+    /// True if the content arrives with the machine, and is compared then.
+    pub arrives: bool,
 }
 
 /// A disk whose content is open.
@@ -97,14 +99,16 @@ impl Plan {
     ///
     /// # Errors
     /// A content cannot be opened, or is for no disk of the machine.
-    pub fn of(machine: &Machine, given: &[OwnDisk], taken: &[Range<u64>], end: u64) -> Result<Self> {
-        let opened = open(machine, given)?;
+    pub fn of(machine: &Machine, own: &[OwnDisk], taken: &[Range<u64>], end: u64) -> Result<Self> {
+        let opened = open(machine, own)?;
         let mut plan = Self::default();
         let content = |name: &str| {
-            let one = opened.iter().find(|one| one.given.name == name)?;
+            let one = given(&opened, name)?;
             Some(one as &dyn ReadAt)
         };
-        let reasons = machine.file_systems.iter().filter_map(|one| obstacle(one, machine, &content));
+        let arrives = |name: &str| given(&opened, name).is_some_and(|one| one.given.arrives);
+        let reasons =
+            machine.file_systems.iter().filter_map(|one| obstacle(one, machine, &content, &arrives));
         plan.reasons.extend(reasons);
         plan.reasons.extend(machine.swap.iter().filter_map(|one| absent_swap(one, machine, &content)));
         for theirs in &machine.nvme {
@@ -190,6 +194,7 @@ fn obstacle<'a>(
     one: &FileSystem,
     machine: &Machine,
     content: &dyn Fn(&str) -> Option<&'a dyn ReadAt>,
+    arrives: &dyn Fn(&str) -> bool,
 ) -> Option<String> {
     if one.goes_along {
         return None;
@@ -206,10 +211,13 @@ fn obstacle<'a>(
     }
     if let Some(disk) = known.into_iter().find(|disk| content(disk.name).is_none()) {
         return Some(format!(
-            "{mounted_at} is mounted from {device}, which needs the disk {}: give its content with --disk \
-             {}=FILE",
-            disk.label, disk.name
+            "{mounted_at} is mounted from {device}, which needs the disk {}: {}",
+            disk.label,
+            remedy(disk.name)
         ));
+    }
+    if names.iter().all(|name| arrives(name)) {
+        return None;
     }
     let Some(fingerprint) = &one.fingerprint else {
         return Some(format!(
@@ -238,10 +246,15 @@ fn absent_swap<'a>(
     }
     let device = &one.device;
     let given = match one.disks.iter().find(is_absent).and_then(|name| find(machine, name)) {
-        Some(disk) => format!("give the content of the disk {} with --disk {}=FILE", disk.label, disk.name),
-        None => "a guest can have only disks on NVMe and AHCI that its image names".into(),
+        Some(disk) => format!("which needs the disk {}: {}", disk.label, remedy(disk.name)),
+        None => "and a guest can have only disks on NVMe and AHCI that its image names".into(),
     };
-    Some(format!("swap is on {device}: {given}, or switch it off before (`swapoff {device}`)"))
+    Some(format!("swap is on {device}, {given}; or switch it off before (`swapoff {device}`)"))
+}
+
+/// Returns the remedy for a disk that is missing.
+fn remedy(name: &str) -> String {
+    format!("give its content with --disk {name}=FILE, or in a move take it along (--with-disk /dev/{name})")
 }
 
 /// Finds the PCI device of a controller.
@@ -258,7 +271,7 @@ fn function(device: &Device) -> std::result::Result<Function, String> {
 impl Opened<'_> {
     /// Takes the content for a disk that has some size.
     fn content(&self, theirs: Option<u64>) -> std::result::Result<Box<RawDisk>, String> {
-        let OwnDisk { name, path, read_only } = self.given;
+        let OwnDisk { name, path, read_only, .. } = self.given;
         let of = |why: String| format!("{name}: {}{why}", path.display());
         let file = self.file.try_clone().map_err(|error| of(format!(": {error}")))?;
         let content = RawDisk::new(file, *read_only).map_err(|error| of(format!(": {error}")))?;
@@ -313,7 +326,7 @@ pub fn parse(text: &str) -> Option<OwnDisk> {
         return None;
     }
     let (path, read_only) = file.strip_suffix(",ro").map_or((file, false), |path| (path, true));
-    Some(OwnDisk { name: name.to_owned(), path: Path::new(path).to_owned(), read_only })
+    Some(OwnDisk { name: name.to_owned(), path: Path::new(path).to_owned(), read_only, arrives: false })
 }
 
 #[cfg(test)]
@@ -367,7 +380,8 @@ pub(crate) mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         let bytes: Vec<u8> = (0..SIZE).map(|at| (at % 253) as u8).collect();
         std::fs::write(file.path(), bytes).unwrap();
-        let disk = OwnDisk { name: "nvme0n1".into(), path: file.path().into(), read_only: false };
+        let disk =
+            OwnDisk { name: "nvme0n1".into(), path: file.path().into(), read_only: false, arrives: false };
         (file, disk)
     }
 
@@ -420,6 +434,16 @@ pub(crate) mod tests {
         bytes[0] ^= 1;
         std::fs::write(file.path(), &bytes).unwrap();
         assert_eq!(self::plan(&machine, given).reasons, [""; 0], "it is outside of the file system");
+    }
+
+    /// Compares the content of a disk that arrives with the source's disk then, and not with the offer.
+    #[test]
+    fn a_disk_that_arrives_needs_no_fingerprint() {
+        let (_file, mut disk) = content();
+        let machine = machine();
+        assert!(reason(&machine, std::slice::from_ref(&disk)).contains("no fingerprint"));
+        disk.arrives = true;
+        assert_eq!(plan(&machine, &[disk]).controllers.len(), 1);
     }
 
     #[test]
@@ -481,14 +505,14 @@ pub(crate) mod tests {
         for unknown in [area(&[]), area(&["sdb"]), area(&["nvme0n1", "sdb"])] {
             machine.swap = vec![unknown];
             let text = reason(&machine, given);
-            assert!(text.starts_with("swap is on /dev/dm-1: a guest can have only"), "{text}");
+            assert!(text.starts_with("swap is on /dev/dm-1, and a guest can have only"), "{text}");
         }
         machine.swap[0].goes_along = true;
         assert_eq!(plan(&machine, given).reasons, [""; 0]);
         machine.file_systems.clear();
         machine.swap = vec![area(&["nvme0n1"])];
         let text = reason(&machine, &[]);
-        assert!(text.contains("SERIAL") && text.contains("--disk nvme0n1=FILE, or switch it off"), "{text}");
+        assert!(text.contains("SERIAL") && text.contains("--disk nvme0n1=FILE, or in a move"), "{text}");
     }
 
     #[test]
@@ -528,7 +552,7 @@ pub(crate) mod tests {
     #[test]
     fn a_name_before_a_file_is_that_of_an_own_disk() {
         let disk = |name: &str, path: &str, read_only| {
-            Some(OwnDisk { name: name.into(), path: path.into(), read_only })
+            Some(OwnDisk { name: name.into(), path: path.into(), read_only, arrives: false })
         };
         assert_eq!(parse("nvme0n1=/dev/sdb"), disk("nvme0n1", "/dev/sdb", false));
         assert_eq!(parse("nvme1n1=a=b,ro"), disk("nvme1n1", "a=b", true));

@@ -137,7 +137,12 @@ pub(crate) mod tests {
     fn contents() -> (NamedTempFile, Vec<OwnDisk>) {
         let file = NamedTempFile::new().unwrap();
         file.as_file().set_len(u64::from(SECTORS) * 512).unwrap();
-        let one = |name: &str| OwnDisk { name: name.into(), path: file.path().into(), read_only: true };
+        let one = |name: &str| OwnDisk {
+            name: name.into(),
+            path: file.path().into(),
+            read_only: true,
+            arrives: false,
+        };
         let given = vec![one("sda"), one("sdb")];
         (file, given)
     }

@@ -130,7 +130,7 @@ impl Disk {
     }
 
     /// Returns true if its beginning and its end are zeros.
-    fn is_empty(&self) -> io::Result<bool> {
+    pub(crate) fn is_empty(&self) -> io::Result<bool> {
         let file = patient::Disk::open(&self.path)?;
         for offset in [0, self.bytes.saturating_sub(ENDS)] {
             let bytes = file.read_at(offset, self.bytes.min(ENDS) as usize)?;
@@ -152,13 +152,14 @@ pub fn memory(sizes: &[u64]) -> u64 {
     needed.next_multiple_of(16)
 }
 
-/// Makes the kernel read the partition table of a disk again.
+/// Makes the kernel read the partition table of a disk again. A file has none for the kernel.
 pub fn reread_partitions(file: &File) {
     const BLKRRPART: libc::c_ulong = 0x125F;
     // A disk that another process is about to probe is busy.
     for _ in 0..20 {
         // SAFETY: the request has no argument.
-        if unsafe { libc::ioctl(file.as_raw_fd(), BLKRRPART, 0) } == 0 {
+        let is_done = unsafe { libc::ioctl(file.as_raw_fd(), BLKRRPART, 0) } == 0;
+        if is_done || io::Error::last_os_error().raw_os_error() != Some(libc::EBUSY) {
             break;
         }
         std::thread::sleep(std::time::Duration::from_millis(100));

@@ -65,7 +65,7 @@ pub fn give(paths: &[PathBuf], force: bool, sysroot: &Sysroot) -> Result<Vec<Dis
 
 /// A disk that is written.
 #[derive(Debug)]
-struct Target {
+pub(super) struct Target {
     disk: Disk,
     file: File,
     ledger: DiskLedger,
@@ -88,6 +88,11 @@ impl Targets {
     #[must_use]
     pub fn new(given: Vec<Disk>) -> Self {
         Self { given, open: Vec::new(), buffer: Buffer::new(CHUNKS_BYTES_MAX) }
+    }
+
+    /// Makes the targets of an offer, which are open already.
+    pub(super) fn opened(open: Vec<Target>) -> Self {
+        Self { given: Vec::new(), open, buffer: Buffer::new(CHUNKS_BYTES_MAX) }
     }
 
     /// Checks if the offered disks fit; nothing is written yet.
@@ -136,8 +141,7 @@ impl Targets {
             return Err(format!("the disk at {} is not the one that was given", given.place));
         }
         let file = here.open(true).map_err(|error| format!("{}: {error}", here.path.display()))?;
-        let ledger = DiskLedger::new(here.bytes);
-        Ok(Target { disk: here, file, ledger, first: None, is_touched: false })
+        Ok(Target::new(here, file))
     }
 
     /// Writes chunks, and records the hashes of the data then on disk.
@@ -207,6 +211,12 @@ impl Targets {
 }
 
 impl Target {
+    /// Takes the open file of a disk that has nothing on it.
+    pub(super) fn new(disk: Disk, file: File) -> Self {
+        let ledger = DiskLedger::new(disk.bytes);
+        Self { disk, file, ledger, first: None, is_touched: false }
+    }
+
     fn put(&mut self, chunk: &Chunk<'_>, buffer: &mut Buffer) -> io::Result<()> {
         if !self.ledger.contains(chunk.offset, chunk.length) {
             return Err(io::Error::other("the chunk is not on the disk that was offered"));
@@ -279,8 +289,7 @@ mod tests {
         };
         std::fs::write(&disk.path, vec![7; 2 * CHUNK + 512]).expect("a file");
         let file = OpenOptions::new().read(true).write(true).open(&disk.path).expect("a file");
-        let ledger = DiskLedger::new(disk.bytes);
-        let target = Target { disk: disk.clone(), file, ledger, first: None, is_touched: false };
+        let target = Target::new(disk.clone(), file);
         Targets { given: vec![disk], open: vec![target], buffer: Buffer::new(CHUNKS_BYTES_MAX) }
     }
 

@@ -23,6 +23,7 @@ macro_rules! note {
 
 pub mod beside;
 mod disks;
+pub mod files;
 mod host;
 #[cfg(test)]
 mod hostile;

@@ -1,0 +1,242 @@
+//! The files of a host in use for the disks that come with a machine. A monitor shows their contents to the
+//! machine later.
+
+use super::disks::{Target, Targets};
+use crate::migrate::{disk::Disk, offer::OfferedDisk};
+use mercury_control::{error::Result, output::bytes};
+use mercury_migration::{protocol::Attempt, wire::Chunks};
+use std::{
+    collections::BTreeSet,
+    fs::{self, File, OpenOptions},
+    io::{self, Seek, SeekFrom},
+    os::unix::fs::OpenOptionsExt,
+    path::{Path, PathBuf},
+};
+
+/// Size that reads and writes past the kernel's cache have a multiple of, on all file systems.
+const BLOCK: u64 = 4096;
+
+/// The contents of a machine's disks while they arrive. Files that were made for them go with this value,
+/// unless they are kept.
+#[derive(Debug)]
+pub struct Files {
+    targets: Targets,
+    /// The kernel's name of each disk, and its file.
+    places: Vec<(String, PathBuf)>,
+    made: Vec<PathBuf>,
+}
+
+impl Files {
+    /// Makes a file for each disk, in a folder. A file that is there already must have the disk's size and
+    /// hold nothing; it may be a link to a block device.
+    ///
+    /// # Errors
+    ///
+    /// Returns every reason why a disk has no place. The files that were made are gone then.
+    pub fn make(folder: &Path, offered: &[OfferedDisk]) -> std::result::Result<Self, String> {
+        // Before a size is believed.
+        lack(folder, offered)?;
+        let mut files = Self { targets: Targets::opened(Vec::new()), places: Vec::new(), made: Vec::new() };
+        let mut names = BTreeSet::new();
+        let (mut reasons, mut open) = (Vec::new(), Vec::new());
+        for OfferedDisk { disk, .. } in offered {
+            let name = name_of(disk).filter(|name| names.insert(name.clone()));
+            let opened = match name {
+                Some(name) => files.open(folder, name, disk),
+                None => Err("it has no name that a file could have, or was offered twice".into()),
+            };
+            match opened {
+                Ok(target) => open.push(target),
+                Err(why) => reasons.push(format!("its disk {} has no place: {why}", disk.path.display())),
+            }
+        }
+        if !reasons.is_empty() {
+            return Err(reasons.join("; "));
+        }
+        files.targets = Targets::opened(open);
+        Ok(files)
+    }
+
+    fn open(&mut self, folder: &Path, name: String, disk: &Disk) -> std::result::Result<Target, String> {
+        let path = folder.join(&name);
+        let failed = |error: io::Error| format!("{}: {error}", path.display());
+        let mut options = OpenOptions::new();
+        options.read(true).write(true);
+        match options.clone().create_new(true).open(&path) {
+            Ok(file) => {
+                self.made.push(path.clone());
+                file.set_len(disk.bytes).map_err(failed)?;
+            }
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(failed(error)),
+        }
+        // Past the kernel's cache, where the file system can: nothing is left to be written when applications
+        // stand still.
+        let is_even = disk.bytes.is_multiple_of(BLOCK);
+        let direct = options.clone().custom_flags(libc::O_DIRECT).open(&path);
+        let file = direct.ok().filter(|_| is_even).map_or_else(|| options.open(&path), Ok).map_err(failed)?;
+        let here = Disk { path: path.clone(), ..disk.clone() };
+        self.check(&here, &file)?;
+        self.places.push((name, path));
+        Ok(Target::new(here, file))
+    }
+
+    /// Refuses a file of another size, or one that holds data.
+    fn check(&self, disk: &Disk, mut file: &File) -> std::result::Result<(), String> {
+        let path = disk.path.display();
+        let found = file.seek(SeekFrom::End(0)).map_err(|error| format!("{path}: {error}"))?;
+        if found != disk.bytes {
+            return Err(format!("{path} has {found} bytes, and the disk has {}", disk.bytes));
+        }
+        if !self.made.contains(&disk.path) && !disk.is_empty().map_err(|error| format!("{path}: {error}"))? {
+            return Err(format!("{path} holds data: move it away, or remove it"));
+        }
+        Ok(())
+    }
+
+    /// Returns the kernel's name of each disk at the source, and the file with its content.
+    #[must_use]
+    pub fn places(&self) -> &[(String, PathBuf)] {
+        &self.places
+    }
+
+    /// Writes chunks.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if their disk was not offered, or cannot be written.
+    pub fn write(&mut self, chunks: &Chunks) -> Result<()> {
+        self.targets.write(chunks)
+    }
+
+    /// Checks if the files hold the data that was sent, and completes them.
+    ///
+    /// # Errors
+    ///
+    /// Returns the reason if they do not.
+    pub fn complete(&mut self, offered: &[OfferedDisk], attempt: Attempt) -> std::result::Result<(), String> {
+        self.targets.complete(offered, attempt)
+    }
+
+    /// Keeps the files: the machine goes on with them.
+    pub fn keep(mut self) {
+        self.made.clear();
+        self.targets = Targets::opened(Vec::new());
+    }
+}
+
+impl Drop for Files {
+    fn drop(&mut self) {
+        self.targets.release();
+        for path in &self.made {
+            if let Err(error) = fs::remove_file(path) {
+                eprintln!("mercury: {} could not be removed: {error}", path.display());
+            }
+        }
+    }
+}
+
+/// Refuses disks for whose new files the folder has no room.
+fn lack(folder: &Path, offered: &[OfferedDisk]) -> std::result::Result<(), String> {
+    let disks = offered.iter().map(|offered| &offered.disk);
+    let is_new = |disk: &&Disk| name_of(disk).is_some_and(|name| !folder.join(name).exists());
+    let needed = disks.filter(is_new).map(|disk| disk.bytes).fold(0, u64::saturating_add);
+    let found = rustix::fs::statvfs(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+    let free = found.f_bavail.saturating_mul(found.f_frsize);
+    if needed <= free {
+        return Ok(());
+    }
+    let (needed, free) = (bytes(needed), bytes(free));
+    Err(format!("its disks have {needed}, and {} has {free} free", folder.display()))
+}
+
+/// Returns the kernel's name of a disk, in the characters that such names have.
+fn name_of(disk: &Disk) -> Option<String> {
+    let name = disk.path.file_name()?.to_str()?;
+    let is_name = name.starts_with(|first: char| first.is_ascii_lowercase())
+        && name.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit());
+    is_name.then(|| name.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mercury_migration::wire::{DiskLedger, hash_of_chunk};
+
+    const BYTES: u64 = 3 << 16;
+
+    fn offered(path: &str, bytes: u64) -> OfferedDisk {
+        let disk = Disk { place: path.into(), path: path.into(), bytes, sector: 512 };
+        OfferedDisk { disk, ..OfferedDisk::default() }
+    }
+
+    fn refused(folder: &Path, disks: &[OfferedDisk]) -> String {
+        Files::make(folder, disks).expect_err("refused")
+    }
+
+    fn names(folder: &Path) -> usize {
+        fs::read_dir(folder).expect("a folder").count()
+    }
+
+    #[test]
+    fn a_disk_arrives_in_a_file_that_stays_only_if_it_is_kept() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let content = vec![7; BYTES as usize];
+        let mut ledger = DiskLedger::new(BYTES);
+        let mut chunks = Chunks::of(0);
+        for (at, chunk) in (0..).step_by(1 << 16).zip(content.chunks(1 << 16)) {
+            ledger.note(at, chunk.len(), hash_of_chunk(chunk)).expect("noted");
+            chunks.add(at, chunk);
+        }
+        let attempt = Attempt([3; 16]);
+        let mut last = vec![offered("/dev/nvme0n1", BYTES)];
+        for is_kept in [false, true] {
+            let mut files = Files::make(folder.path(), &last).expect("files");
+            let file = folder.path().join("nvme0n1");
+            assert_eq!(files.places(), [("nvme0n1".to_owned(), file.clone())]);
+            files.write(&chunks).expect("written");
+            assert!(files.complete(&last, attempt).is_err(), "no digest");
+            drop(files);
+            assert_eq!(names(folder.path()), 0);
+            last[0].digest = ledger.digest(attempt).to_string();
+            let mut files = Files::make(folder.path(), &last).expect("files");
+            files.write(&chunks).expect("written");
+            assert_eq!(files.complete(&last, attempt), Ok(()));
+            if is_kept {
+                files.keep()
+            } else {
+                drop(files)
+            }
+            assert_eq!(fs::read(&file).ok(), is_kept.then(|| content.clone()));
+            last[0].digest.clear();
+        }
+        let text = refused(folder.path(), &last);
+        assert!(text.contains("nvme0n1 holds data"), "{text}");
+    }
+
+    #[test]
+    fn a_file_of_the_operator_s_stays_and_must_fit() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let file = folder.path().join("sda");
+        File::create(&file).and_then(|made| made.set_len(BYTES)).expect("a file");
+        drop(Files::make(folder.path(), &[offered("/dev/sda", BYTES)]).expect("files"));
+        assert_eq!(names(folder.path()), 1);
+        let text = refused(folder.path(), &[offered("/dev/sda", BYTES + 512), offered("/dev/sdb", BYTES)]);
+        assert!(text.contains("/dev/sda has no place") && text.contains("196608 bytes"), "{text}");
+        assert_eq!(names(folder.path()), 1, "the other file is gone again");
+    }
+
+    #[test]
+    fn names_that_could_leave_the_folder_are_refused() {
+        let folder = tempfile::tempdir().expect("a folder");
+        for path in ["/dev/..", "", "/dev/.x", "/dev/a b", "/dev/Sda"] {
+            let text = refused(folder.path(), &[offered(path, BYTES)]);
+            assert!(text.contains("has no name"), "{path}: {text}");
+        }
+        let twice = refused(folder.path(), &[offered("/dev/sda", BYTES), offered("/dev/sda", BYTES)]);
+        assert!(twice.contains("was offered twice"), "{twice}");
+        let large = refused(folder.path(), &[offered("/dev/sda", 1 << 62)]);
+        assert!(large.contains("free"), "{large}");
+        assert_eq!(names(folder.path()), 0);
+    }
+}
