@@ -2,7 +2,7 @@
 
 use std::{
     fs::File,
-    io::{self, Error, ErrorKind},
+    io::{self, ErrorKind},
     os::unix::fs::FileExt,
 };
 
@@ -40,7 +40,7 @@ impl Kcore {
         let mut header = [0; HEADER];
         file.read_exact_at(&mut header, 0)?;
         if !header.starts_with(b"\x7fELF") {
-            return Err(Error::new(ErrorKind::InvalidData, "this is no core file"));
+            return Err(io::Error::new(ErrorKind::InvalidData, "this is no core file"));
         }
         let (at, count) = (number(&header, 32), usize::from(u16::from_le_bytes([header[56], header[57]])));
         let mut table = vec![0; count * PROGRAM_HEADER];
@@ -69,7 +69,7 @@ impl Memory for Kcore {
         let end = address.saturating_add(to.len() as u64);
         let found = self.segments.iter().find(|(start, until, _)| *start <= address && end <= *until);
         let (start, _, offset) =
-            found.ok_or_else(|| Error::new(ErrorKind::NotFound, format!("no memory at {address:#x}")))?;
+            found.ok_or_else(|| io::Error::new(ErrorKind::NotFound, format!("no memory at {address:#x}")))?;
         self.file.read_exact_at(to, offset + (address - start))
     }
 }
