@@ -305,6 +305,8 @@ fn scrubbed(release: Kernel) -> Result<(Machine, Background)> {
     load_test_module(&machine)?;
     machine.put("/run/guard.toml", b"on_hang = 'report'\n[integrity]\nscrub = 'mend'\n", 0o644)?;
     let daemon = machine.spawn("exec mercury daemon --rules /run/guard.toml --socket /run/socket")?;
+    let is_there = "mercury guard status > /dev/null 2>&1";
+    machine.sh(&format!("for _ in $(seq 120); do {is_there} && exit 0; sleep 0.5; done; exit 1"))?;
     passes(&machine, 1)?;
     Ok((machine, daemon))
 }
