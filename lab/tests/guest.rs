@@ -133,6 +133,7 @@ fn a_bare_machine_goes_on_as_a_guest() -> Result<()> {
 fn clones_share_memory_and_are_units_of_their_host_s_systemd() -> Result<()> {
     need_kvm()?;
     let source = Machine::boot(as_guest::source(Kernel::BookwormGeneric, 1))?;
+    start(&source, "clock", CLOCK, "")?;
     let boot_id = boot_id(&source)?;
     as_guest::checkpoint(&source)?;
     let host = as_guest::host(Kernel::BookwormCloud, &source).init(Init::Systemd).memory_mib(1792);
