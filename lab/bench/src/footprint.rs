@@ -121,7 +121,8 @@ fn archive(release: Release, dir: &Path) -> Result<PathBuf> {
         archive.file(name, &fs::read(&from).context(|| format!("read {}", from.display()))?);
     }
     let init = format!(
-        "#!/bin/sh\necho up\nread word\nn=0\nwhile [ $n -lt {PROGRAMS} ]; do sleep 9999 & n=$((n + 1)); done\n\
+        "#!/bin/sh\necho up\nread word\nn=0\nwhile [ $n -lt {PROGRAMS} ]; do sleep 9999 & n=$((n + 1)); \
+        done\n\
          echo all started\nread word\n"
     );
     archive.file("init", init.as_bytes());
@@ -186,14 +187,16 @@ pub fn section(figures: &Figures) -> String {
     let rows: Vec<Vec<String>> = figures.machines.iter().flat_map(rows).collect();
     format!(
         "{HEADING}\n\n\
-        `lab bench footprint` writes this section alone. A machine of {MEMORY_MIB} MiB with the small kernel runs \
-        a shell that\n\
+        `lab bench footprint` writes this section alone. A machine of {MEMORY_MIB} MiB with the small \
+        kernel runs a shell that\n\
         waits for input, and then {PROGRAMS} programs more that sleep, each in an address space of its own. \
         Memory is in MiB, as\n\
         the host's kernel counts the processes' shares (PSS): each page counts once. The monitor's program \
         is in it,\n\
-        which other machines on the host share. The host maps more or less of it, as it happens to cache the file. The\n\
-        host's page tables are not in it. The goal for the monitor of an idle machine is {AT_MOST} MiB at most ({}).\n\n{}",
+        which other machines on the host share. The host maps more or less of it, as it happens to cache \
+        the file. The\n\
+        host's page tables are not in it. The goal for the monitor of an idle machine is {AT_MOST} MiB at \
+        most ({}).\n\n{}",
         if is_kept { "kept" } else { "**missed**" },
         table(&header, &rows)
     )

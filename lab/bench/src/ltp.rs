@@ -94,8 +94,8 @@ pub struct Plan {
 }
 
 /// Runs the tests. Results are kept, and those of earlier runs count where a test has not run again. On the
-/// bare machine, which is slow, only those tests run that did not pass in all hosted machines. Returns true if
-/// docs/hosted.md names all tests that differ.
+/// bare machine, which is slow, only those tests run that did not pass in all hosted machines. Returns true
+/// if docs/hosted.md names all tests that differ.
 ///
 /// # Errors
 /// If the tests do not build, or a machine cannot be started.

@@ -130,8 +130,9 @@ pub enum Command {
         that the next one may come.\n\nThe network is that of one Ethernet card, as it is now. Both \
         machines must be on the same network, and reach the same disks or network file systems. Local \
         disks of the source can move too: give disks of this machine for them (--disk), which overwrites \
-        the given disks.\n\nWith --source NAME no token is printed. The named machines are told the token when \
-        they come (mercury migrate HOST --spare NAME). They know this one by the name that `mercury identity` \
+        the given disks.\n\nWith --source NAME no token is printed. The named machines are told the token \
+        when they come (mercury migrate HOST --spare NAME). They know this one by the name that `mercury \
+        identity` \
         prints here.\n\nWith --beside this system stays as it is and in use, and the machine goes on in \
         it as a virtual machine. It need not be equal then: its processor must be one that this host's KVM \
         can offer, and no file system may be mounted from a local disk. The command ends with the guest; \
@@ -186,7 +187,8 @@ pub enum Command {
         long_about = "Notices CPUs that hang, also all of them at once, within two seconds. A hang becomes a \
             panic, so that a crash kernel or a restart follows. If a snapshot is kept, the machine goes back \
             to it instead. No hypervisor is needed for the watch, and a machine at work has no exits.\n\n\
-            NMIs come from the HPET and from counters of cycles. The rules are in /etc/mercury/guard.toml.\n\n\
+            NMIs come from the HPET and from counters of cycles. The rules are in \
+            /etc/mercury/guard.toml.\n\n\
             By the same rules mercuryd reads sensors of the hardware and watches services, and reports an \
             alarm, or moves the machine to its destination."
     )]

@@ -113,8 +113,8 @@ pub struct ReceiveOptions {
     pub boot_menu: bool,
     /// Lifetime of the pairing token
     pub lifetime: Span,
-    /// Machine that may move here, by the name that `mercury identity` prints there. The pairing token is then
-    /// told to these machines alone, and does not expire
+    /// Machine that may move here, by the name that `mercury identity` prints there. The pairing token is
+    /// then told to these machines alone, and does not expire
     pub source: Vec<MachineName>,
     /// File with this machine's identity, for --source
     pub identity: PathBuf,

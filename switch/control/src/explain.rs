@@ -947,8 +947,8 @@ pub const TABLE: &[Entry] = &[
     entry_of(
         Code::BadRules,
         "the file with the guard's rules has a mistake",
-        "A rule that is not understood would not be kept. So mercuryd and `mercury guard on` refuse the whole \
-         file, and name the line and the key.",
+        "A rule that is not understood would not be kept. So mercuryd and `mercury guard on` refuse the \
+        whole file, and name the line and the key.",
         "correct the line; /usr/share/doc/mercury/examples/guard.toml explains each key",
     ),
     entry_of(
@@ -979,8 +979,8 @@ pub const TABLE: &[Entry] = &[
         Code::NoDestination,
         "there is no machine to move to",
         "An order to move needs a destination that waits in `mercury receive`, and its pairing token.",
-        "set MERCURY_DESTINATION in /etc/default/mercuryd, or a [[spare]] in /etc/mercury/guard.toml, and put \
-         the pairing token into its file",
+        "set MERCURY_DESTINATION in /etc/default/mercuryd, or a [[spare]] in /etc/mercury/guard.toml, and \
+        put the pairing token into its file",
     ),
     entry_of(
         Code::RollbackInVain,
@@ -1032,7 +1032,8 @@ pub const TABLE: &[Entry] = &[
          that a guest can have. The kernel would lose the file system. Disks of iSCSI belong here as well: a \
          process has to connect them again, and could not be read from them.",
         "give the content of each disk on NVMe and AHCI with `--disk NAME=FILE`, as it was at the instant; \
-         unmount other file systems and switch other swap areas off (`swapoff DEVICE`) before; root may lie in RAM, on NFS, on NBD or on NVMe \
+         unmount other file systems and switch other swap areas off (`swapoff DEVICE`) before; root may \
+         lie in RAM, on NFS, on NBD or on NVMe \
          over TCP as well",
     ),
     entry_of(

@@ -47,7 +47,8 @@ fn unit(groups: &str) -> Option<&str> {
 
 /// Reports an action of a service: to the journal with fields, elsewhere on standard error.
 ///
-/// It never waits: a journal whose disk does not answer takes no messages, and the service must act just then.
+/// It never waits: a journal whose disk does not answer takes no messages, and the service must act just
+/// then.
 pub fn say(priority: Priority, program: &str, message: &str, mut fields: Fields<'_>) {
     fields.push(("SYSLOG_IDENTIFIER", program.to_owned()));
     fields.extend(own_unit().map(|unit| ("OBJECT_SYSTEMD_UNIT", unit)));

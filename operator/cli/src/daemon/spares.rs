@@ -160,8 +160,8 @@ impl Spare {
     }
 }
 
-/// Reads a file that only root may read or write. All checks are made on the open file, and a pipe in its place
-/// is not waited for.
+/// Reads a file that only root may read or write. All checks are made on the open file, and a pipe in its
+/// place is not waited for.
 fn secret(path: &Path) -> io::Result<String> {
     let flags = (rustix::fs::OFlags::NONBLOCK | rustix::fs::OFlags::NOCTTY).bits();
     let flags = i32::try_from(flags).unwrap_or_default();

@@ -68,9 +68,9 @@ pub struct ReceiveArgs {
     #[arg(long, value_name = "SIZE", requires = "beside", value_parser = mebibytes(1..=1 << 30))]
     #[arg(help_heading = "Options with --beside")]
     pub memory_limit: Option<u64>,
-    /// Folder for the disks that the machine brings (`mercury migrate --with-disk`). Each becomes a file there
-    /// of its name, such as nvme0n1. A file that is there must be empty and as large as the disk; it may be a
-    /// link to a block device
+    /// Folder for the disks that the machine brings (`mercury migrate --with-disk`). Each becomes a file
+    /// there of its name, such as nvme0n1. A file that is there must be empty and as large as the disk; it
+    /// may be a link to a block device
     #[arg(long, value_name = "FOLDER", requires = "beside", help_heading = "Options with --beside")]
     pub disk_folder: Option<PathBuf>,
     #[command(flatten, next_help_heading = "Options with --beside")]

@@ -6,7 +6,7 @@
 //! | place | known by | forms |
 //! |---|---|---|
 //! | a jump label | the table of jump labels | a NOP, or a jump to the target in the table |
-//! | a static call | tables, and symbols of trampolines | a call or jump to its key's function, a NOP, a return |
+//! | a static call | tables, trampolines | a call or jump to its key's function, a NOP, a return |
 //! | a function's entry (ftrace) | symbols | a NOP, or a call of ftrace or of a trampoline |
 //! | a kprobe | debugfs | a breakpoint, or a jump |
 //! | a lock prefix | its two forms | LOCK or DS |

@@ -34,8 +34,8 @@ pub struct Found {
 }
 
 impl Found {
-    /// Returns the type to ask for. A scan calls ATA's disks `scsi`, of which smartctl would read no sectors. It
-    /// finds out by itself when it is asked without a type.
+    /// Returns the type to ask for. A scan calls ATA's disks `scsi`, of which smartctl would read no
+    /// sectors. It finds out by itself when it is asked without a type.
     fn kind(&self) -> Option<&str> {
         Some(self.kind.as_str()).filter(|kind| !matches!(*kind, "scsi" | "ata"))
     }

@@ -123,8 +123,8 @@ impl Judge {
         Some(self.alarm(reading, amount, limit))
     }
 
-    /// Returns the limit for a reading. Alarms are counted by readings, and no more of them can be too many than
-    /// the sensor makes within the time.
+    /// Returns the limit for a reading. Alarms are counted by readings, and no more of them can be too many
+    /// than the sensor makes within the time.
     fn limit(&self, kind: Kind, reading: &Reading) -> Limit {
         let limit = self.rules.limit(reading.signal);
         if !matches!(reading.amount, Amount::Alarm(_)) {

@@ -193,8 +193,8 @@ pub fn event(line: &str) -> Option<Event> {
     Some(Event { signal, source: format!("{name}/{source}"), count, text: format!("{name}: {fields}") })
 }
 
-/// Returns the event's name and its fields, which follow the time. The name of a process comes before, and any user
-/// can choose one that holds the name of an event.
+/// Returns the event's name and its fields, which follow the time. The name of a process comes before, and
+/// any user can choose one that holds the name of an event.
 fn named(line: &str) -> Option<(&'static str, &str)> {
     let is_time = |word: &str| {
         let is_number = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());

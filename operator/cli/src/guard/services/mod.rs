@@ -48,7 +48,8 @@ pub enum News {
 /// The states of all services in words, by their index in the rules.
 type States = Arc<Mutex<Vec<String>>>;
 
-/// News that nobody has taken yet, with the last change of each service only: nobody takes them during a move.
+/// News that nobody has taken yet, with the last change of each service only: nobody takes them during a
+/// move.
 #[derive(Clone, Debug, Default)]
 struct Board(Arc<Mutex<Vec<News>>>);
 
