@@ -67,7 +67,9 @@ fn make(path: &Path, key: &MachineKey) -> io::Result<()> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     fs::create_dir_all(folder)?;
     let new = path.with_extension(format!("new-{}-{:?}", std::process::id(), std::thread::current().id()));
-    let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&new)?;
+    // One that an earlier process has left may have another mode.
+    let _ = fs::remove_file(&new);
+    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&new)?;
     let named = writeln!(file, "{}", key.secret_text())
         .and_then(|()| file.sync_all())
         .and_then(|()| fs::hard_link(&new, path));
