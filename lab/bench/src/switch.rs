@@ -114,7 +114,7 @@ pub fn section(switch: &Switch) -> String {
         ### An exit beneath a snapshot\n\n\
         A process that writes to pages beneath a snapshot forces an exit for the first write to each. \
         Counted for each\n\
-        page on one CPU of AMD's, the process's own instructions included. Runs differ by some thirty. \
+        page on one CPU of AMD's, the process's own instructions included. Runs differ by some eighty. \
         The hypervisor\n\
         of revision {} kept predictions, and mapped all memory in each exit. \
         Since then each such exit fills the return\n\

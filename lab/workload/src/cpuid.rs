@@ -5,8 +5,9 @@ use core::arch::x86_64::{__cpuid_count, _rdtsc};
 
 use crate::{Result, cpus, report::Report, stop::Stop};
 
-const PER_SAMPLE: u32 = 1000;
-const SAMPLES: u32 = 11;
+/// Few enough that most samples see no interrupt.
+const PER_SAMPLE: u32 = 100;
+const SAMPLES: u32 = 101;
 
 /// The instruction to measure.
 #[derive(Debug, clap::Args)]
