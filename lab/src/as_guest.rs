@@ -235,7 +235,8 @@ impl<'a> Guest<'a> {
             self.link.client.hello_after(0, Duration::from_secs(1))
         });
         up.map(drop).map_err(|error| {
-            println!("{:?}\n{}", self.printed(), self.console());
+            let dmesg = self.host.sh("dmesg | tail -40");
+            println!("{:?}\n{}\n{dmesg:?}", self.printed(), self.console());
             self.host.blame(error)
         })
     }
@@ -249,11 +250,9 @@ impl<'a> Guest<'a> {
     }
 
     fn refuse_ended(&mut self) -> Result<()> {
-        if !self.monitor.has_ended()? {
-            return Ok(());
-        }
+        let Some(exit) = self.monitor.exit_so_far()? else { return Ok(()) };
         let said = self.printed()?;
-        Err(Error::Gone(format!("the guest's monitor ended: {said}")))
+        Err(Error::Gone(format!("the guest's monitor ended ({exit:?}): {said}")))
     }
 
     /// Returns the text of the guest's first serial port, since it is a guest.

@@ -190,13 +190,20 @@ impl Background {
     /// # Errors
     /// If the machine has gone.
     pub fn has_ended(&mut self) -> Result<bool> {
+        Ok(self.exit_so_far()?.is_some())
+    }
+
+    /// Returns the way in which the command has ended, if it has.
+    ///
+    /// # Errors
+    /// If the machine has gone.
+    pub fn exit_so_far(&mut self) -> Result<Option<Exit>> {
         while self.exit.is_none() {
-            match self.next(Instant::now(), &mut |_, _| {})? {
-                Some(()) => {}
-                None => return Ok(false),
+            if self.next(Instant::now(), &mut |_, _| {})?.is_none() {
+                return Ok(None);
             }
         }
-        Ok(true)
+        Ok(self.exit)
     }
 
     /// Returns the command's standard output so far.

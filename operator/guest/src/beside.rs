@@ -181,7 +181,7 @@ impl Beside {
         let mut status = status(&name, plan.machine(), plan.memory());
         status.phase = Phase::Arriving;
         // Memory belongs to the group that a process was in when it got the memory.
-        group::enter(&mut status);
+        group::enter(&mut status, false);
         tell(&folder, &status)?;
         let pipe = folder.decision().map_err(|error| {
             Error::new(Exit::Failed, format!("cannot make a pipe for the operator's word: {error}"))

@@ -25,20 +25,19 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const MOMENT: Duration = Duration::from_millis(10);
 
 /// Goes into the guest's own group, and notes it in the guest's state. A guest without one can do all that
-/// others can, so a failure is only told.
-pub fn enter(status: &mut Status) {
-    match enter_unit(&status.name, status.memory_bytes) {
+/// others can, so a failure is only told. A file with the guest's memory may count as the group's.
+pub fn enter(status: &mut Status, has_memory_file: bool) {
+    match enter_unit(&status.name, limit(status.memory_bytes, has_memory_file)) {
         Ok((unit, group)) => (status.unit, status.group) = (Some(unit), group),
         Err(why) => eprintln!("mercury: {} has no control group of its own: {why}", status.name),
     }
 }
 
-fn enter_unit(name: &Name, memory_bytes: u64) -> Result<(String, Option<PathBuf>), String> {
+fn enter_unit(name: &Name, limit: u64) -> Result<(String, Option<PathBuf>), String> {
     if !Path::new(SYSTEMD).exists() {
         return Err("systemd does not run this host".into());
     }
     let unit = format!("mercury-guest-{name}.scope");
-    let limit = limit(memory_bytes);
     // A machine that was to be this guest was refused or discarded before.
     let is_there = own_group().is_some_and(|group| group.ends_with(&unit));
     run(if is_there { change(&unit, limit) } else { begin(&unit, limit) })?;
@@ -57,9 +56,11 @@ fn enter_unit(name: &Name, memory_bytes: u64) -> Result<(String, Option<PathBuf>
     }
 }
 
-/// Returns the limit of the group of a guest with so much memory.
-fn limit(memory_bytes: u64) -> u64 {
-    memory_bytes.saturating_add(memory_bytes / TABLES).saturating_add(BESIDE)
+/// Returns the limit of the group of a guest with so much memory. Pages of its file belong to the group that
+/// touches them first, and the guest has copies of those that it writes to.
+fn limit(memory_bytes: u64, has_memory_file: bool) -> u64 {
+    let file = if has_memory_file { memory_bytes } else { 0 };
+    memory_bytes.saturating_add(memory_bytes / TABLES).saturating_add(BESIDE).saturating_add(file)
 }
 
 /// Returns the words that let systemd make the unit of this process. Users have a systemd of their own.
@@ -126,8 +127,9 @@ mod tests {
 
     #[test]
     fn a_guest_that_uses_all_its_memory_stays_below_the_limit() {
-        assert_eq!(limit(1 << 30), (1 << 30) + (16 << 20) + (128 << 20));
-        assert_eq!(limit(u64::MAX), u64::MAX);
+        assert_eq!(limit(1 << 30, false), (1 << 30) + (16 << 20) + (128 << 20));
+        assert_eq!(limit(1 << 30, true), limit(1 << 30, false) + (1 << 30));
+        assert_eq!(limit(u64::MAX, true), u64::MAX);
     }
 
     #[test]

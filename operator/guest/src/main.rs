@@ -86,7 +86,7 @@ fn run(args: &RunArgs, format: Format) -> Result<Ended> {
     folder.entrust(start_keeper()?).map_err(no_keeper)?;
     let mut status = status(&name, guest.machine(), guest.memory());
     status.image = Some(fs::canonicalize(&args.image).unwrap_or_else(|_| args.image.clone()));
-    group::enter(&mut status);
+    group::enter(&mut status, args.guest.memory_file.is_some());
     tell(&folder, &status)?;
     let stopping = signals.watch()?;
     let disks = args.guest.disk.iter().filter(|disk| disks::parse(disk).is_none());

@@ -16,6 +16,7 @@ use mercury_control::{
     size::mebibytes,
     span::Span,
 };
+use mercury_devices::signals::spawn;
 use mercury_guest::run::{self, Confinement};
 use mercury_guests::{Console, LifeArgs};
 use mercury_relocation::{receive::beside::Door, values::Listen};
@@ -25,7 +26,7 @@ use std::{
         Arc, Mutex, PoisonError,
         mpsc::{self, Sender},
     },
-    thread::{self, JoinHandle},
+    thread::JoinHandle,
 };
 
 /// Options of the command. `mercury receive` has checked them.
@@ -123,8 +124,6 @@ fn begin(args: &ReceiveArgs, door: Door, means: Means, to: Sender<News>) -> Resu
         }
     };
     // It starts the guest's processors, which take signals: so this thread does.
-    thread::Builder::new()
-        .name("receiver".into())
-        .spawn(serve)
+    spawn("receiver", serve)
         .map_err(|error| Error::new(Exit::Failed, format!("cannot start a thread: {error}")))
 }

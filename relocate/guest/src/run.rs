@@ -27,7 +27,7 @@ use mercury_control::{
 use mercury_devices::{
     Bell, Block, NetOption, Rng, Witness,
     memory::{View, write},
-    signals::{Waker, start_thread},
+    signals::{Waker, spawn, start_thread},
     terminal,
     virtio::Device,
 };
@@ -612,7 +612,7 @@ fn begin(processors: Vec<VcpuFd>, shared: &Arc<Shared>) -> Result<Vec<JoinHandle
                 execute(vcpu, &own);
             }
         };
-        thread::Builder::new().name(format!("cpu-{number}")).spawn(run).map_err(|error| {
+        spawn(&format!("cpu-{number}"), run).map_err(|error| {
             let text = format!("cannot start a processor: {error}");
             shared.end(End::Failed(text.clone()));
             Error::new(Exit::Impossible, text)

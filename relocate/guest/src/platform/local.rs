@@ -14,14 +14,14 @@ use mercury_controllers::{
 use mercury_devices::{
     Bell,
     memory::{self, View},
-    signals::without_signals,
+    signals::{spawn, without_signals},
 };
 use std::{
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
-    thread::{self, JoinHandle},
+    thread::JoinHandle,
 };
 
 /// A controller as processors see it.
@@ -198,7 +198,7 @@ pub fn start(planned: disks::Controller, view: &View, lines: &Arc<dyn Lines>) ->
         }
         controller.finish()
     };
-    let thread = without_signals(|| thread::Builder::new().name("disk".into()).spawn(work));
+    let thread = without_signals(|| spawn("disk", work));
     let thread = thread.map_err(|error| wrong(&error.to_string()))?;
     let worker = Worker { address: address.clone(), bell: Arc::clone(&bell), ends, thread };
     Ok((Local { place, line, function, bar, registers, bell, lines: Arc::clone(lines) }, worker))
@@ -309,7 +309,7 @@ mod tests {
         let start = Instant::now();
         while !is_done() {
             assert!(start.elapsed() < Duration::from_secs(20), "nothing comes");
-            thread::sleep(Duration::from_millis(1));
+            std::thread::sleep(Duration::from_millis(1));
         }
     }
 
