@@ -27,7 +27,7 @@ use crate::{
     image::Release,
     kernel::Kernel,
     lock::Lock,
-    paths, spec, testmod,
+    paths, previrtualization, spec, testmod,
 };
 
 /// The artefacts for the machines of one release.
@@ -73,10 +73,23 @@ fn build(release: Release) -> Result<Artefacts> {
         add_modules(&For::stock(kernel)?, &mut files)?;
     }
     if let Some(flavour) = spec::checks(release)? {
-        add_modules(&For::checked(release, flavour)?, &mut files)?;
+        let kernel = For::checked(release, flavour)?;
+        add_modules(&kernel, &mut files)?;
+        let name = Path::new("lib/modules").join(&kernel.version);
+        let built = previrtualization::build(release, flavour)?.directory;
+        files.extend(BUILT_IN.map(|file| (name.join(file), built.join(file))));
     }
     Ok(Artefacts { agent, disk: make_disk(release, &files)? })
 }
+
+/// Files of a kernel's build by which modprobe knows the modules that are built in.
+const BUILT_IN: [&str; 3] = ["modules.builtin", "modules.builtin.modinfo", "modules.order"];
+
+/// Lets modprobe know the built-in modules of a kernel whose build is among the artefacts.
+pub(crate) const KNOW_BUILT_IN: &str = r#"m=/lib/modules/$(uname -r)
+if [ ! -d $m ] && [ -e /mercury$m/modules.builtin ]; then
+    mkdir -p $m && cp /mercury$m/modules.* $m/ && depmod
+fi"#;
 
 /// Adds the driver, and the modules of the tests, for one kernel.
 fn add_modules(kernel: &For, files: &mut Files) -> Result<()> {

@@ -126,6 +126,40 @@ fn a_bare_machine_goes_on_as_a_guest() -> Result<()> {
     goes_on(as_guest::source(Kernel::BookwormGeneric, 1), 1)
 }
 
+/// A processor of the family of the lab's hosts with less than they have, and one with yet less.
+const LESSER: &str = "EPYC,+svm,+npt,-avx2,-rdseed";
+const LEAST: &str = "EPYC,+svm,+npt,-avx2,-rdseed,-aes,-bmi2";
+/// A later model of that family.
+const LATER: &str = "EPYC-Rome,+svm,+npt";
+
+/// A host whose processor lacks what the machine's kernel uses refuses by name. One of a later model that has
+/// all of it takes the machine.
+#[test]
+#[ignore = "long"]
+fn a_machine_goes_on_where_the_processor_has_all_that_it_uses() -> Result<()> {
+    need_kvm()?;
+    let source = Machine::boot(as_guest::source(Kernel::BookwormGeneric, 1).cpu(LESSER))?;
+    start(&source, "clock", CLOCK, "")?;
+    let boot_id = boot_id(&source)?;
+    as_guest::checkpoint(&source)?;
+
+    let spec = as_guest::host(Kernel::BookwormCloud, &source);
+    let host = source.boot_in_its_place(spec.clone().cpu(LEAST))?;
+    host.sh("modprobe kvm_amd")?;
+    let refused = host.mercury_refused(&format!("restore {IMAGE} --as-guest"))?;
+    assert_eq!((refused.exit, refused.code.as_str()), (3, "guest-features"), "{refused:?}");
+    assert!(refused.text.contains("does not offer here: aes bmi2 [guest-features]"), "{refused:?}");
+    host.shut_down()?;
+
+    let host = source.boot_in_its_place(spec.cpu(LATER))?;
+    let guest = Guest::start(&host, "--json --console socket")?;
+    is_well(&guest, &boot_id)?;
+    comes_further(&guest, "clock", count(&guest, "clock")?)?;
+    guest.check_log()?;
+    is_seen_and_stopped(&host, guest)?;
+    host.check_health()
+}
+
 /// Runs two guests of one image, which share memory, on a host with systemd. It shows one as a unit with a
 /// limit, and ends it by its unit.
 #[test]

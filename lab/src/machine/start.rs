@@ -93,7 +93,11 @@ impl Prepared {
             hung::record(error)?;
             Self::new(spec)?.start(None)
         });
-        started.map(|machine| Machine { _slot: slot, ..machine })
+        let machine = started.map(|machine| Machine { _slot: slot, ..machine })?;
+        if spec::checks(machine.spec.kernel.release())?.is_some() {
+            machine.sh(artefacts::KNOW_BUILT_IN)?;
+        }
+        Ok(machine)
     }
 
     pub(super) fn start(self, slot: Option<Reservation>) -> Result<Machine> {

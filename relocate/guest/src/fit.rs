@@ -7,7 +7,7 @@ use mercury_control::{
     error::{Error, Result},
     exit::Exit,
 };
-use mercury_image::Machine;
+use mercury_image::{Machine, StateComponent};
 use std::{
     collections::BTreeSet,
     fmt::{self, Display},
@@ -160,10 +160,31 @@ fn processor(machine: &Machine, host: &Host<'_>, found: &mut Vec<Reason>) {
         let text = format!("its kernel uses features that KVM does not offer here: {}", missing.join(" "));
         found.push(Reason::new(Code::GuestFeatures, text));
     }
+    state(machine, host.cpuid, found);
     let has_levels =
         host.cpuid.iter().any(|one| one.function == 7 && one.index == 0 && one.ecx & 1 << 16 != 0);
     if machine.resume.five_level && !has_levels {
         let text = "its kernel uses five levels of page tables, which KVM does not offer here";
+        found.push(Reason::new(Code::GuestFeatures, text));
+    }
+}
+
+/// Finds components of the extended state that the processor here lacks or keeps elsewhere. A kernel has
+/// read their places at its start, and the processor alone decides on them.
+fn state(machine: &Machine, cpuid: &[kvm_cpuid_entry2], found: &mut Vec<Reason>) {
+    const LEAF: u32 = 0xD;
+    let is_other = |one: &&StateComponent| {
+        let ours = cpuid.iter().find(|entry| entry.function == LEAF && entry.index == one.number);
+        ours.is_none_or(|ours| (ours.eax, ours.ebx, ours.ecx & 3) != (one.bytes, one.offset, one.flags & 3))
+    };
+    let others = machine.processor.xsave.iter().filter(is_other);
+    let others: Vec<String> = others.map(|one| one.number.to_string()).collect();
+    if !others.is_empty() {
+        let text = format!(
+            "its kernel saves the registers of programs in another layout than this host's processor: \
+             component {} of XSAVE",
+            others.join(", ")
+        );
         found.push(Reason::new(Code::GuestFeatures, text));
     }
 }
@@ -258,6 +279,9 @@ mod tests {
     use super::*;
     use mercury_image::{Cpu, Device, Iommu, Kind, Processor, Range, Resume, Timers};
 
+    const AVX: StateComponent = StateComponent { number: 2, bytes: 256, offset: 576, flags: 0 };
+    const PKRU: StateComponent = StateComponent { number: 9, bytes: 8, offset: 832, flags: 0 };
+
     /// Returns what KVM offers on AMD's family 23.
     fn cpuid() -> Vec<kvm_cpuid_entry2> {
         let word = |text: &[u8; 4]| u32::from_le_bytes(*text);
@@ -269,7 +293,8 @@ mod tests {
         };
         let features =
             kvm_cpuid_entry2 { function: 1, eax: 0x0080_0F12, edx: 1 << 26, ..kvm_cpuid_entry2::default() };
-        vec![vendor, features]
+        let avx = kvm_cpuid_entry2 { function: 0xD, index: 2, eax: 256, ebx: 576, ..Default::default() };
+        vec![vendor, features, avx]
     }
 
     fn machine() -> Machine {
@@ -278,6 +303,7 @@ mod tests {
                 vendor: "AuthenticAMD".into(),
                 signature: [23, 1, 2],
                 flags: vec!["sse2".into()],
+                xsave: vec![AVX],
                 ..Processor::default()
             },
             cpus: vec![Cpu { cpu: 0, apic_id: 0, saved_phys: 0x10_0000 }],
@@ -336,10 +362,13 @@ mod tests {
             ..Device::default()
         };
         type Change = Box<dyn FnOnce(&mut Machine)>;
-        let changes: [(Change, &str); 17] = [
+        let changes: [(Change, &str); 20] = [
             (Box::new(|one| one.processor.vendor = "GenuineIntel".into()), "GenuineIntel (family 23)"),
             (Box::new(|one| one.processor.signature[0] = 25), "this host's is AuthenticAMD (family 23)"),
             (Box::new(|one| one.processor.flags.push("avx2".into())), "does not offer here: avx2"),
+            (Box::new(|one| one.processor.xsave = vec![AVX, PKRU]), "component 9 of XSAVE"),
+            (Box::new(|one| one.processor.xsave[0].offset = 832), "component 2 of XSAVE"),
+            (Box::new(|one| one.processor.xsave[0].flags = 2), "component 2 of XSAVE"),
             (Box::new(|one| one.resume = Resume { five_level: true, ..one.resume }), "five levels"),
             (Box::new(|one| one.cpus.clear()), "names no processor"),
             (Box::new(|one| one.cpus = vec![one.cpus[0]; 9]), "KVM allows 8"),

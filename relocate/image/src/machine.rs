@@ -94,6 +94,23 @@ pub struct Processor {
     pub microcode: String,
     /// Features by the kernel's names, sorted.
     pub flags: Vec<String>,
+    /// Components of the extended state that are enabled for programs, from the third on. Empty: there is
+    /// none, or an earlier Mercury made the image.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub xsave: Vec<StateComponent>,
+}
+
+/// A component of the extended state that XSAVE writes, as a subleaf of CPUID Dh describes it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StateComponent {
+    /// The component's bit in XCR0.
+    pub number: u32,
+    /// Its size.
+    pub bytes: u32,
+    /// Its place from the area's begin, in the standard format.
+    pub offset: u32,
+    /// ECX of the subleaf: its place in the compacted format is aligned (bit 1).
+    pub flags: u32,
 }
 
 /// One processor of the machine.

@@ -52,3 +52,4 @@ pub mod this_process;
 pub mod undo;
 pub mod waits;
 pub mod watchdogs;
+mod xsave;
