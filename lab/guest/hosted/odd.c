@@ -630,8 +630,8 @@ static void checks(int hosted)
 #define PAGE 4096L
 /*
  * The addresses that a program's process shares with the monitor if programs are in processes of their own (STUB to
- * STUB_STATE_END in hosted/runtime/src/layout.rs). Natively nothing is mapped there. A case that faults there natively reads or
- * writes the monitor's memory in a hosted machine, so its results differ by design.
+ * STUB_STATE_END in hosted/runtime/src/layout.rs). Natively nothing is mapped there. A case that faults or jumps there natively
+ * reads, writes or executes the monitor's memory in a hosted machine, so its results differ by design.
  */
 #define STUB_START 0x3B000000UL
 #define STUB_END 0x3B020000UL
@@ -937,6 +937,8 @@ static void result(int signo, siginfo_t *info, void *context)
 		record(signo, info, all);
 		if (r[REG_TRAPNO] == 14)
 			note_case_apart(r[REG_CR2]);
+		/* A step that ends there shows what is there. */
+		note_case_apart(r[REG_RIP]);
 		advance(r);
 		prepare(all);
 	}
