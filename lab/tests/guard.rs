@@ -273,6 +273,37 @@ fn a_stateless_machine_goes_back_and_keeps_a_snapshot() -> Result<()> {
     Ok(())
 }
 
+/// Dies twice in a module. The daemon removes it in the third life.
+#[test]
+#[ignore = "long"]
+fn a_machine_that_died_of_the_same_twice_avoids_it() -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(2).qemu_version(Qemu::Newer))?;
+    load_test_module(&machine)?;
+    let rules = b"profile = 'stateless'\n[avoid]\nmodule = 'unload'\ntask = 'stop'\n";
+    machine.put("/run/guard.toml", rules, 0o644)?;
+    machine.sh("dmesg -n 8; sync; mount -o remount,ro /")?;
+    let daemon = "exec mercury daemon --rules /run/guard.toml --socket /run/socket";
+    machine.sh(&format!("setsid sh -c '{daemon}' > /dev/kmsg 2>&1 < /dev/null &"))?;
+    machine.wait_serial("a snapshot is kept", 2 * MINUTE)?;
+    let die = "setsid sh -c 'sleep 0.5; echo oops 1 > /dev/mercury_test' > /dev/null 2>&1 &";
+    machine.sh(die)?;
+    machine.wait_serial("was put back to its snapshot", 2 * MINUTE)?;
+    assert_eq!(machine.mercury("status")?["rollback"]["same"], 1);
+    assert_eq!(machine.sh("ls -d /sys/module/mercury_test")?, "/sys/module/mercury_test");
+
+    machine.sh(die)?;
+    machine.wait_serial("died of the same twice: the module mercury_test was removed", 2 * MINUTE)?;
+    let status = machine.mercury("status")?;
+    assert_eq!(
+        (&status["rollback"]["same"], &status["rollback"]["count"]),
+        (&2.into(), &2.into()),
+        "{status}"
+    );
+    assert_eq!(machine.sh("ls -d /sys/module/mercury_test 2> /dev/null || true")?, "");
+    Ok(())
+}
+
 /// Starts and ends with the daemon, which reports to standard error here.
 #[test]
 #[ignore = "long"]

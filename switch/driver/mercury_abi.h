@@ -14,7 +14,7 @@
  * Version of every layout and meaning in this crate. Each change of one of them raises
  * the version.
  */
-#define MERCURY_ABI_VERSION 10
+#define MERCURY_ABI_VERSION 11
 /* VM_CR (C001_0114h): SVM enabled, locked, INIT redirected (AMD). */
 #define MERCURY_READABLE_VM_CR 1
 /* VM_HSAVE_PA (C001_0117h): host-physical address of the host save area (AMD). */
@@ -319,7 +319,7 @@
 /* The type byte of every request (bits 15:8 of its number). */
 #define MERCURY_IOC_TYPE 245
 /* Fills a SystemInfo. */
-#define MERCURY_IOC_SYSTEM _UL(0xc128f500)
+#define MERCURY_IOC_SYSTEM _UL(0xc130f500)
 /* Fills a CpuFacts for the CPU that it names. Returns ENXIO if that CPU is offline. */
 #define MERCURY_IOC_FACTS _UL(0xc2c8f501)
 /* Pre-caches the hypervisor in memory. Argument: a LoadRequest. */
@@ -343,23 +343,23 @@
  * Begins a snapshot of memory; all CPUs must be attached. Argument: a SnapshotRequest,
  * with the same input as MERCURY_IOC_SNAPSHOT_PREPARE if that came before.
  */
-#define MERCURY_IOC_SNAPSHOT_BEGIN _UL(0xc1f0f509)
+#define MERCURY_IOC_SNAPSHOT_BEGIN _UL(0xc1f8f509)
 /* Reads frames of the snapshot. Argument: a SnapshotReadRequest. */
 #define MERCURY_IOC_SNAPSHOT_READ _UL(0xc060f50a)
 /* Ends the snapshot. Argument: a SnapshotRequest. */
-#define MERCURY_IOC_SNAPSHOT_END _UL(0xc1f0f50b)
+#define MERCURY_IOC_SNAPSHOT_END _UL(0xc1f8f50b)
 /* Describes the machine of the snapshot, begun or prepared. Argument: a RestartRequest. */
 #define MERCURY_IOC_SNAPSHOT_MACHINE _UL(0xc058f50c)
 /*
  * Allocates everything that a snapshot needs, so that the instant spends no time on it.
  * Argument: a SnapshotRequest.
  */
-#define MERCURY_IOC_SNAPSHOT_PREPARE _UL(0xc1f0f510)
+#define MERCURY_IOC_SNAPSHOT_PREPARE _UL(0xc1f8f510)
 /*
  * Puts the machine back to the kept snapshot. Returns only if that fails. Argument: a
  * SnapshotRequest.
  */
-#define MERCURY_IOC_ROLLBACK _UL(0xc1f0f511)
+#define MERCURY_IOC_ROLLBACK _UL(0xc1f8f511)
 /*
  * Prepares the restart of another machine in place of this one. Argument: a
  * RestartRequest.
@@ -436,7 +436,7 @@
  * Describes the life that ended last, whose memory MERCURY_IOC_SNAPSHOT_READ reads, or
  * gives that memory back. Argument: a PostmortemRequest.
  */
-#define MERCURY_IOC_POSTMORTEM _UL(0xc188f520)
+#define MERCURY_IOC_POSTMORTEM _UL(0xc190f520)
 /* Flag of PostmortemRequest::flags: give the memory back. */
 #define MERCURY_POSTMORTEM_DROP 1
 /*
@@ -1788,9 +1788,14 @@ struct mercury_rollback_report {
 	 * (fault-injection builds only).
 	 */
 	u64 dead_hash;
+	/*
+	 * Number of deaths in a row of the same cause, the last one included. 0: the
+	 * machine went back on command.
+	 */
+	u64 same;
 };
 
-static_assert(sizeof(struct mercury_rollback_report) == 96);
+static_assert(sizeof(struct mercury_rollback_report) == 104);
 static_assert(offsetof(struct mercury_rollback_report, count) == 0);
 static_assert(offsetof(struct mercury_rollback_report, reason) == 8);
 static_assert(offsetof(struct mercury_rollback_report, cpu) == 12);
@@ -1804,6 +1809,7 @@ static_assert(offsetof(struct mercury_rollback_report, different) == 64);
 static_assert(offsetof(struct mercury_rollback_report, different_phys) == 72);
 static_assert(offsetof(struct mercury_rollback_report, lived_ticks) == 80);
 static_assert(offsetof(struct mercury_rollback_report, dead_hash) == 88);
+static_assert(offsetof(struct mercury_rollback_report, same) == 96);
 
 /* Pages for the pool, or pages from it. */
 struct mercury_page_list {
@@ -2077,7 +2083,7 @@ struct mercury_snapshot_status {
 	struct mercury_rollback_report rollback;
 };
 
-static_assert(sizeof(struct mercury_snapshot_status) == 200);
+static_assert(sizeof(struct mercury_snapshot_status) == 208);
 static_assert(offsetof(struct mercury_snapshot_status, live) == 0);
 static_assert(offsetof(struct mercury_snapshot_status, exact) == 4);
 static_assert(offsetof(struct mercury_snapshot_status, free_pages) == 8);
@@ -2466,7 +2472,7 @@ struct mercury_postmortem_request {
 	struct mercury_outcome outcome;
 };
 
-static_assert(sizeof(struct mercury_postmortem_request) == 392);
+static_assert(sizeof(struct mercury_postmortem_request) == 400);
 static_assert(offsetof(struct mercury_postmortem_request, header) == 0);
 static_assert(offsetof(struct mercury_postmortem_request, flags) == 8);
 static_assert(offsetof(struct mercury_postmortem_request, cpus_addr) == 16);
@@ -2476,7 +2482,7 @@ static_assert(offsetof(struct mercury_postmortem_request, pid_offset) == 32);
 static_assert(offsetof(struct mercury_postmortem_request, reserved) == 36);
 static_assert(offsetof(struct mercury_postmortem_request, message) == 40);
 static_assert(offsetof(struct mercury_postmortem_request, status) == 168);
-static_assert(offsetof(struct mercury_postmortem_request, outcome) == 368);
+static_assert(offsetof(struct mercury_postmortem_request, outcome) == 376);
 
 /* Arguments of a disk's dirty log. */
 struct mercury_disk_log_request {
@@ -2573,7 +2579,7 @@ struct mercury_system_info {
 	struct mercury_snapshot_status snapshot;
 };
 
-static_assert(sizeof(struct mercury_system_info) == 296);
+static_assert(sizeof(struct mercury_system_info) == 304);
 static_assert(offsetof(struct mercury_system_info, header) == 0);
 static_assert(offsetof(struct mercury_system_info, state) == 8);
 static_assert(offsetof(struct mercury_system_info, possible_cpus) == 12);
@@ -2689,7 +2695,7 @@ struct mercury_snapshot_request {
 	struct mercury_outcome outcome;
 };
 
-static_assert(sizeof(struct mercury_snapshot_request) == 496);
+static_assert(sizeof(struct mercury_snapshot_request) == 504);
 static_assert(offsetof(struct mercury_snapshot_request, header) == 0);
 static_assert(offsetof(struct mercury_snapshot_request, flags) == 8);
 static_assert(offsetof(struct mercury_snapshot_request, pool_pages) == 16);
@@ -2701,8 +2707,8 @@ static_assert(offsetof(struct mercury_snapshot_request, message) == 56);
 static_assert(offsetof(struct mercury_snapshot_request, added_pages) == 184);
 static_assert(offsetof(struct mercury_snapshot_request, returned_pages) == 192);
 static_assert(offsetof(struct mercury_snapshot_request, status) == 200);
-static_assert(offsetof(struct mercury_snapshot_request, instant) == 400);
-static_assert(offsetof(struct mercury_snapshot_request, outcome) == 472);
+static_assert(offsetof(struct mercury_snapshot_request, instant) == 408);
+static_assert(offsetof(struct mercury_snapshot_request, outcome) == 480);
 
 /* Arguments of reading frames. */
 struct mercury_snapshot_read_request {

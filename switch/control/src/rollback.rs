@@ -25,6 +25,8 @@ pub struct Rollback {
     pub meet_us: f64,
     /// Microseconds from then until everything was in place.
     pub work_us: f64,
+    /// Number of deaths in a row of the same cause, the last one included. 0: the machine went back on command.
+    pub same: u64,
     /// Test builds: pages that were compared, and pages that differ.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub compared: Option<Compared>,
@@ -61,6 +63,7 @@ impl Rollback {
             devices: report.functions,
             meet_us: ticks_to_us(report.rendezvous_ticks, tsc_khz),
             work_us: ticks_to_us(report.work_ticks, tsc_khz),
+            same: report.same,
             compared: (report.compared != 0).then_some(compared),
         }
     }

@@ -1,6 +1,7 @@
 //! The guard in mercuryd: starts the watch, and reports what the driver has seen.
 
 use super::{
+    avoid::{self, Avoid},
     integrity::{Passes, Said, report::End},
     outlook::{Outlook, Wish},
     report::Report,
@@ -8,6 +9,7 @@ use super::{
     start,
     switches::Switches,
 };
+use crate::postmortem;
 use libsystemd::logging::Priority;
 use mercury_abi::code::Code;
 use mercury_control::{access, journal, status::Status, sysroot::Sysroot, watch::Watch};
@@ -26,6 +28,8 @@ const SNAPSHOT_INTERVAL: Duration = Duration::from_secs(60);
 /// Rollbacks to one snapshot after which no service causes another one.
 const ROLLBACKS_MAX: u64 = 3;
 
+/// Name of the event of a second life.
+const ROLLED_BACK: &str = "rolled-back";
 /// Hooks that run at the same time at most.
 const HOOKS_MAX: usize = 16;
 static HOOKS: AtomicUsize = AtomicUsize::new(0);
@@ -95,7 +99,7 @@ pub fn events(before: &Seen, watch: &Watch, status: &Status) -> (Vec<Event>, See
     }
     if let Some(rollback) = rollback.filter(|rollback| rollback.count > before.rollbacks) {
         let text = format!("this machine was put back to its snapshot: {}", rollback.text());
-        events.push(Event::new(2, "rolled-back", text));
+        events.push(Event::new(2, ROLLED_BACK, text));
     }
     (events, now)
 }
@@ -186,7 +190,7 @@ impl Keeper {
         if self.asked.is_none_or(|asked| now.duration_since(asked) >= INTERVAL) {
             self.asked = Some(now);
             self.publish();
-            self.look_at_driver();
+            order = self.look_at_driver().or(order);
         }
         order
     }
@@ -199,13 +203,13 @@ impl Keeper {
         }
     }
 
-    /// Asks the driver, and reports what has changed.
-    fn look_at_driver(&mut self) {
+    /// Asks the driver, and reports what has changed. Returns the reason if this machine is to move.
+    fn look_at_driver(&mut self) -> Option<String> {
         if let Some(ended) = self.going_back.take_if(|command| command.is_finished()) {
             self.report_going_back(&ended.join().unwrap_or_default());
         }
-        let Ok(watch) = access::observe().and_then(|device| device.watch_status()) else { return };
-        let Ok(status) = access::current_status() else { return };
+        let watch = access::observe().and_then(|device| device.watch_status()).ok()?;
+        let status = access::current_status().ok()?;
         let watch = Watch::new(&watch);
         let (events, now) = match &self.seen {
             Some(before) => events(before, &watch, &status),
@@ -222,6 +226,28 @@ impl Keeper {
         }
         if let Some(ended) = self.keeping.take_if(|keeping| keeping.is_finished()) {
             self.report_snapshot(&ended.join().unwrap_or_default());
+        }
+        events.iter().any(|event| event.name == ROLLED_BACK).then(|| self.escalate()).flatten()
+    }
+
+    /// Avoids the cause of the last death, if the machine has died of it before. Returns the reason if it is
+    /// to move.
+    fn escalate(&self) -> Option<String> {
+        let rules = &self.rules;
+        if rules.avoid == Avoid::default() {
+            return None;
+        }
+        match postmortem::report() {
+            Ok(report) => {
+                let (events, order) = avoid::avoid(rules.avoid, rules.dry_run, &report, &Sysroot::default());
+                events.iter().for_each(|event| tell(rules, event));
+                order.filter(|_| !rules.dry_run)
+            }
+            Err(error) => {
+                let text = format!("the life that ended tells nothing: {error}");
+                tell(rules, &Event::new(4, "not-avoided", text));
+                None
+            }
         }
     }
 

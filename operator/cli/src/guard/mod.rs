@@ -3,8 +3,9 @@
 //! * [`integrity`]: code and constants are compared with a copy, and mended;
 //! * [`rules`]: the file; [`switches`]: the kernel's own detectors;
 //! * [`check`]: the help that this machine gives; [`drill`]: a panic on purpose;
-//! * [`keeper`]: the guard in mercuryd.
+//! * [`keeper`]: the guard in mercuryd; [`avoid`]: its acts after a machine has died of the same twice.
 
+pub mod avoid;
 pub mod check;
 pub mod drill;
 pub mod integrity;

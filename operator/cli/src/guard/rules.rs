@@ -1,6 +1,7 @@
 //! `/etc/mercury/guard.toml`: the rules of the guard.
 
 use super::{
+    avoid::{Avoid, OfMachine},
     sensors::rules::{Seconds, SensorRules},
     services::{self, rules::Service},
 };
@@ -84,6 +85,8 @@ pub struct Rules {
     pub kernel: Kernel,
     /// The comparison of code and constants with a copy.
     pub integrity: Integrity,
+    /// Acts after the second death of the same.
+    pub avoid: Avoid,
     /// Program that is run after an event, with the event's name and text as its arguments.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hook: Option<String>,
@@ -201,7 +204,9 @@ impl Rules {
     #[must_use]
     pub fn may_evacuate(&self) -> bool {
         let is_moved_for = |service: &Service| service.action() == services::rules::Action::Evacuate;
-        self.sensors.may_evacuate() || self.services.iter().any(is_moved_for)
+        self.sensors.may_evacuate()
+            || self.avoid.machine == OfMachine::Evacuate
+            || self.services.iter().any(is_moved_for)
     }
 
     /// Returns true if the daemon keeps a snapshot at all times.
@@ -314,6 +319,7 @@ mod tests {
             ("[kernel]\nsoftlockup = 'panic'", "softlockup"),
             ("[integrity]\nscrub = 'repair'", "line 2"),
             ("[integrity]\nevery_seconds = 0", "line 2"),
+            ("[avoid]\ntask = 'kill'", "line 2"),
         ] {
             let why = Rules::parse(text).expect_err(text);
             assert!(why.contains(said), "{why}");

@@ -3,7 +3,7 @@
 
 mod log;
 mod memory;
-mod stacks;
+pub mod stacks;
 
 use self::{
     memory::Memory,
@@ -55,15 +55,15 @@ pub struct PostmortemArgs {
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
     #[serde(flatten)]
-    rollback: Rollback,
+    pub rollback: Rollback,
     /// Seconds of that life since the instant, or since the rollback before. They are lost.
     lived_s: f64,
     /// Bytes of memory in which it differed from the instant, and that are held for this report.
     held: u64,
     /// CPUs at its end.
-    cpus: Vec<Cpu>,
+    pub cpus: Vec<Cpu>,
     /// Lines of the kernel's log; none: the log's ring could not be found.
-    log: Vec<String>,
+    pub log: Vec<String>,
     /// The core that was written.
     #[serde(skip_serializing_if = "Option::is_none")]
     core: Option<Written>,
@@ -133,33 +133,61 @@ impl Render for Report {
 pub fn run(args: &PostmortemArgs, say: Say<'_>) -> Result<Exit> {
     access::need_root("postmortem")?;
     let device = Device::open(Access::Control)?;
-    let sysroot = Sysroot::default();
-    let (found, ended) = device.postmortem()?;
-    let restart = device.snapshot_machine()?;
-    let machine = machine_of(&restart, &sysroot);
-    let note = machine.vmcoreinfo.map_or((0, 0), |note| (note.phys, note.bytes));
-    let memory = Memory::new(&device, note, machine.cpus.first().map_or(0, |cpu| cpu.saved_phys));
-    let symbols = Symbols::of(&sysroot.text("proc/kallsyms").unwrap_or_default());
-    let offsets = Offsets { comm: found.comm_offset, pid: found.pid_offset };
-    let cpus: Vec<_> = ended.iter().map(|cpu| Cpu::of(&memory, &symbols, offsets, cpu)).collect();
-    let tsc_khz = device.system()?.tsc_khz;
-    let core = args.core.as_ref().map(|path| write(path, &device, &machine, &ended, &cpus, &found));
-    let (core, error) = core.transpose().map_or_else(|error| (None, Some(error)), |core| (core, None));
-    let report = Report {
-        rollback: Rollback::new(&found.status.rollback, message(&found), tsc_khz),
-        lived_s: ticks_to_us(found.status.rollback.lived_ticks, tsc_khz) / 1e6,
-        held: found.status.dead_pages * memory::PAGE as u64,
-        log: log::read(&memory).unwrap_or_default(),
-        dropped: args.drop && error.is_none(),
-        core,
-        error,
-        cpus,
-    };
+    let Life { mut report, machine, ended, found } = Life::read(&device, &Sysroot::default())?;
+    if let Some(path) = &args.core {
+        match write(path, &device, &machine, &ended, &report.cpus, &found) {
+            Ok(core) => report.core = Some(core),
+            Err(error) => report.error = Some(error),
+        }
+    }
+    report.dropped = args.drop && report.error.is_none();
     if report.dropped {
         device.postmortem_drop()?;
     }
     let exit = say.done(&report);
     Ok(report.error.map_or(exit, |error| error.exit))
+}
+
+/// Returns the report on the life that ended last.
+///
+/// # Errors
+///
+/// Returns an error if there is none.
+pub fn report() -> Result<Report> {
+    Life::read(&Device::open(Access::Control)?, &Sysroot::default()).map(|life| life.report)
+}
+
+/// A life that has ended.
+struct Life {
+    /// Its report, without a core.
+    report: Report,
+    machine: Machine,
+    ended: Vec<EndedCpu>,
+    found: PostmortemRequest,
+}
+
+impl Life {
+    fn read(device: &Device, sysroot: &Sysroot) -> Result<Self> {
+        let (found, ended) = device.postmortem()?;
+        let machine = machine_of(&device.snapshot_machine()?, sysroot);
+        let note = machine.vmcoreinfo.map_or((0, 0), |note| (note.phys, note.bytes));
+        let memory = Memory::new(device, note, machine.cpus.first().map_or(0, |cpu| cpu.saved_phys));
+        let symbols = Symbols::of(&sysroot.text("proc/kallsyms").unwrap_or_default());
+        let offsets = Offsets { comm: found.comm_offset, pid: found.pid_offset };
+        let cpus: Vec<_> = ended.iter().map(|cpu| Cpu::of(&memory, &symbols, offsets, cpu)).collect();
+        let tsc_khz = device.system()?.tsc_khz;
+        let report = Report {
+            rollback: Rollback::new(&found.status.rollback, message(&found), tsc_khz),
+            lived_s: ticks_to_us(found.status.rollback.lived_ticks, tsc_khz) / 1e6,
+            held: found.status.dead_pages * memory::PAGE as u64,
+            log: log::read(&memory).unwrap_or_default(),
+            dropped: false,
+            core: None,
+            error: None,
+            cpus,
+        };
+        Ok(Self { report, machine, ended, found })
+    }
 }
 
 fn message(found: &PostmortemRequest) -> String {
@@ -245,23 +273,27 @@ fn chunk(phys: &[u64], data: &[u8]) -> Chunk {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::*;
     use mercury_abi::snapshot::RollbackReport;
-    use mercury_control::output::{Format, text};
+    use mercury_control::output::{Format, Hex, text};
+
+    pub fn report(rollback: Rollback, cpus: Vec<Cpu>, log: &[&str]) -> Report {
+        let log = log.iter().map(|line| (*line).to_owned()).collect();
+        Report { rollback, lived_s: 1.0, held: 4096, cpus, log, core: None, error: None, dropped: false }
+    }
+
+    pub fn cpu(cpu: u32, pid: u32, task: &str) -> Cpu {
+        let task = task.to_owned();
+        Cpu { cpu, in_user_mode: false, task, pid, rip: Hex(0), function: None, calls: vec![] }
+    }
 
     #[test]
     fn a_report_stands_without_its_core() {
         let rollback = RollbackReport { count: 1, reason: 2, ..RollbackReport::default() };
         let report = Report {
-            rollback: Rollback::new(&rollback, "it died".into(), 1),
-            lived_s: 1.0,
-            held: 4096,
-            cpus: vec![],
-            log: vec!["a line".into()],
-            core: None,
             error: Some(Error::new(Exit::Failed, "the disk is full").hint("use another")),
-            dropped: false,
+            ..report(Rollback::new(&rollback, "it died".into(), 1), vec![], &["a line"])
         };
         let words = text(Format::Text, "postmortem", &report);
         for wanted in ["a line", "no core was written: the disk is full", "→ use another", "--drop"] {

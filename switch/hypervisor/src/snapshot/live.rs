@@ -93,6 +93,7 @@ impl<F> Live<F> {
                 different_phys: 0,
                 lived_ticks: 0,
                 dead_hash: 0,
+                same: 0,
             },
             #[cfg(feature = "fault-injection")]
             hashes: Hashes::new(),
@@ -408,16 +409,18 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         Ok(Target { root: snapshot.root(), ..target })
     }
 
-    /// Notes a death. The same one again and again ends the snapshot, so that it takes its course.
-    pub(super) fn die(&mut self, death: Death) -> Result<(), Code> {
+    /// Notes a death, and returns how often the machine has died of the same in a row; 0 for no death. The
+    /// same one again and again ends the snapshot, so that it takes its course.
+    pub(super) fn die(&mut self, death: Death) -> Result<u64, Code> {
         let ticks = self.target.map_or(0, |target| target.repeat_ticks);
-        if rollback::is_repeated(&self.deaths, death, ticks) {
+        let earlier = rollback::same(&self.deaths, death, ticks);
+        if earlier == DEATHS {
             self.invalidate(Code::RollbackRepeated);
             return Err(Code::RollbackRepeated);
         }
         self.deaths.rotate_left(1);
         self.deaths[DEATHS - 1] = death;
-        Ok(())
+        Ok(if death.0 == 0 { 0 } else { earlier as u64 + 1 })
     }
 
     /// Puts memory back to the instant, and keeps the snapshot for the next life. Returns the number of pages

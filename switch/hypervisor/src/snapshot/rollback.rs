@@ -85,10 +85,10 @@ pub(super) const DEATHS: usize = 2;
 /// A death: its signature, and its time.
 pub(super) type Death = (u64, u64);
 
-/// Returns true if the machine died of the same each time, and all that within `ticks`.
-pub(super) fn is_repeated(earlier: &[Death; DEATHS], now: Death, ticks: u64) -> bool {
-    let is_same = |(signature, tsc): &Death| *signature == now.0 && now.1.wrapping_sub(*tsc) < ticks;
-    now.0 != 0 && earlier.iter().all(is_same)
+/// Returns how many of the last deaths were of the same, one after the other, and within `ticks`.
+pub(super) fn same(earlier: &[Death; DEATHS], now: Death, ticks: u64) -> usize {
+    let is_same = |(signature, tsc): &&Death| *signature == now.0 && now.1.wrapping_sub(*tsc) < ticks;
+    if now.0 == 0 { 0 } else { earlier.iter().rev().take_while(is_same).count() }
 }
 
 /// Notes the instant, from which the first life is counted.
@@ -269,7 +269,7 @@ fn work<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, target: Tar
     let live = &mut guard.as_mut().ok_or(Code::NotLoaded)?.live;
     // A CPU that came late may have used the pool up meanwhile: then devices must go on.
     live.target()?;
-    live.die((SIGNATURE.load(Ordering::Relaxed), asked))?;
+    let same = live.die((SIGNATURE.load(Ordering::Relaxed), asked))?;
     let functions = pci::silence(hardware, &target.buses);
     while functions != 0 && hardware.tsc().wrapping_sub(met) < target.settle_ticks {
         core::hint::spin_loop();
@@ -292,6 +292,7 @@ fn work<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, target: Tar
         work_ticks,
         lived_ticks,
         dead_hash,
+        same,
         ..RollbackReport::default()
     };
     live.note(report);

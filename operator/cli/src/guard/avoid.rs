@@ -1,0 +1,302 @@
+//! Escalation: a machine that has died of the same twice in a row avoids it in its next life. The third such
+//! death within ten minutes takes its course.
+//!
+//! The cause is what the life that ended says: the module in which its kernel faulted, and the program that
+//! ran on the CPU which asked for the rollback.
+
+use super::keeper::Event;
+use crate::postmortem::{Report, stacks::Cpu};
+use mercury_control::sysroot::Sysroot;
+use serde::{Deserialize, Serialize};
+use std::{
+    ffi::CString,
+    fmt::{self, Display},
+    fs, io,
+    path::Path,
+};
+
+/// Deaths of the same in a row after which the cause is avoided.
+const DEATHS: u64 = 2;
+/// Seconds before a death within which a fault in the kernel's log is its cause.
+const FAULT_BEFORE_S: f64 = 30.0;
+/// The driver itself, in whose code each life ends.
+const OWN: &str = "mercury";
+/// Mark of the line that names the place of a fault (`show_regs` of Linux).
+const PLACE: &str = "RIP: 0010:";
+const INIT: u32 = 1;
+
+/// Treatment of a module in which the kernel has died.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OfModule {
+    #[default]
+    Keep,
+    /// Its devices are unbound, and it is removed.
+    Unload,
+}
+
+/// Treatment of a program during whose call the kernel has died.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OfTask {
+    #[default]
+    Keep,
+    /// It gets SIGSTOP.
+    Stop,
+}
+
+/// Treatment of the whole machine.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OfMachine {
+    #[default]
+    Keep,
+    /// It moves to a spare.
+    Evacuate,
+}
+
+/// Acts after the second death of the same.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Avoid {
+    pub module: OfModule,
+    pub task: OfTask,
+    pub machine: OfMachine,
+}
+
+/// The cause of a death, as far as it is known.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Cause {
+    /// Module in which the kernel faulted.
+    pub module: Option<String>,
+    /// Number and name of the program that called the kernel.
+    pub task: Option<(u32, String)>,
+}
+
+impl Cause {
+    /// Finds the cause of the death of a life.
+    #[must_use]
+    pub fn of(report: &Report) -> Self {
+        let asker = report.cpus.iter().find(|cpu| cpu.cpu == report.rollback.cpu);
+        let task = |cpu: &Cpu| (cpu.pid > INIT).then(|| (cpu.pid, cpu.task.clone()));
+        Self { module: faulting_module(&report.log), task: asker.and_then(task) }
+    }
+}
+
+/// Returns the module that the last fault in the log names, if that was just before the log's end.
+fn faulting_module(log: &[String]) -> Option<String> {
+    let end = log.iter().rev().find_map(|line| time(line))?;
+    let line = log.iter().rev().find(|line| line.contains(PLACE))?;
+    let is_recent = end - time(line)? <= FAULT_BEFORE_S;
+    let (_, place) = line.split_once(PLACE)?;
+    let (_, module) = place.split_once(" [")?;
+    let module = module.split(']').next()?;
+    let is_name = !module.is_empty() && module.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
+    (is_recent && is_name && module != OWN).then(|| module.to_owned())
+}
+
+/// Returns the time of a line of the log, in seconds.
+fn time(line: &str) -> Option<f64> {
+    line.strip_prefix('[')?.split(']').next()?.trim().parse().ok()
+}
+
+/// Beginning of each event's text.
+const TWICE: &str = "this machine has died of the same twice";
+
+/// Acts after a death, in the next life; a dry run only tells. Returns the events, and the reason if the
+/// machine is to move.
+#[must_use]
+pub fn avoid(rules: Avoid, is_dry: bool, report: &Report, sysroot: &Sysroot) -> (Vec<Event>, Option<String>) {
+    if report.rollback.same < DEATHS || rules == Avoid::default() {
+        return (Vec::new(), None);
+    }
+    let act = Act::choose(rules, Cause::of(report));
+    let order = (rules.machine == OfMachine::Evacuate).then(|| TWICE.to_owned());
+    let event = match act {
+        Some(act) if is_dry => {
+            Event::new(4, "would-avoid", format!("{TWICE}: {act} would be {}", act.done()))
+        }
+        Some(act) => match act.perform(sysroot) {
+            Ok(()) => Event::new(2, "avoided", format!("{TWICE}: {act} was {}", act.done())),
+            Err(why) => {
+                Event::new(2, "not-avoided", format!("{TWICE}: {act} could not be {}: {why}", act.done()))
+            }
+        },
+        None if order.is_some() => return (Vec::new(), order),
+        None => Event::new(2, "not-avoided", format!("{TWICE}, and the cause is none that the rules avoid")),
+    };
+    (vec![event], order)
+}
+
+/// An act that avoids a cause.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Act {
+    Unload(String),
+    Stop(u32, String),
+}
+
+impl Act {
+    fn choose(rules: Avoid, cause: Cause) -> Option<Self> {
+        let unload = cause.module.filter(|_| rules.module == OfModule::Unload).map(Self::Unload);
+        let stop = cause.task.filter(|_| rules.task == OfTask::Stop);
+        unload.or_else(|| stop.map(|(pid, name)| Self::Stop(pid, name)))
+    }
+
+    fn done(&self) -> &'static str {
+        match self {
+            Self::Unload(_) => "removed",
+            Self::Stop(..) => "stopped",
+        }
+    }
+
+    fn perform(&self, sysroot: &Sysroot) -> io::Result<()> {
+        match self {
+            Self::Unload(module) => unload(module, sysroot),
+            Self::Stop(pid, name) => stop(*pid, name, sysroot),
+        }
+    }
+}
+
+impl Display for Act {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unload(module) => write!(to, "the module {module}"),
+            Self::Stop(pid, name) => write!(to, "the process {pid} ({name})"),
+        }
+    }
+}
+
+/// Unbinds a module's devices, and removes the module.
+fn unload(module: &str, sysroot: &Sysroot) -> io::Result<()> {
+    if remove(module).is_ok() {
+        return Ok(());
+    }
+    let drivers = format!("sys/module/{module}/drivers");
+    for driver in sysroot.names(&drivers) {
+        let folder = sysroot.path(&format!("{drivers}/{driver}"));
+        for device in devices(&folder)? {
+            fs::write(folder.join("unbind"), device)?;
+        }
+    }
+    remove(module)
+}
+
+/// Returns the names of a driver's devices: those of its links that lead to a device.
+fn devices(folder: &Path) -> io::Result<Vec<String>> {
+    let is_device = |entry: &fs::DirEntry| entry.path().join("driver").exists();
+    let names = fs::read_dir(folder)?.flatten().filter(is_device);
+    Ok(names.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect())
+}
+
+fn remove(module: &str) -> io::Result<()> {
+    let name = CString::new(module)?;
+    // SAFETY: The name is a string that outlives the call, and the kernel removes no module in use.
+    match unsafe { libc::syscall(libc::SYS_delete_module, name.as_ptr(), libc::O_NONBLOCK) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Stops a program, if the process of that number is the same program, and no thread of the kernel's.
+fn stop(pid: u32, name: &str, sysroot: &Sysroot) -> io::Result<()> {
+    let text = |file: &str| sysroot.text(&format!("proc/{pid}/{file}"));
+    let is_it = text("comm").is_some_and(|comm| comm == name);
+    if !is_it || text("cmdline").is_none_or(|line| line.is_empty()) {
+        return Err(io::Error::new(io::ErrorKind::NotFound, "there is no such program in this life"));
+    }
+    // SAFETY: It takes numbers.
+    match unsafe { libc::kill(pid.cast_signed(), libc::SIGSTOP) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::postmortem;
+    use mercury_abi::snapshot::RollbackReport;
+    use mercury_control::rollback::Rollback;
+
+    const FAULT: &str = "[   30.100000] RIP: 0010:crash+0x1c/0x30 [broken]";
+
+    fn report(same: u64, log: &[&str], cpu: u32) -> Report {
+        let rollback = RollbackReport { count: same, reason: 2, cpu, same, ..RollbackReport::default() };
+        postmortem::tests::report(
+            Rollback::new(&rollback, "it died".into(), 1),
+            vec![postmortem::tests::cpu(0, 0, "swapper/0"), postmortem::tests::cpu(1, 77, "solver")],
+            log,
+        )
+    }
+
+    #[test]
+    fn the_cause_is_the_last_fault_and_the_program_on_its_cpu() {
+        let of = |log: &[&str], cpu| Cause::of(&report(1, log, cpu));
+        let task = Some((77, "solver".to_owned()));
+        let end = "[   31.000000] Kernel panic - not syncing";
+        assert_eq!(of(&[FAULT, end], 1), Cause { module: Some("broken".into()), task: task.clone() });
+        assert_eq!(of(&[FAULT, "[   99.000000] Kernel panic"], 1).module, None, "long before the end");
+        for line in ["RIP: 0010:crash+0x1c/0x30", "RIP: 0010:call+0x1/0x2 [mercury]", "RIP: 0010:x [a/b]"] {
+            let line = format!("[   30.500000] {line}");
+            assert_eq!(of(&[FAULT, &line, end], 1).module, None, "{line}");
+        }
+        assert_eq!(of(&[], 1), Cause { module: None, task });
+        assert_eq!(of(&[], 0), Cause::default(), "an idle CPU");
+    }
+
+    #[test]
+    fn the_second_death_of_the_same_is_avoided_as_the_rules_say() {
+        let all = Avoid { module: OfModule::Unload, task: OfTask::Stop, machine: OfMachine::Keep };
+        let nowhere = Sysroot::at("/nowhere");
+        let names = |rules, is_dry, report: &Report| {
+            let (events, order) = avoid(rules, is_dry, report, &nowhere);
+            (events.iter().map(|event| (event.name, event.text.clone())).collect::<Vec<_>>(), order)
+        };
+        let faulted = [FAULT, "[   31.000000] Kernel panic"];
+        assert_eq!(names(all, false, &report(1, &faulted, 1)), (vec![], None), "the first death");
+        assert_eq!(names(Avoid::default(), false, &report(2, &faulted, 1)), (vec![], None), "no rule");
+        let (events, _) = names(all, true, &report(2, &faulted, 1));
+        assert_eq!(events[0].0, "would-avoid");
+        assert!(events[0].1.ends_with("twice: the module broken would be removed"), "{events:?}");
+        let (events, _) = names(all, true, &report(2, &[], 1));
+        assert!(events[0].1.ends_with("the process 77 (solver) would be stopped"), "{events:?}");
+        // Neither is here.
+        let (events, _) = names(all, false, &report(2, &[], 1));
+        assert_eq!(events[0].0, "not-avoided");
+        assert!(events[0].1.contains("no such program"), "{events:?}");
+        assert_eq!(names(all, false, &report(2, &faulted, 1)).0[0].0, "not-avoided");
+        assert!(names(all, false, &report(2, &[], 0)).0[0].1.contains("none that the rules avoid"));
+        let moves = Avoid { machine: OfMachine::Evacuate, ..Avoid::default() };
+        assert_eq!(names(moves, false, &report(2, &faulted, 1)), (vec![], Some(TWICE.into())));
+    }
+
+    #[test]
+    fn a_program_is_stopped_if_it_is_the_same() {
+        let mut sleep = std::process::Command::new("sleep").arg("60").spawn().expect("a program");
+        let (pid, here) = (sleep.id(), Sysroot::default());
+        assert!(stop(pid, "another", &here).is_err());
+        // The child has its own name once it runs its program.
+        while here.text(&format!("proc/{pid}/comm")).as_deref() != Some("sleep") {
+            std::thread::yield_now();
+        }
+        stop(pid, "sleep", &here).expect("a stop");
+        let state = || here.text(&format!("proc/{pid}/stat")).expect("its state");
+        while !state().contains(") T ") {
+            std::thread::yield_now();
+        }
+        sleep.kill().and_then(|()| sleep.wait()).expect("its end");
+        // A thread of the kernel's has no command line.
+        assert!(stop(2, "kthreadd", &here).is_err());
+    }
+
+    #[test]
+    fn a_drivers_devices_are_its_links_to_devices() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (driver, device) = (folder.path().join("driver"), folder.path().join("0000:00:03.0"));
+        fs::create_dir_all(driver.join("module")).and_then(|()| fs::create_dir(&device)).expect("folders");
+        std::os::unix::fs::symlink(&driver, device.join("driver")).expect("a link");
+        std::os::unix::fs::symlink(&device, driver.join("0000:00:03.0")).expect("a link");
+        fs::write(driver.join("unbind"), "").expect("a file");
+        assert_eq!(devices(&driver).expect("devices"), ["0000:00:03.0"]);
+    }
+}
