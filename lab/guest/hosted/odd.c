@@ -764,6 +764,19 @@ static void signal_this(void)
 	asm volatile("syscall" : "=a"(result) : "0"(62L), "D"(result), "S"((long)SIGUSR1) : "rcx", "r11", "memory");
 }
 
+/*
+ * Lets all registers be zero that are not in the first 416 bytes of a signal's state: the upper parts of vectors, and those that
+ * only AVX-512 has. The C library leaves its own values there.
+ */
+static void clear_rest(unsigned char *state)
+{
+	const unsigned int has_more = 0x46505853;
+
+	/* The kernel's mark (struct _fpx_sw_bytes), and the components in use (struct _xstate_header). */
+	if (*(unsigned int *)(state + 464) == has_more)
+		*(unsigned long *)(state + 512) &= 3;
+}
+
 /* Prepares the next case: code, memory, registers, and perhaps a signal that arrives before the instruction. */
 static void prepare(ucontext_t *context)
 {
@@ -816,6 +829,7 @@ static void prepare(ucontext_t *context)
 	r[REG_EFL] |= (kind & 3 ? 0 : AC) | (kind & 12 ? 0 : NT) | (kind & 48 ? 0 : RF);
 	r[REG_CSGSFS] = (r[REG_CSGSFS] & ~0xFFFFL) | (is_64_bits ? 0x33 : 0x23);
 	memcpy(context->uc_mcontext.fpregs, first_state, 416);
+	clear_rest((unsigned char *)context->uc_mcontext.fpregs);
 	/* The return from a signal keeps NT and ID as they are. The signal's handler sets them last. */
 	run->before = kind >> 8 & 7 ? 0 : ID;
 	run->before |= r[REG_EFL] & NT;
