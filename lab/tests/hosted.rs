@@ -43,6 +43,8 @@ mod one_binary;
 mod page;
 #[path = "hosted/processors.rs"]
 mod processors;
+#[path = "hosted/saved.rs"]
+mod saved;
 #[path = "hosted/tap.rs"]
 mod tap;
 #[path = "hosted/terminal.rs"]

@@ -378,6 +378,24 @@ impl Device for Block {
             requests.finish();
         }
     }
+
+    fn is_idle(&self) -> bool {
+        self.requests.as_ref().is_none_or(Requests::is_idle)
+    }
+
+    /// Returns the seconds and nanoseconds of a file's last change. Hosts date no block devices.
+    fn changed(&self) -> [u64; 2] {
+        let mut of = std::mem::MaybeUninit::<libc::stat>::zeroed();
+        // The library's own function makes another call, which takes a path.
+        // SAFETY: The file is open, and the kernel fills a structure of this shape.
+        let stated = unsafe { libc::syscall(libc::SYS_fstat, self.file.as_raw_fd(), of.as_mut_ptr()) };
+        // SAFETY: It was zero at first, and consists of numbers.
+        let of = unsafe { of.assume_init() };
+        if stated != 0 || of.st_mode & libc::S_IFMT != libc::S_IFREG {
+            return [0; 2];
+        }
+        [of.st_mtime.cast_unsigned(), of.st_mtime_nsec.cast_unsigned()]
+    }
 }
 
 fn identifier(name: &str) -> [u8; IDENTIFIER_LENGTH] {
@@ -421,6 +439,18 @@ mod tests {
         // SAFETY: The name is a string with its end.
         assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
         assert!(refused().contains("neither a file nor a block device"));
+    }
+
+    #[test]
+    fn a_change_of_a_file_is_dated() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), [0x5A; 4096]).unwrap();
+        let disk = Block::open(file.path(), true).unwrap();
+        let before = disk.changed();
+        assert!(before[0] > 0 && before == disk.changed());
+        let later = std::time::SystemTime::now() + std::time::Duration::from_secs(1);
+        file.as_file().set_modified(later).unwrap();
+        assert_ne!(disk.changed(), before);
     }
 
     fn disk() -> Block {

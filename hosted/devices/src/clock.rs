@@ -40,6 +40,18 @@ fn moment(unix: u64) -> Moment {
 }
 
 impl Clock {
+    /// Returns the register that is shown.
+    #[must_use]
+    pub fn index(&self) -> u8 {
+        self.index
+    }
+
+    /// Makes a clock that shows a register.
+    #[must_use]
+    pub fn showing(index: u8) -> Self {
+        Self { index: index & 0x7F }
+    }
+
     #[must_use]
     pub fn read(&self, port: u16) -> u8 {
         if port & 1 == 0 {

@@ -21,6 +21,7 @@ mod requests;
 mod rng;
 pub mod serial;
 pub mod signals;
+pub mod state;
 pub mod terminal;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]

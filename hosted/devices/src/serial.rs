@@ -7,6 +7,11 @@
 
 use std::collections::VecDeque;
 
+use crate::{
+    error::Result,
+    state::{Reader, Writer},
+};
+
 /// Number of the port's registers.
 pub const REGISTERS: u16 = 8;
 /// The registers. The first three have another meaning while the divisor is shown, or when they are written.
@@ -81,6 +86,34 @@ impl Default for Serial {
 }
 
 impl Serial {
+    /// Writes the state.
+    pub fn save(&self, to: &mut Writer) {
+        let (first, second) = self.received.as_slices();
+        to.bytes(&[first, second].concat());
+        let [low, high] = self.divisor;
+        to.numbers([self.enabled, self.line_control, self.modem_control, self.scratch, low, high]);
+        to.numbers([self.has_queues, self.was_emptied, self.is_high, self.has_risen]);
+    }
+
+    /// Reads the state.
+    ///
+    /// # Errors
+    /// If it makes no sense.
+    pub fn load(from: &mut Reader<'_>) -> Result<Self> {
+        Ok(Self {
+            received: from.bytes()?.iter().copied().collect(),
+            enabled: from.number()?,
+            line_control: from.number()?,
+            modem_control: from.number()?,
+            scratch: from.number()?,
+            divisor: [from.number()?, from.number()?],
+            has_queues: from.truth()?,
+            was_emptied: from.truth()?,
+            is_high: from.truth()?,
+            has_risen: from.truth()?,
+        })
+    }
+
     /// Returns the number of bytes that the port can take. While no driver wants interrupts for
     /// them it takes none, so that input before the guest listens is not lost.
     #[must_use]

@@ -2,11 +2,12 @@
 
 use std::fmt;
 
-use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueT};
+use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueState, QueueT};
 
 use crate::{
     error::{Error, Result},
     memory::View,
+    state::{Reader, Writer},
 };
 
 /// Bytes of a device's registers.
@@ -77,6 +78,17 @@ pub trait Device: fmt::Debug + Send {
 
     /// Forgets what it was asked for: nothing of the guest's memory is used afterwards.
     fn reset(&mut self) {}
+
+    /// Returns true if the host has none of the driver's requests.
+    fn is_idle(&self) -> bool {
+        true
+    }
+
+    /// Returns the time at which the device's content changed last, or zeros if it has none that the host
+    /// dates.
+    fn changed(&self) -> [u64; 2] {
+        [0; 2]
+    }
 }
 
 /// A queue while its device works.
@@ -224,6 +236,65 @@ impl Transport {
         (self.status, self.interrupt, self.selected, self.accepted) = (0, 0, 0, 0);
     }
 
+    /// Returns true if the host has none of the driver's requests.
+    #[must_use]
+    pub fn is_idle(&self) -> bool {
+        self.device.is_idle()
+    }
+
+    /// Writes the state of the registers and queues, and what the device is. An idle device has no other state
+    /// but frames on their way, which a network may lose.
+    pub fn save(&self, to: &mut Writer) {
+        to.numbers([self.device.number(), self.selected, self.offered_half, self.accepted_half]);
+        to.numbers([self.status, self.interrupt, self.generation]);
+        to.numbers([self.features(), self.accepted]);
+        to.bytes(&self.device.configuration());
+        to.numbers(self.device.changed());
+        to.number(self.queues.len() as u64);
+        for queue in self.queues.iter().map(Queue::state) {
+            to.numbers([queue.max_size, queue.next_avail, queue.next_used, queue.size]);
+            to.numbers([queue.event_idx_enabled, queue.ready]);
+            to.numbers([queue.desc_table, queue.avail_ring, queue.used_ring]);
+        }
+    }
+
+    /// Takes the state of a device like this one.
+    ///
+    /// # Errors
+    /// If it is another device's.
+    pub fn load(&mut self, from: &mut Reader<'_>) -> Result<()> {
+        let other = || {
+            Error::new("the saved machine had other devices").hint(
+                "give it the disks that it had, in the same order, as large and as writable as they were",
+            )
+        };
+        let number: u32 = from.number()?;
+        for register in [&mut self.selected, &mut self.offered_half, &mut self.accepted_half] {
+            *register = from.number()?;
+        }
+        for register in [&mut self.status, &mut self.interrupt, &mut self.generation] {
+            *register = from.number()?;
+        }
+        let features: u64 = from.number()?;
+        self.accepted = from.number()?;
+        let is_same = number == self.device.number()
+            && features == self.features()
+            && from.bytes()? == self.device.configuration();
+        if !is_same {
+            return Err(other());
+        }
+        let changed: [u64; 2] = [from.number()?, from.number()?];
+        if changed != self.device.changed() {
+            return Err(Error::new("a disk has changed since the machine was saved").hint(
+                "a saved machine goes on once: its disks go on with it; put back copies of that time (cp -p)",
+            ));
+        }
+        if from.number::<usize>()? != self.queues.len() {
+            return Err(other());
+        }
+        self.queues.iter_mut().try_for_each(|queue| load_queue(queue, from))
+    }
+
     /// Lets the device work. Says whether the driver is to be interrupted.
     pub fn work(&mut self, memory: &View) -> bool {
         let mut rings: Vec<Ring<'_>> = self.queues.iter_mut().map(|queue| Ring::new(queue, memory)).collect();
@@ -237,6 +308,23 @@ impl Transport {
         }
         rings.iter_mut().fold(has_changed, |wanted, ring| ring.wants_interrupt() || wanted)
     }
+}
+
+fn load_queue(queue: &mut Queue, from: &mut Reader<'_>) -> Result<()> {
+    let state = QueueState {
+        max_size: from.number()?,
+        next_avail: from.number()?,
+        next_used: from.number()?,
+        size: from.number()?,
+        event_idx_enabled: from.truth()?,
+        ready: from.truth()?,
+        desc_table: from.number()?,
+        avail_ring: from.number()?,
+        used_ring: from.number()?,
+    };
+    let wrong = |error| Error::new(format!("the saved state of a queue makes no sense: {error}"));
+    *queue = Queue::try_from(state).map_err(wrong)?;
+    Ok(())
 }
 
 /// Returns a little-endian field of a configuration. It is zero after the configuration's end.

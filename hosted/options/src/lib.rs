@@ -40,6 +40,39 @@ pub enum HostedCommand {
         on, `kill` ends it."
     )]
     Gdb(GdbArgs),
+    /// Write a machine that was started with --control into a file, and end it
+    #[command(
+        long_about = "Writes a machine that was started with --control into a new file: its memory, its \
+        processor and its devices. Then it ends the machine. If anything fails before, the machine goes on."
+    )]
+    Save(SaveArgs),
+    /// Let a saved machine go on, with its console on this terminal
+    #[command(
+        long_about = "Lets a saved machine go on in this process. The options are those that it was started \
+        with: the same kernel, disks, memory, isolation and kind of network. What differs is refused by its \
+        name, and so is a file that is damaged, or a host with another processor. Connections with other \
+        machines do not go on."
+    )]
+    Restore(RestoreArgs),
+}
+
+/// The options of `mercury hosted save`.
+#[derive(Debug, Args)]
+pub struct SaveArgs {
+    /// The machine's socket (--control)
+    #[arg(value_name = "SOCKET")]
+    pub machine: PathBuf,
+    /// The new file
+    pub file: PathBuf,
+}
+
+/// The options of `mercury hosted restore`.
+#[derive(Debug, Args)]
+pub struct RestoreArgs {
+    /// The saved machine
+    pub file: PathBuf,
+    #[command(flatten)]
+    pub run: RunArgs,
 }
 
 /// The options of `mercury hosted gdb`.
@@ -115,6 +148,9 @@ pub struct RunArgs {
     /// it always is)
     #[arg(long)]
     pub no_rewrite: bool,
+    /// A socket by which `mercury hosted save` can save the machine
+    #[arg(long, value_name = "SOCKET", conflicts_with_all = ["gdb", "cpus"])]
+    pub control: Option<PathBuf>,
     /// Report unusual actions of the guest, and print the counters at its end
     #[arg(long)]
     pub verbose: bool,

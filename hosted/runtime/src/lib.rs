@@ -31,6 +31,7 @@
 pub mod block;
 pub mod boot;
 pub mod constants;
+pub mod control;
 pub mod cpuid;
 pub mod devices;
 pub mod entry;
@@ -50,6 +51,7 @@ pub mod patched;
 pub mod process;
 pub mod run;
 mod sandbox;
+pub mod saved;
 pub mod selectors;
 pub mod signal;
 pub mod sites;

@@ -151,6 +151,40 @@ impl Memory {
         }
     }
 
+    /// Reads the file itself, where pages that were never used stay so. Other processes must not write.
+    ///
+    /// # Errors
+    /// The error of the host.
+    pub fn read_file(&self, physical: u64, into: &mut [u8]) -> io::Result<()> {
+        let mut done = 0;
+        while done < into.len() {
+            let rest = &mut into[done..];
+            let at = (physical + done as u64).cast_signed();
+            // SAFETY: There is room for so many bytes.
+            let read = unsafe { libc::pread(self.descriptor(), rest.as_mut_ptr().cast(), rest.len(), at) };
+            match usize::try_from(read) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(read) => done += read,
+                Err(_) if io::Error::last_os_error().kind() == io::ErrorKind::Interrupted => {}
+                Err(_) => return Err(io::Error::last_os_error()),
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes all of the memory zero, as it was at first.
+    ///
+    /// # Errors
+    /// If the host refuses.
+    pub fn erase(&self) -> Result<()> {
+        const HOLE: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        // SAFETY: It takes a descriptor and numbers.
+        match unsafe { libc::fallocate(self.descriptor(), HOLE, 0, self.size.cast_signed()) } {
+            0 => Ok(()),
+            _ => Err(Error::system("make the guest's memory empty")),
+        }
+    }
+
     /// Returns true if the guest has this memory.
     #[must_use]
     pub fn contains(&self, physical: u64, length: u64) -> bool {

@@ -7,6 +7,7 @@ use mercury_hosted_options::gdb::GdbOption;
 use crate::{
     block,
     boot::{self, Beginning},
+    control::{self, Control},
     cpuid,
     devices::{Block, Console, Devices, NetOption, OpenUplink, Slots, now, signal_waker},
     entry,
@@ -17,11 +18,12 @@ use crate::{
     limits::{self, Limits},
     load::Loaded,
     loader::{self, Facts, Ready},
-    machine::{LoadedCode, LocalProcessor, Machine, Resident, State},
+    machine::{LoadedCode, LocalProcessor, Machine, Resident, Saving, State},
     memory::Memory,
     patched::{PatchedCopies, Room},
     process::{self, Placement, per_space::SpaceProcess},
     sandbox::{self, CommonFilters, Special},
+    saved::{self, Saved},
     signal,
     smp::{self, Processor, bus::Bus},
     thunks,
@@ -50,6 +52,10 @@ pub struct Options {
     pub rewrite: bool,
     /// Say what is strange, and what was counted.
     pub verbose: bool,
+    /// A socket by which the machine can be saved.
+    pub control: Option<PathBuf>,
+    /// A saved machine that goes on here.
+    pub restore: Option<PathBuf>,
 }
 
 /// The separation of the guest's programs from its kernel and from the monitor.
@@ -133,8 +139,11 @@ pub fn run(options: &Options) -> Result<Infallible> {
     limits.addresses()?;
     let most_mapped = check_limits(options, &limits)?;
     share_heap();
+    let saved = options.restore.as_deref().map(Saved::open).transpose()?;
     let memory = make_memory(options)?;
     let Ready { code, places, facts, debugged } = loader::load(options, &memory)?;
+    let code_hash = *blake3::hash(&code).as_bytes();
+    let restored = saved.map(|saved| fill(saved, &memory)).transpose()?;
     let files = Files::open(options)?;
     place_code(&code)?;
     drop(code);
@@ -166,8 +175,24 @@ pub fn run(options: &Options) -> Result<Infallible> {
     match start.role() {
         Role::SpaceProcess(space) => start.run_space_process(space, files, &filters),
         Role::OtherProcessor(one) => start.run_other_processor(one, files),
-        Role::First => start.run_first(files, debugged, clock_khz),
+        Role::First => start.run_first(files, First { debugged, restored, clock_khz, code_hash }),
     }
+}
+
+/// Puts a saved machine's memory in place of the kernel that was loaded. Returns the rest of its state.
+fn fill(saved: Saved, memory: &Memory) -> Result<Vec<u8>> {
+    memory.erase()?;
+    saved.fill(memory)?;
+    Ok(saved.state)
+}
+
+/// The things that only the first process needs.
+struct First {
+    debugged: KernelCode,
+    /// The state from which the guest goes on.
+    restored: Option<Vec<u8>>,
+    clock_khz: u64,
+    code_hash: [u8; 32],
 }
 
 /// Checks the host's limits. Returns the number of mappings that the host allows.
@@ -176,13 +201,26 @@ fn check_limits(options: &Options, limits: &Limits) -> Result<u64> {
     let most_mapped = limits.mappings()?;
     limits.memory(options.memory)?;
     check_processors(options)?;
+    check_saving(options)?;
     Ok(most_mapped)
+}
+
+/// Checks that a machine which is saved or restored has nothing that cannot be.
+fn check_saving(options: &Options) -> Result<()> {
+    let is_wanted = options.control.is_some() || options.restore.is_some();
+    let is_plain = options.cpus == 1 && options.gdb.is_none();
+    if is_plain || !is_wanted {
+        return Ok(());
+    }
+    Err(Error::new("only a machine with one processor can be saved and restored, without gdb")
+        .hint("leave out --cpus and --gdb, or --control"))
 }
 
 /// The files and connections of the machine, opened before the process gives up opening any.
 struct Files {
     disks: Vec<Block>,
     gdb: Option<Opened>,
+    control: Option<control::Opened>,
     uplink: Option<OpenUplink>,
 }
 
@@ -191,13 +229,14 @@ impl Files {
         Ok(Self {
             disks: open_disks(options)?,
             gdb: options.gdb.as_ref().map(gdb::open).transpose()?,
+            control: options.control.as_deref().map(control::open).transpose()?,
             uplink: options.net.as_ref().map(NetOption::open).transpose()?,
         })
     }
 
     /// Leaves the files to the process that serves the devices: closing them would end what goes on there.
     fn leave(self) {
-        std::mem::forget((self.disks, self.uplink, self.gdb));
+        std::mem::forget((self.disks, self.uplink, self.gdb, self.control));
     }
 }
 
@@ -319,31 +358,47 @@ impl Start<'_> {
 
     fn run_other_processor(self, one: Processor, files: Files) -> Result<Infallible> {
         files.leave();
-        self.run(Bus::Other(one), None, Special { processors: one.processes(), ..Special::default() })
+        self.run(
+            Bus::Other(one),
+            Parts::default(),
+            Special { processors: one.processes(), ..Special::default() },
+        )
     }
 
-    fn run_first(self, files: Files, debugged: KernelCode, clock_khz: u64) -> Result<Infallible> {
-        let Files { mut disks, gdb, uplink } = files;
+    fn run_first(self, files: Files, first: First) -> Result<Infallible> {
+        let Files { mut disks, gdb, control, uplink } = files;
         let space = self.placement.per_space();
         if let Some(space) = space.filter(|space| space.are_few() && self.options.verbose) {
             eprintln!("mercury hosted: the host allows {} processes for address spaces", space.count());
         }
         self.overlap_requests(&mut disks);
-        let debugger = gdb.map(|gdb| Debugger::new(gdb, debugged)).transpose()?;
+        let debugger = gdb.map(|gdb| Debugger::new(gdb, first.debugged)).transpose()?;
+        let control = control.map(|control| Control::new(control, signal_waker())).transpose()?;
         let bound = space.map_or_else(Vec::new, |space| space.processes());
         let processors = self.processor.map_or_else(|| bound.clone(), |one| one.processes());
+        let listener = debugger.as_ref().map(Debugger::descriptor);
         let special = Special {
             rings: disks.iter().filter_map(Block::ring).collect(),
-            listener: debugger.as_ref().map(Debugger::descriptor),
+            listener: listener.or_else(|| control.as_ref().map(Control::descriptor)),
             processors,
             bound,
             ..Special::default()
         };
         let net = uplink.map(|uplink| uplink.start(signal_waker())).transpose()?;
         let slots = Slots::new(disks, net)?;
-        self.describe(&slots, clock_khz)?;
+        if first.restored.is_none() {
+            self.describe(&slots, first.clock_khz)?;
+        }
         let devices = Devices::new(Console::open()?, &self.memory, slots)?;
-        self.run(Bus::Own(Box::new(devices)), debugger, special)
+        let facts = saved::Facts {
+            memory: self.options.memory,
+            isolation: self.options.isolation,
+            per_space: space.is_some(),
+            code: first.code_hash,
+            clock_khz: first.clock_khz,
+        };
+        let parts = Parts { debugger, saving: Some(Saving { control, facts }), restored: first.restored };
+        self.run(Bus::Own(Box::new(devices)), parts, special)
     }
 
     /// Has the host serve several requests of a disk at once, if it can.
@@ -378,12 +433,13 @@ impl Start<'_> {
             && self.placement.runs_guest()
     }
 
-    fn run(self, devices: Bus, debugger: Option<Debugger>, special: Special) -> Result<Infallible> {
+    fn run(self, devices: Bus, parts: Parts, special: Special) -> Result<Infallible> {
         let special = Special { own: Some(std::process::id()), ..special };
         let room = self.rewrites().then(Room::new).transpose()?;
         let (beginning, isolation) = (self.facts.beginning, self.options.isolation);
-        let mut machine = self.machine(room, devices).with_debugger(debugger);
-        let prepared = prepare_processor(&mut machine, beginning, isolation, &special);
+        let mut machine = self.machine(room, devices).with_debugger(parts.debugger).with_saving(parts.saving);
+        let restored = parts.restored.as_deref();
+        let prepared = prepare_processor(&mut machine, beginning, restored, isolation, &special);
         prepared.inspect_err(|_| machine.restore_terminal())?;
         forget_the_start();
         machine.run()
@@ -401,15 +457,26 @@ impl Start<'_> {
     }
 }
 
+/// The parts of a machine that only some of its processes have.
+#[derive(Default)]
+struct Parts {
+    debugger: Option<Debugger>,
+    saving: Option<Saving>,
+    restored: Option<Vec<u8>>,
+}
+
 /// Does everything that can go wrong before the host's system calls are given up.
 fn prepare_processor(
     machine: &mut Machine,
     beginning: Beginning,
+    restored: Option<&[u8]>,
     isolation: Isolation,
     special: &Special,
 ) -> Result<()> {
-    if machine.placement().prepares_processor() {
-        beginning.begin(machine);
+    match restored {
+        Some(state) => machine.load_state(state)?,
+        None if machine.placement().prepares_processor() => beginning.begin(machine),
+        None => {}
     }
     if machine.placement().runs_guest() {
         signal::dispatch_system_calls()?;

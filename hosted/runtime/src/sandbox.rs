@@ -29,6 +29,7 @@ const ALLOWED: &[i64] = &[
     libc::SYS_read,
     libc::SYS_write,
     libc::SYS_writev,
+    libc::SYS_fstat,
     libc::SYS_pread64,
     libc::SYS_pwrite64,
     libc::SYS_fdatasync,

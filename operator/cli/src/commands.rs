@@ -114,6 +114,8 @@ fn command_name(command: &Command) -> &'static str {
         Command::Guests(GuestsCommand::Stop(_)) => "guests stop",
         Command::Hosted(HostedCommand::Run(_)) => "hosted run",
         Command::Hosted(HostedCommand::Gdb(_)) => "hosted gdb",
+        Command::Hosted(HostedCommand::Save(_)) => "hosted save",
+        Command::Hosted(HostedCommand::Restore(_)) => "hosted restore",
         Command::Log(_) => "log",
         Command::Metrics(_) => "metrics",
         Command::Explain(_) => "explain",

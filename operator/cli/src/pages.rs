@@ -538,6 +538,20 @@ pub const PAGES: &[Page] = &[
         ],
     )
     .see(&["gdb(1)"]),
+    Page::new(
+        "hosted save",
+        &[
+            example(
+                "Start a machine that can be saved",
+                "mercury hosted run --kernel vmlinux --initramfs root.cpio --control machine.control",
+            ),
+            example("Save it, from another terminal", "mercury hosted save machine.control machine.saved"),
+        ],
+    ),
+    Page::new(
+        "hosted restore",
+        &[example("Let it go on", "mercury hosted restore machine.saved --kernel vmlinux")],
+    ),
     Page::of(
         "status",
         Group::Information,

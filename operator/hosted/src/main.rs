@@ -5,6 +5,7 @@
 use std::{
     io::ErrorKind,
     os::unix::process::CommandExt,
+    path::{Path, PathBuf},
     process::{Command, ExitCode},
 };
 
@@ -12,15 +13,16 @@ use clap::Parser;
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
-    output::{Format, Render, Text},
+    output::{self, Format, Render, Text},
     say::{Say, fail},
 };
 use mercury_hosted::{
+    control,
     devices::NetOption,
     load::DISTANCE,
     run::{self, Isolation, Options, Report},
 };
-use mercury_hosted_options::{GdbArgs, HostedCommand, RunArgs, gdb::Address};
+use mercury_hosted_options::{GdbArgs, HostedCommand, RunArgs, SaveArgs, gdb::Address};
 use serde::Serialize;
 
 /// Runs a pre-virtualized Linux as an ordinary process
@@ -38,7 +40,12 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     let format = if cli.json { Format::Json } else { Format::Text };
     let (name, result) = match &cli.command {
-        HostedCommand::Run(args) => ("hosted run", run(args, Say { format, name: "hosted run" })),
+        HostedCommand::Run(args) => ("hosted run", run(args, None, Say { format, name: "hosted run" })),
+        HostedCommand::Restore(args) => {
+            let say = Say { format, name: "hosted restore" };
+            ("hosted restore", run(&args.run, Some(&args.file), say))
+        }
+        HostedCommand::Save(args) => ("hosted save", save(args, Say { format, name: "hosted save" })),
         HostedCommand::Gdb(args) => ("hosted gdb", gdb(args)),
     };
     result.unwrap_or_else(|error| fail(&error, format, name)).into()
@@ -46,7 +53,7 @@ fn main() -> ExitCode {
 
 /// Starts the machine, which this process is from then on. Returns if the kernel was only checked,
 /// or cannot be started.
-fn run(args: &RunArgs, say: Say<'_>) -> Result<Exit> {
+fn run(args: &RunArgs, restore: Option<&Path>, say: Say<'_>) -> Result<Exit> {
     let options = Options {
         kernel: args.kernel.clone(),
         initramfs: args.initramfs.clone(),
@@ -66,6 +73,8 @@ fn run(args: &RunArgs, say: Say<'_>) -> Result<Exit> {
         },
         rewrite: !args.no_rewrite,
         verbose: args.verbose,
+        control: args.control.clone(),
+        restore: restore.map(Path::to_owned),
     };
     if args.check {
         return run::check(&options).map(|report| say.done(&Found::from(report))).map_err(refused);
@@ -73,6 +82,29 @@ fn run(args: &RunArgs, say: Say<'_>) -> Result<Exit> {
     match run::run(&options) {
         Ok(never) => match never {},
         Err(error) => Err(refused(error)),
+    }
+}
+
+/// Writes a machine into a file.
+fn save(args: &SaveArgs, say: Say<'_>) -> Result<Exit> {
+    let saved = control::save(&args.machine, &args.file);
+    saved.map(|bytes| say.done(&Saved { file: args.file.clone(), bytes })).map_err(refused)
+}
+
+/// A machine that was saved.
+#[derive(Debug, Serialize)]
+struct Saved {
+    file: PathBuf,
+    /// Size of the file.
+    bytes: u64,
+}
+
+impl Render for Saved {
+    fn render(&self, text: &mut Text) {
+        let (file, size) = (self.file.display(), output::bytes(self.bytes));
+        text.line(format!(
+            "the machine is in {file} ({size}) and has ended; `mercury hosted restore` lets it go on"
+        ));
     }
 }
 

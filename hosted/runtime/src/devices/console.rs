@@ -56,6 +56,18 @@ impl Console {
         bytes.drain(..count).collect()
     }
 
+    /// Returns the typed bytes that were not taken.
+    #[must_use]
+    pub fn typed(&self) -> Vec<u8> {
+        self.typed.bytes.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect()
+    }
+
+    /// Puts bytes before all that is typed from now on.
+    pub fn type_again(&mut self, bytes: &[u8]) {
+        let mut typed = self.typed.bytes.lock().unwrap_or_else(PoisonError::into_inner);
+        bytes.iter().rev().for_each(|byte| typed.push_front(*byte));
+    }
+
     /// Returns true if the person at the terminal has asked for the machine's end.
     #[must_use]
     pub fn was_ended(&self) -> bool {

@@ -6,7 +6,11 @@ pub(crate) mod console;
 mod pic;
 mod pit;
 
-use std::{io, ptr, sync::Arc};
+use std::{
+    io, ptr,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 pub use console::Console;
 pub use mercury_devices::{Block, Net, NetOption, OpenUplink};
@@ -16,6 +20,7 @@ use mercury_devices::{
     memory::View,
     serial::Serial,
     signals::Waker,
+    state::{Reader, Writer},
     virtio::{Device, Transport, WINDOW},
 };
 use vm_memory::{GuestAddress, GuestRegionMmap, MmapRegion};
@@ -86,6 +91,9 @@ impl Slots {
     }
 }
 
+/// Time for the host to answer the requests that it has, before a machine is saved.
+const DRAIN_AT_MOST: Duration = Duration::from_secs(20);
+
 impl Devices {
     /// Makes them; from now on the calling thread gets signals for them.
     ///
@@ -123,6 +131,53 @@ impl Devices {
             self.pics.raise(*line);
         }
         Some(())
+    }
+
+    /// Ends the requests that the host has. The guest stands still, so there are no new ones. Returns false
+    /// if the host has not answered all of them in time.
+    #[must_use]
+    pub fn drain(&mut self) -> bool {
+        let begin = Instant::now();
+        self.console.flush();
+        self.poll();
+        while !self.slots.iter().all(|(transport, _)| transport.is_idle()) {
+            if begin.elapsed() > DRAIN_AT_MOST {
+                return false;
+            }
+            std::thread::yield_now();
+            self.poll();
+        }
+        true
+    }
+
+    /// Writes the devices' state, with what was typed and not read.
+    pub fn save(&self, to: &mut Writer) {
+        self.pics.save(to);
+        self.pit.save(to, now());
+        to.number(self.clock.index());
+        self.serial.save(to);
+        to.bytes(&self.console.typed());
+        to.number(self.slots.len() as u64);
+        self.slots.iter().for_each(|(transport, _)| transport.save(to));
+    }
+
+    /// Takes the state of devices like these.
+    ///
+    /// # Errors
+    /// If it is that of others.
+    pub fn load(&mut self, from: &mut Reader<'_>) -> Result<()> {
+        self.pics = Pics::load(from)?;
+        self.pit = Pit::load(from, now())?;
+        self.clock = Clock::showing(from.number()?);
+        self.serial = Serial::load(from)?;
+        self.console.type_again(from.bytes()?);
+        if from.number::<usize>()? != self.slots.len() {
+            return Err(Error::new("the saved machine had another number of devices")
+                .hint("give it the disks that it had, in the same order"));
+        }
+        self.slots.iter_mut().try_for_each(|(transport, _)| transport.load(from))?;
+        self.set_alarm();
+        Ok(())
     }
 
     /// Takes events from outside.

@@ -1,6 +1,10 @@
 //! The two interrupt controllers of a PC (Intel 8259A). The second is at the first one's line 2.
 //! All lines are edge-triggered.
 
+use mercury_devices::state::{Reader, Writer};
+
+use crate::error::Result;
+
 /// The line that the second controller is at.
 const CASCADE: u8 = 2;
 /// Command: end of interrupt.
@@ -19,6 +23,23 @@ struct Pic {
 }
 
 impl Pic {
+    fn save(&self, to: &mut Writer) {
+        to.numbers([self.requested, self.in_service, self.masked, self.base, self.initializing]);
+        to.numbers([self.reads_in_service, self.ends_itself]);
+    }
+
+    fn load(from: &mut Reader<'_>) -> Result<Self> {
+        Ok(Self {
+            requested: from.number()?,
+            in_service: from.number()?,
+            masked: from.number()?,
+            base: from.number()?,
+            initializing: from.number()?,
+            reads_in_service: from.truth()?,
+            ends_itself: from.truth()?,
+        })
+    }
+
     /// Returns the line that would interrupt now.
     fn next(&self) -> Option<u8> {
         let line = (self.requested & !self.masked).trailing_zeros();
@@ -69,6 +90,19 @@ pub struct Pics {
 }
 
 impl Pics {
+    /// Writes the state of both.
+    pub fn save(&self, to: &mut Writer) {
+        [&self.first, &self.second].into_iter().for_each(|pic| pic.save(to));
+    }
+
+    /// Reads the state of both.
+    ///
+    /// # Errors
+    /// If it makes no sense.
+    pub fn load(from: &mut Reader<'_>) -> Result<Self> {
+        Ok(Self { first: Pic::load(from)?, second: Pic::load(from)? })
+    }
+
     /// Records that a device wants attention.
     pub fn raise(&mut self, line: u8) {
         if line < 8 {

@@ -1,6 +1,10 @@
 //! The timer of a PC (Intel 8254): its first channel, which interrupts. The others count as well,
 //! without effect.
 
+use mercury_devices::state::{Reader, Writer};
+
+use crate::error::{Error, Result};
+
 /// The frequency in Hz.
 const FREQUENCY: u64 = 1_193_182;
 const NANOSECONDS: u64 = 1_000_000_000;
@@ -18,6 +22,30 @@ struct Channel {
 }
 
 impl Channel {
+    /// Writes the state. A time is written as its distance from now.
+    fn save(&self, to: &mut Writer, now: u64) {
+        to.numbers([self.mode, self.access]);
+        to.numbers([self.reload, u64::from(self.read_high)]);
+        to.numbers([u64::from(self.low.is_some()), u64::from(self.low.unwrap_or(0))]);
+        to.numbers([u64::from(self.latched.is_some()), u64::from(self.latched.unwrap_or(0))]);
+        let ago = self.started.map(|started| now.saturating_sub(started));
+        to.numbers([u64::from(ago.is_some()), ago.unwrap_or(0)]);
+    }
+
+    fn load(from: &mut Reader<'_>, now: u64) -> Result<Self> {
+        let (mode, access) = (from.number()?, from.number()?);
+        let (reload, read_high) = (from.number()?, from.truth()?);
+        let (has_low, low) = (from.truth()?, from.number()?);
+        let (is_latched, latched) = (from.truth()?, from.number()?);
+        let (has_started, ago) = (from.truth()?, from.number::<u64>()?);
+        let (low, latched) = (has_low.then_some(low), is_latched.then_some(latched));
+        let started = has_started.then(|| now.saturating_sub(ago));
+        if has_started && !(1..=0x1_0000).contains(&reload) {
+            return Err(Error::new("the saved state of the timer makes no sense"));
+        }
+        Ok(Self { mode, access, low, reload, started, latched, read_high })
+    }
+
     fn is_periodic(&self) -> bool {
         matches!(self.mode, 2 | 3 | 6 | 7)
     }
@@ -75,6 +103,23 @@ pub struct Pit {
 }
 
 impl Pit {
+    /// Writes the state.
+    pub fn save(&self, to: &mut Writer, now: u64) {
+        self.channels.iter().for_each(|channel| channel.save(to, now));
+    }
+
+    /// Reads the state.
+    ///
+    /// # Errors
+    /// If it makes no sense.
+    pub fn load(from: &mut Reader<'_>, now: u64) -> Result<Self> {
+        let mut pit = Self::default();
+        for channel in &mut pit.channels {
+            *channel = Channel::load(from, now)?;
+        }
+        Ok(pit)
+    }
+
     pub fn read(&mut self, port: u16, now: u64) -> u8 {
         self.channels.get_mut(usize::from(port & 3)).map_or(0, |channel| channel.read(now))
     }

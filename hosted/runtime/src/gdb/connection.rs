@@ -148,7 +148,7 @@ impl Listener {
 }
 
 /// Opens a socket with a name, to which only its user may connect. An abandoned one is replaced.
-fn listen_at(path: &Path) -> Result<OwnedFd> {
+pub(crate) fn listen_at(path: &Path) -> Result<OwnedFd> {
     let is_socket = std::fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket());
     if is_socket && UnixStream::connect(path).is_err() {
         let _ = std::fs::remove_file(path);

@@ -13,6 +13,7 @@ mod target;
 
 use std::{collections::BTreeMap, fmt, ops::Range, os::fd::RawFd};
 
+pub(crate) use connection::listen_at;
 use connection::{Connection, Listener};
 pub use connection::{Opened, open};
 use gdbstub::{

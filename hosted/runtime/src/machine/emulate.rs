@@ -275,6 +275,7 @@ impl Machine {
             if self.block().registers.rip.get() != rip || !self.interruptible() || self.is_stepping() {
                 return;
             }
+            self.save_if_wanted();
             self.devices.flush();
             smp::sleep();
         }

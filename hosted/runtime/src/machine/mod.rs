@@ -10,6 +10,7 @@ mod operands;
 mod program_memory;
 mod resident;
 mod retry;
+mod saving;
 mod turns;
 
 use std::{
@@ -41,6 +42,7 @@ use crate::{
 };
 pub use resident::Resident;
 use retry::Faulted;
+pub use saving::Saving;
 
 /// The exit status of the process after the guest has asked for a reset, as it does after a panic.
 pub const RESET_STATUS: i32 = 10;
@@ -206,6 +208,10 @@ pub struct Machine {
     counters: Common<Counters>,
     rewriting: &'static patched::Counters,
     verbose: bool,
+    /// None if this process has no devices.
+    saving: Option<Saving>,
+    /// True if the guest goes on from a saved state.
+    is_restored: bool,
 }
 
 impl Machine {
@@ -233,6 +239,8 @@ impl Machine {
             counters: state.counters,
             rewriting: state.rewriting,
             verbose: false,
+            saving: None,
+            is_restored: false,
         }
     }
 
@@ -245,6 +253,12 @@ impl Machine {
     #[must_use]
     pub fn with_debugger(self, debugger: Option<Debugger>) -> Self {
         Self { debugger, ..self }
+    }
+
+    /// Lets a person save the machine.
+    #[must_use]
+    pub fn with_saving(self, saving: Option<Saving>) -> Self {
+        Self { saving, ..self }
     }
 
     /// Makes the machine report strange events and its counters.
@@ -324,12 +338,17 @@ impl Machine {
         MACHINE.store(Box::into_raw(Box::new(self)), Ordering::Release);
         let mut machine = Turn::expect();
         if space.is_none_or(|space| space.is_first()) {
-            // SAFETY: The area is as large as the processor says, and at a multiple of 64.
-            unsafe { entry::hosted_save_extended(machine.block().extended.get()) };
+            if !machine.is_restored {
+                // SAFETY: The area is as large as the processor says, and at a multiple of 64.
+                unsafe { entry::hosted_save_extended(machine.block().extended.get()) };
+            }
             machine.attend_debugger();
         }
         match space {
-            None => machine.attend(),
+            None => {
+                machine.attend();
+                machine.begin_restored();
+            }
             Some(space) if space.is_first() => machine.serve_space_processes(space),
             Some(_) => machine.receive_guest(),
         }
@@ -515,6 +534,7 @@ impl Machine {
         if pending().load(Ordering::Acquire) != 0 && self.interruptible() {
             self.service();
         }
+        self.save_if_wanted();
     }
 }
 

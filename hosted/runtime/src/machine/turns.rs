@@ -87,6 +87,7 @@ impl Machine {
             if self.interruptible() && pending().load(Ordering::Acquire) != 0 {
                 self.service();
             }
+            self.save_if_wanted();
             if space.hand_over().is_none() {
                 self.end(End::Broken, &signal::how_child_has_ended());
             }

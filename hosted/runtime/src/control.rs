@@ -1,0 +1,216 @@
+//! The socket by which a person saves a machine (`--control`). A thread waits for connections, one after the
+//! other; the processor sends the machine there and waits for the answer that it has arrived.
+
+use std::{
+    fs::{self, File},
+    io::{self, ErrorKind, Read, Write},
+    mem::ManuallyDrop,
+    os::{
+        fd::{AsRawFd, FromRawFd, OwnedFd, RawFd},
+        unix::{fs::OpenOptionsExt, net::UnixStream},
+    },
+    path::{Path, PathBuf},
+    ptr,
+    sync::{
+        Arc,
+        atomic::{AtomicI32, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+
+use mercury_devices::signals::{Waker, start_thread};
+
+use crate::{
+    error::{Error, Result},
+    gdb, saved,
+    signal::is_end_wanted,
+};
+
+/// The first byte that the machine sends: the machine follows, or the reason for which it does not.
+pub const SAVED: u8 = b'S';
+pub const REFUSED: u8 = b'R';
+/// The answer: all of it is on the disk.
+pub const KEPT: u8 = b'K';
+/// The time after which a signal that may have been missed is sent again.
+const AGAIN: Duration = Duration::from_millis(50);
+const NOBODY: i32 = -1;
+
+/// The processor's part of the socket.
+#[derive(Debug)]
+pub struct Control {
+    socket: RawFd,
+    /// The connection of the person who wants the machine, or a negative number.
+    wanted: Arc<AtomicI32>,
+}
+
+/// A socket that is open, without a thread that listens.
+#[derive(Debug)]
+pub struct Opened(OwnedFd);
+
+/// Opens the socket, to which only its user may connect.
+///
+/// # Errors
+/// If the path cannot have one.
+pub fn open(path: &Path) -> Result<Opened> {
+    gdb::listen_at(path).map(Opened)
+}
+
+impl Control {
+    /// Begins to listen.
+    ///
+    /// # Errors
+    /// If there can be no thread.
+    pub fn new(opened: Opened, waker: Waker) -> Result<Self> {
+        let (socket, wanted) = (opened.0.as_raw_fd(), Arc::new(AtomicI32::new(NOBODY)));
+        let shared = Arc::clone(&wanted);
+        start_thread("control", move || listen(&opened.0, &shared, &waker))
+            .map_err(|error| Error::new(format!("cannot start a thread for --control: {error}")))?;
+        Ok(Self { socket, wanted })
+    }
+
+    /// Returns the descriptor of the listening socket.
+    #[must_use]
+    pub fn descriptor(&self) -> RawFd {
+        self.socket
+    }
+
+    /// Returns the connection of a person who wants the machine.
+    #[must_use]
+    pub fn wanted(&self) -> Option<Wanted> {
+        let descriptor = self.wanted.load(Ordering::Acquire);
+        (descriptor >= 0).then(|| Wanted { descriptor, wanted: Arc::clone(&self.wanted) })
+    }
+}
+
+fn listen(socket: &OwnedFd, wanted: &AtomicI32, waker: &Waker) {
+    loop {
+        // SAFETY: The address of the other end is not wanted.
+        let descriptor = unsafe {
+            libc::accept4(socket.as_raw_fd(), ptr::null_mut(), ptr::null_mut(), libc::SOCK_CLOEXEC)
+        };
+        if descriptor < 0 {
+            thread::park_timeout(AGAIN);
+            continue;
+        }
+        wanted.store(descriptor, Ordering::Release);
+        while wanted.load(Ordering::Acquire) >= 0 {
+            waker();
+            thread::park_timeout(AGAIN);
+        }
+    }
+}
+
+/// A connection. It ends when this is dropped.
+#[derive(Debug)]
+pub struct Wanted {
+    descriptor: RawFd,
+    wanted: Arc<AtomicI32>,
+}
+
+impl Wanted {
+    fn file(&self) -> ManuallyDrop<File> {
+        // SAFETY: The descriptor is open until this is dropped, and the file does not close it.
+        ManuallyDrop::new(unsafe { File::from_raw_fd(self.descriptor) })
+    }
+
+    /// Tells the person why the machine is not saved.
+    pub fn refuse(&self, why: &str) {
+        let _ = self.file().write_all(&[&[REFUSED], why.as_bytes()].concat());
+    }
+
+    /// Sends the machine. Returns true if the person has kept all of it.
+    pub fn send(&self, write: impl FnOnce(&mut io::BufWriter<&File>) -> io::Result<()>) -> bool {
+        let file = self.file();
+        let mut to = io::BufWriter::with_capacity(1 << 20, &*file);
+        let sent = to.write_all(&[SAVED]).and_then(|()| write(&mut to)).and_then(|()| to.flush());
+        // What could not be sent must not be sent again when the buffer is dropped.
+        let _ = to.into_parts();
+        sent.is_ok() && self.is_kept()
+    }
+
+    fn is_kept(&self) -> bool {
+        let mut answer = [0];
+        loop {
+            match self.file().read(&mut answer) {
+                Ok(1) => return answer[0] == KEPT,
+                Err(error) if error.kind() == ErrorKind::Interrupted && !is_end_wanted() => {}
+                _ => return false,
+            }
+        }
+    }
+}
+
+impl Drop for Wanted {
+    fn drop(&mut self) {
+        self.wanted.store(NOBODY, Ordering::Release);
+        // The library's own function first checks if the descriptor is open, by a forbidden call.
+        // SAFETY: The descriptor has no other owner.
+        unsafe { libc::close(self.descriptor) };
+    }
+}
+
+/// Saves the machine with this socket into a new file, and ends the machine.
+///
+/// The file has its name when the machine is gone. Until then the name ends with `.part`. If this program is
+/// killed the machine goes on, or the file with `.part` is whole: it is checked, and on the disk, before the
+/// machine is told to end. Returns the file's size in bytes.
+///
+/// # Errors
+/// If there is no machine, it cannot be saved, or the file cannot be written. The machine goes on then.
+pub fn save(socket: &Path, file: &Path) -> Result<u64> {
+    if file.symlink_metadata().is_ok() {
+        return Err(Error::new(format!("{} is there already", file.display())).hint("choose another name"));
+    }
+    let part = with_part(file);
+    let mut machine = UnixStream::connect(socket).map_err(|error| {
+        Error::file("connect to the machine at", socket, error)
+            .hint("start the machine with --control, and save it as the same user")
+    })?;
+    let bytes = receive(&mut machine, &part).inspect_err(|_| {
+        let _ = fs::remove_file(&part);
+    })?;
+    let gone = || {
+        Error::new("the machine has gone away, and may have ended")
+            .hint(format!("all of it is in {}, which can be restored", part.display()))
+    };
+    machine.write_all(&[KEPT]).map_err(|_| gone())?;
+    // The machine ends now. Its disks are free when it has.
+    let _ = machine.read(&mut [0]);
+    fs::rename(&part, file)
+        .map_err(|error| Error::file("name", file, error).hint(part.display().to_string()))?;
+    sync_folder(file)?;
+    Ok(bytes)
+}
+
+fn with_part(file: &Path) -> PathBuf {
+    let mut name = file.as_os_str().to_owned();
+    name.push(".part");
+    name.into()
+}
+
+/// Writes what the machine sends to a file, down to the disk, and checks it. Returns the number of bytes.
+fn receive(machine: &mut UnixStream, part: &Path) -> Result<u64> {
+    let lost = |error: io::Error| Error::new(format!("the machine does not answer: {error}"));
+    let mut first = [0];
+    machine.read_exact(&mut first).map_err(lost)?;
+    if first[0] != SAVED {
+        let mut why = String::new();
+        machine.read_to_string(&mut why).map_err(lost)?;
+        return Err(Error::new(why));
+    }
+    let wrong = |error| Error::file("write", part, error);
+    let mut options = fs::OpenOptions::new();
+    let mut file = options.write(true).create(true).truncate(true).mode(0o600).open(part).map_err(wrong)?;
+    saved::copy(machine, &mut file).map_err(wrong)?;
+    file.sync_all().map_err(wrong)?;
+    sync_folder(part)?;
+    saved::Saved::open(part)?;
+    file.metadata().map(|of| of.len()).map_err(wrong)
+}
+
+fn sync_folder(file: &Path) -> Result<()> {
+    let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let synced = File::open(folder).and_then(|folder| folder.sync_all());
+    synced.map_err(|error| Error::file("write", folder, error))
+}
