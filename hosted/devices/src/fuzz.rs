@@ -12,6 +12,7 @@ use crate::{
     Block,
     memory::{self, View},
     rng::Rng,
+    state::{Reader, Writer},
     virtio::{Device, Transport},
 };
 
@@ -88,7 +89,7 @@ fn tempfile(size: usize) -> Option<File> {
 }
 
 fn step(input: &mut Input<'_>, transport: &mut Transport, view: &View) {
-    match input.byte() % 7 {
+    match input.byte() % 8 {
         0 => {
             let (at, value) = (input.number(2) & 0x7FFF, input.number(8));
             let _ = put(view, at & !7, value);
@@ -107,8 +108,21 @@ fn step(input: &mut Input<'_>, transport: &mut Transport, view: &View) {
             let _ = transport.read(input.byte() * 4, 4);
         }
         5 => set_up(input.byte() % 2, transport, view),
+        6 => save_and_load(input, transport),
         _ => offer(input, view),
     }
+}
+
+/// Saves the device, changes the saved bytes, and lets the device take them if it does.
+fn save_and_load(input: &mut Input<'_>, transport: &mut Transport) {
+    let mut saved = Writer::default();
+    transport.save(&mut saved);
+    let mut saved = saved.finish();
+    for _ in 0..input.byte() % 4 {
+        let (at, value) = (input.byte() as usize % saved.len(), input.byte() as u8);
+        saved[at] = value;
+    }
+    let _ = transport.load(&mut Reader::new(&saved));
 }
 
 /// Accepts the features and makes a queue of eight entries, as a driver does.

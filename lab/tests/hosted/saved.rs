@@ -6,6 +6,9 @@ use super::*;
 
 const INIT: &str = "#!/bin/sh\nn=0\nwhile :; do n=$((n + 1)); echo count $n; sleep 0.1; done\n";
 
+/// Time goes on while a machine is saved, and its kernel takes that for a stall.
+const QUIET: &str = "rcupdate.rcu_cpu_stall_suppress=1 nosoftlockup";
+
 /// Returns the numbers that a machine has counted, in their order.
 fn counted(log: &str) -> Vec<u32> {
     log.lines().filter_map(|line| line.strip_prefix("count ")?.parse().ok()).collect()
@@ -98,7 +101,7 @@ fn a_saved_machine_counts_on() -> Result<()> {
     for isolation in ISOLATIONS {
         let mut command = place.run();
         command.arg("--initramfs").arg(&archive).args(["--memory", "128", isolation, "--disk", "disk"]);
-        command.args(card()).args(["--control", "control"]);
+        command.args(card()).args(["--control", "control"]).args(["--append", QUIET]);
         let mut machine = Machine::start(&place, command.current_dir(&place.directory));
         machine.wait_for("count 5\n");
         kill_at_moments(&place, &mut machine);
