@@ -27,8 +27,8 @@ struct Part {
 }
 
 /// Files of the hypervisor that serve snapshots, the dirty log and rollbacks, besides its folder `snapshot/`.
-const OF_SNAPSHOTS: [&str; 4] =
-    ["svm/guests/beneath_snapshot.rs", "svm/rollback.rs", "svm/shadow.rs", "pci.rs"];
+const OF_SNAPSHOTS: [&str; 5] =
+    ["svm/guests/beneath_snapshot.rs", "svm/rollback.rs", "svm/shadow.rs", "vmx/rollback.rs", "pci.rs"];
 
 const PARTS: [Part; 3] = [
     Part {

@@ -236,7 +236,7 @@ codes! {
     SnapshotSwap = 153, "snapshot-swap";
 
     // 150..: putting the machine back to a snapshot
-    /// This version cannot put a machine back on this processor.
+    /// This processor lacks a control by which a rollback fetches CPUs.
     RollbackUnsupported = 150, "rollback-unsupported";
     /// A CPU did not come to the rollback.
     RollbackMissed = 151, "rollback-missed";

@@ -629,8 +629,9 @@ pub const TABLE: &[Entry] = &[
     ),
     entry_of(
         Code::RollbackUnsupported,
-        "this version cannot put a machine with this processor back to a snapshot",
-        "So far Mercury can fetch CPUs and set their state on AMD's processors only.",
+        "this processor cannot put a machine back to a snapshot",
+        "A rollback fetches all CPUs by NMI. On Intel's processors this needs virtual NMIs, exits at the \
+         NMI window and the monitor trap flag. A hypervisor beneath this machine may lack one of them.",
         "use `mercury checkpoint`, which works on this processor",
     ),
     entry_of(

@@ -6,8 +6,8 @@
 //! panic, finds the vendor by [`visit`].
 //!
 //! The vendors' folders mirror each other, file by file: the control block (`vmcb`, `vmcs`), `capture`,
-//! `run`, `quick`, `exits`, `faults`, `msr`, `refusal`, `tests`. Only Intel's has `reset`: INIT is an exit
-//! there, and on AMD ends the attachment. Only AMD's has `rollback`, so far.
+//! `run`, `quick`, `exits`, `faults`, `msr`, `refusal`, `rollback`, `tests`. Only Intel's has `reset`: INIT is an exit
+//! there, and on AMD ends the attachment.
 
 use mercury_abi::code::Code;
 use mercury_abi::facts::CpuFacts;
@@ -115,20 +115,19 @@ pub trait Vendor: Sized + 'static {
     /// Returns true if the processor took the entry before the present exit.
     fn was_entered(area: &Area<Self>) -> bool;
 
-    /// True where CPUs can be put back to a snapshot. Elsewhere the next three functions are never called.
-    const ROLLS_BACK: bool = false;
+    /// Returns true if this CPU can be put back to a snapshot. On others the next three functions are never
+    /// called.
+    fn rolls_back(area: &Area<Self>) -> bool;
 
     /// Has NMIs and shutdowns of this CPU exit, or not any more.
-    fn watch(_: &mut Area<Self>, _: Watch) {}
+    fn watch(area: &mut Area<Self>, hardware: &mut impl Hardware, watch: Watch);
 
     /// Returns true if the system is in a handler of NMIs, where no other NMI reaches it.
-    fn is_in_nmi(_: &Area<Self>) -> bool {
-        false
-    }
+    fn is_in_nmi(area: &Area<Self>) -> bool;
 
     /// Sets the system's state to what was saved, on these nested tables and with nothing pending. NMIs and
     /// shutdowns exit.
-    fn put_back(_: &mut Area<Self>, _: &SavedCpu, _: HostPhys) {}
+    fn put_back(area: &mut Area<Self>, hardware: &mut impl Hardware, saved: &SavedCpu, root: HostPhys);
 
     /// Returns the address at which the interrupted code goes on after the handler of a machine check.
     fn resume_at(rip: u64) -> u64;

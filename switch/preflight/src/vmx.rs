@@ -10,6 +10,10 @@ use mercury_abi::{code::Code, facts::CpuFacts};
 
 /// Pin-based controls (SDM, "Pin-based VM-execution controls").
 pub mod pin {
+    /// NMIs exit. Set only while a snapshot is kept.
+    pub const NMI_EXITING: u32 = 1 << 3;
+    /// NMIs are never blocked, and the processor notes if they would be. Set with `NMI_EXITING`.
+    pub const VIRTUAL_NMIS: u32 = 1 << 5;
     /// Bits 1, 2 and 4 are reserved and must be 1 (appendix A.3.1): they control nothing.
     pub const RESERVED_ONES: u32 = 1 << 1 | 1 << 2 | 1 << 4;
 }
@@ -20,6 +24,8 @@ pub mod primary {
     pub const INTERRUPT_WINDOW_EXITING: u32 = 1 << 2;
     /// The tertiary controls are used.
     pub const ACTIVATE_TERTIARY: u32 = 1 << 17;
+    /// Exit once the guest could take an NMI. Set only while an NMI has to wait.
+    pub const NMI_WINDOW_EXITING: u32 = 1 << 22;
     /// Exit after one instruction or delivered event. Set only while an NMI has to wait.
     pub const MONITOR_TRAP_FLAG: u32 = 1 << 27;
     /// RDMSR and WRMSR exit by bitmap only.
@@ -275,6 +281,16 @@ pub fn choose(facts: &CpuFacts) -> Result<Controls, Refusal> {
 /// guest and host state).
 fn cet(facts: &CpuFacts) -> bool {
     facts.cr4 & cr4::CET != 0
+}
+
+/// Returns true if CPUs can be put back to a snapshot that is kept: NMIs can exit, and the system's own can
+/// be given to it when it takes them. An attach does not need these controls.
+#[must_use]
+pub const fn can_roll_back(facts: &CpuFacts) -> bool {
+    const PIN: u32 = pin::NMI_EXITING | pin::VIRTUAL_NMIS;
+    const PRIMARY: u32 = primary::NMI_WINDOW_EXITING | primary::MONITOR_TRAP_FLAG;
+    let (pin, primary) = (facts.vmx_pin_controls >> 32, facts.vmx_primary_controls >> 32);
+    !pin as u32 & PIN == 0 && !primary as u32 & PRIMARY == 0
 }
 
 fn secondary_controls(facts: &CpuFacts) -> Result<u32, Refusal> {

@@ -6,9 +6,9 @@ use super::{
     machine::{Asked, Machine},
     verdict_of,
 };
-use mercury_abi::code::Code;
+use mercury_abi::{code::Code, facts::CpuFacts};
 use mercury_control::explain;
-use mercury_preflight::{Vendor, vendor};
+use mercury_preflight::{Vendor, vendor, vmx::can_roll_back};
 use mercury_relocation::refusals::{Answer, Operation};
 
 /// Makes a section for each operation.
@@ -100,7 +100,8 @@ fn checkpoint(machine: &Machine) -> Vec<Item> {
 
 fn snapshot(machine: &Machine) -> Vec<Item> {
     let mut found = items(machine, Operation::Snapshot);
-    if vendor(&machine.cpuid) == Vendor::Intel {
+    let lacks = |facts: &CpuFacts| vendor(facts) == Vendor::Intel && !can_roll_back(facts);
+    if matches!(&machine.asked, Asked::Answered { facts, .. } if facts.iter().any(lacks)) {
         let entry = explain::entry(Code::RollbackUnsupported);
         let item = Item::new("processor", Grade::Refused, entry.meaning).hint(entry.remedy);
         found.push(Item { code: Some(Code::RollbackUnsupported.name()), ..item });

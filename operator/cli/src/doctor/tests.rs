@@ -352,13 +352,17 @@ fn a_snapshot_that_is_kept_is_in_the_way() {
 }
 
 #[test]
-fn a_machine_by_intel_keeps_no_snapshot() {
-    let facts = (0..4).map(good_xeon).collect();
-    let asked =
-        Asked::Answered { facts, hypervisor_loaded: false, attached: CpuSet::default(), snapshot: None };
-    let report = examine(&Machine { asked, cpuid: good_xeon(0), ..good_machine() }, true);
-    assert_eq!(possible(&report), ["yes", "no", "yes"]);
-    assert!(rendered(&report).contains("[rollback-unsupported]"));
+fn a_machine_by_intel_without_virtual_nmis_keeps_no_snapshot() {
+    const VIRTUAL_NMIS: u64 = 1 << (32 + 5);
+    for (lacking, expected) in [(0, "yes"), (VIRTUAL_NMIS, "no")] {
+        let mut facts: Vec<_> = (0..4).map(good_xeon).collect();
+        facts.iter_mut().for_each(|facts| facts.vmx_pin_controls &= !lacking);
+        let asked =
+            Asked::Answered { facts, hypervisor_loaded: false, attached: CpuSet::default(), snapshot: None };
+        let report = examine(&Machine { asked, cpuid: good_xeon(0), ..good_machine() }, true);
+        assert_eq!(possible(&report), ["yes", expected, "yes"]);
+        assert_eq!(rendered(&report).contains("[rollback-unsupported]"), expected == "no");
+    }
 }
 
 /// The verdicts of doctor and of attach agree because they share the code: every refusal of

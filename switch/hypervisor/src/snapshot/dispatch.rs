@@ -46,7 +46,7 @@ pub fn call<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, call: u
             held => Answer::Hypercall(held.err().unwrap_or(Code::Ok), 0),
         },
         LEAVE => {
-            rollback::watch(area, Watch::Off);
+            rollback::watch(area, hardware, Watch::Off);
             area.cpu.on_snapshot = 0;
             area.cpu.is_held = 0;
             Answer::NewTables(nested::root())
@@ -56,7 +56,7 @@ pub fn call<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, call: u
             Answer::Hypercall(Code::Ok, 0)
         }
         _ if !system_memory::has_tables() => Answer::Hypercall(Code::NoSnapshot, 0),
-        _ => match with_memory(area, hardware, |_, _| change::<V>(call, argument)) {
+        _ => match with_memory(area, hardware, |area, _| change(area, call, argument)) {
             Ok(value) => Answer::Hypercall(Code::Ok, value),
             Err(code) => Answer::Hypercall(code, 0),
         },
@@ -125,7 +125,7 @@ impl Change {
 }
 
 /// Carries a call out, with the system's memory mapped. Returns the call's value.
-fn change<V: Vendor>(call: u64, argument: u64) -> Result<u64, Code> {
+fn change<V: Vendor>(area: &Area<V>, call: u64, argument: u64) -> Result<u64, Code> {
     let mut guard = V::tables().lock().ok_or(Code::Crashed)?;
     let nested: &mut Nested<V::Format> = guard.as_mut().ok_or(Code::NotLoaded)?;
     let base = nested.tables().ok_or(Code::NotLoaded)?;
@@ -133,7 +133,7 @@ fn change<V: Vendor>(call: u64, argument: u64) -> Result<u64, Code> {
     let change = unsafe { Change::decode(call, argument) }?;
     if let Change::Begin(setup) = &change
         && setup.keep_virt != 0
-        && !V::ROLLS_BACK
+        && !V::rolls_back(area)
     {
         return Err(Code::RollbackUnsupported);
     }

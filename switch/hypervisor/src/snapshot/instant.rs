@@ -81,6 +81,7 @@ impl Instant {
 impl<F: Format<Address = GuestPhys>> Live<F> {
     /// Copies the persistent DMA memory, to which devices write at any time. An empty pool makes the
     /// snapshot invalid.
+    #[inline(never)]
     pub(super) fn copy_persistent(&mut self) {
         let persistent = self.instant.persistent;
         self.instant.persistent_pages = 0;
@@ -150,7 +151,7 @@ pub(super) fn enter<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware)
     }
     area.cpu.on_snapshot = ON_SNAPSHOT;
     if kept {
-        rollback::watch(area, Watch::On);
+        rollback::watch(area, hardware, Watch::On);
     }
     if arrival == Arrival::Last {
         ENTER_TICKS.store(hardware.tsc().wrapping_sub(begun), Ordering::Relaxed);

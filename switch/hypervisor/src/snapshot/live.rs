@@ -428,24 +428,14 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
     pub(super) fn put_back(&mut self) -> Result<u64, Code> {
         let snapshot = self.snapshot.as_mut().ok_or(Code::NoSnapshot)?;
         let pages = snapshot.put_back(&mut self.ledger, self.memory).ok_or(self.invalid)?;
-        self.take_back();
+        if let Some(returned) = self.returned.take() {
+            take_back(returned, &mut self.ledger);
+        }
         self.copy_persistent();
         if self.target.is_some_and(|target| target.once) {
             self.invalidate(Code::NoSnapshot);
         }
         Ok(pages)
-    }
-
-    /// Takes back the pages of the pool that the life that ended had got from the driver. In the memory of
-    /// the instant they are the pool's.
-    fn take_back(&mut self) {
-        let Some(returned) = self.returned.take() else { return };
-        let mut from = GuestPhys::new(0);
-        while let Some((page, _)) = returned.next(&mut self.ledger, from) {
-            self.ledger.donate(page.identity());
-            from = page.block_end(PageSize::Size4K);
-        }
-        returned.release(&mut self.ledger);
     }
 
     /// Notes that the driver gets a page back from the pool. Returns `false` if there is no room for that.
@@ -466,6 +456,18 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
         #[cfg(feature = "fault-injection")]
         self.compare_memory();
     }
+}
+
+/// Takes back the pages of the pool that the life that ended had got from the driver. In the memory of the
+/// instant they are the pool's.
+#[inline(never)]
+fn take_back(returned: FrameMap, ledger: &mut Ledger) {
+    let mut from = GuestPhys::new(0);
+    while let Some((page, _)) = returned.next(ledger, from) {
+        ledger.donate(page.identity());
+        from = page.block_end(PageSize::Size4K);
+    }
+    returned.release(ledger);
 }
 
 /// Makes the snapshot invalid. This CPU stays on its tables until the end.

@@ -15,7 +15,7 @@ use super::frames::FrameMap;
 use super::{Memory, Pool, Snapshot, next_with, of_memory, state};
 use crate::address::{Address, GuestPhys, HostPhys, PageSize};
 use crate::paging::format::Format;
-use crate::paging::table::Exhausted;
+use crate::paging::table::{Depth, Exhausted};
 
 /// Pages of the dead life that are given back at a time when the pool is empty.
 pub(super) const SHED: u64 = 256;
@@ -40,34 +40,12 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
             return None;
         }
         self.drop_dead(pool);
-        let (mut from, mut pages) = (GuestPhys::new(0), 0);
-        while let Some((frame, known)) = self.next_with(pool, from, state::COPY) {
-            let copy = HostPhys::new(known & state::COPY);
-            if !pool.swap(copy, frame.identity()) {
-                // The dead life had the same there. A frame that has a number needs no page for another.
-                let _ = self.frames.set(pool, frame, 0);
-                self.drop_copy(pool, copy);
-            }
-            from = frame.block_end(PageSize::Size4K);
-            pages += 1;
-        }
-        self.bury(pool);
+        let (pages, differing) = swap_copies(&self.frames, pool);
+        self.dead = bury(&mut self.frames, pool, self.view.depth());
+        self.counts.copies = 0;
+        self.counts.dead = if self.dead.is_some() { differing } else { 0 };
         self.view.renew(pool, &|block, size| of_memory(memory.ranges, block, size));
         Some(pages)
-    }
-
-    /// Makes the copies, which hold the dead life now, the dead life's pages. Without a page for an empty map
-    /// they go back to the pool.
-    fn bury(&mut self, pool: &mut impl Pool) {
-        let count = core::mem::take(&mut self.counts.copies);
-        if let Ok(empty) = FrameMap::new(pool, self.view.depth()) {
-            let pages = core::mem::replace(&mut self.frames, empty);
-            self.dead = Some(Dead { pages, is_lost: false, shed: GuestPhys::new(0) });
-            self.counts.dead = count;
-            return;
-        }
-        release_pages(&self.frames, pool);
-        self.frames.clear(pool);
     }
 
     /// Returns true if the life that ended last is known.
@@ -79,10 +57,7 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
     /// Returns the page that holds what the life that ended last had in a frame. `None` if that life is not
     /// known: there was none, it was dropped, or it gave way to the snapshot.
     pub fn dead_content(&self, pool: &mut impl Pool, frame: GuestPhys) -> Option<HostPhys> {
-        let dead = self.dead.filter(|_| self.has_dead())?;
-        let places = [dead.pages.get(pool, frame), self.frames.get(pool, frame)];
-        let page = places.into_iter().map(|known| known & state::COPY).find(|page| *page != 0);
-        Some(page.map_or_else(|| frame.identity(), HostPhys::new))
+        self.dead.filter(|_| self.has_dead()).map(|dead| dead.content(pool, &self.frames, frame))
     }
 
     /// Copies what the dead life had in a frame that was free at the instant, before the first write to it.
@@ -104,8 +79,7 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
     /// Gives all pages of the dead life back.
     pub fn drop_dead(&mut self, pool: &mut impl Pool) {
         let Some(dead) = self.dead.take() else { return };
-        release_pages(&dead.pages, pool);
-        dead.pages.release(pool);
+        dead.release(pool);
         self.counts.dead = 0;
     }
 
@@ -113,19 +87,80 @@ impl<F: Format<Address = GuestPhys>> Snapshot<F> {
     /// if there is none.
     pub fn shed_dead(&mut self, pool: &mut impl Pool, most: u64) -> bool {
         let Some(dead) = self.dead.as_mut() else { return false };
-        dead.is_lost = true;
-        for _ in 0..most {
-            let Some((frame, known)) = next_with(&dead.pages, pool, dead.shed, state::COPY) else {
-                self.drop_dead(pool);
-                return true;
-            };
-            let _ = dead.pages.set(pool, frame, 0);
-            pool.release(HostPhys::new(known & state::COPY));
-            dead.shed = frame.block_end(PageSize::Size4K);
-            self.counts.dead -= 1;
+        let shed = dead.shed(pool, most);
+        self.counts.dead -= shed;
+        if shed < most {
+            self.drop_dead(pool);
         }
         true
     }
+}
+
+// What follows is the same for each format of the nested tables, and is compiled once.
+
+impl Dead {
+    /// Returns the page with the content of a frame. `frames` are those of the snapshot.
+    #[inline(never)]
+    fn content(&self, pool: &mut impl Pool, frames: &FrameMap, frame: GuestPhys) -> HostPhys {
+        let places = [self.pages.get(pool, frame), frames.get(pool, frame)];
+        let page = places.into_iter().map(|known| known & state::COPY).find(|page| *page != 0);
+        page.map_or_else(|| frame.identity(), HostPhys::new)
+    }
+
+    /// Gives back at most so many pages, and returns their number. The life is lost with the first of them.
+    #[inline(never)]
+    fn shed(&mut self, pool: &mut impl Pool, most: u64) -> u64 {
+        self.is_lost = true;
+        for count in 0..most {
+            let Some((frame, known)) = next_with(&self.pages, pool, self.shed, state::COPY) else {
+                return count;
+            };
+            let _ = self.pages.set(pool, frame, 0);
+            pool.release(HostPhys::new(known & state::COPY));
+            self.shed = frame.block_end(PageSize::Size4K);
+        }
+        most
+    }
+
+    /// Gives all pages back, and the map.
+    #[inline(never)]
+    fn release(self, pool: &mut impl Pool) {
+        release_pages(&self.pages, pool);
+        self.pages.release(pool);
+    }
+}
+
+/// Swaps every page that has a copy with that copy. Returns the number of the pages, and of those that
+/// differed. Other copies go back to the pool.
+#[inline(never)]
+fn swap_copies(frames: &FrameMap, pool: &mut impl Pool) -> (u64, u64) {
+    let (mut from, mut pages, mut differing) = (GuestPhys::new(0), 0, 0);
+    while let Some((frame, known)) = next_with(frames, pool, from, state::COPY) {
+        let copy = HostPhys::new(known & state::COPY);
+        if pool.swap(copy, frame.identity()) {
+            differing += 1;
+        } else {
+            // The dead life had the same there. A frame that has a number needs no page for another.
+            let _ = frames.set(pool, frame, 0);
+            pool.release(copy);
+        }
+        from = frame.block_end(PageSize::Size4K);
+        pages += 1;
+    }
+    (pages, differing)
+}
+
+/// Makes the copies, which hold the dead life now, the dead life's pages, and leaves an empty map. Without a
+/// page for that they go back to the pool.
+#[inline(never)]
+fn bury(frames: &mut FrameMap, pool: &mut impl Pool, depth: Depth) -> Option<Dead> {
+    let Ok(empty) = FrameMap::new(pool, depth) else {
+        release_pages(frames, pool);
+        frames.clear(pool);
+        return None;
+    };
+    let pages = core::mem::replace(frames, empty);
+    Some(Dead { pages, is_lost: false, shed: GuestPhys::new(0) })
 }
 
 /// Gives the pages of a map back, and leaves their numbers.

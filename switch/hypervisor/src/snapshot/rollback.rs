@@ -16,7 +16,7 @@ use mercury_abi::snapshot::{EndedCpu, RollbackReason, RollbackReport};
 use super::rendezvous::{Arrival, Rendezvous};
 use super::system_memory::{page, with_memory};
 use crate::address::HostPhys;
-use crate::cpu::{Area, Interrupted};
+use crate::cpu::{Area, Cpu, Interrupted};
 use crate::vendor::{LastExit, Vendor};
 use crate::x86::Hardware;
 use crate::{pci, publish};
@@ -73,9 +73,9 @@ pub(super) struct Target {
 }
 
 /// Has the events that start a rollback exit on this CPU, or no longer.
-pub(super) fn watch<V: Vendor>(area: &mut Area<V>, watch: Watch) {
-    if V::ROLLS_BACK {
-        V::watch(area, watch);
+pub(super) fn watch<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, watch: Watch) {
+    if V::rolls_back(area) {
+        V::watch(area, hardware, watch);
     }
 }
 
@@ -137,19 +137,31 @@ fn fetch<V: Vendor>(
     signature: u64,
 ) -> Result<(), Code> {
     let target = target(area)?;
+    fetch_others(&area.cpu, hardware, &target, reason, signature);
+    take_part(area, hardware, target)
+}
+
+/// Notes who asks and why, unless a CPU has asked before, and sends NMIs.
+#[inline(never)]
+fn fetch_others(
+    asker: &Cpu,
+    hardware: &mut impl Hardware,
+    target: &Target,
+    reason: RollbackReason,
+    signature: u64,
+) {
     if !ASKED.load(Ordering::Acquire) {
         // The last to write is as good as the first, for all of it is read when all have come.
         REASON.store(reason as u32, Ordering::Relaxed);
-        ASKER.store(area.cpu.gate.cpu, Ordering::Relaxed);
-        ASKER_RIP.store(V::interrupted(area).rip, Ordering::Relaxed);
+        ASKER.store(asker.gate.cpu, Ordering::Relaxed);
+        ASKER_RIP.store(asker.interrupted.rip, Ordering::Relaxed);
         ASKED_TSC.store(hardware.tsc(), Ordering::Relaxed);
         SIGNATURE.store(signature, Ordering::Relaxed);
     }
     if !ASKED.swap(true, Ordering::AcqRel) {
-        let others = target.cpus.iter().filter(|cpu| cpu.cpu != area.cpu.gate.cpu);
+        let others = target.cpus.iter().filter(|cpu| cpu.cpu != asker.gate.cpu);
         others.for_each(|cpu| hardware.send_nmi(cpu.apic_id));
     }
-    take_part(area, hardware, target)
 }
 
 /// Takes part in the rollback that another CPU has asked for.
@@ -170,9 +182,6 @@ pub fn join<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Resu
 /// There is no snapshot to go back to, or no CPU asked for a rollback in time.
 pub fn hold<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Result<bool, Code> {
     let target = target(area)?;
-    if !V::ROLLS_BACK {
-        return Err(Code::RollbackUnsupported);
-    }
     area.cpu.is_held = 1;
     if V::is_in_nmi(area) {
         return with_memory(area, hardware, |area, hardware| take_part(area, hardware, target))
@@ -182,6 +191,7 @@ pub fn hold<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Resu
 }
 
 /// Returns what this CPU would go back to.
+#[inline(never)]
 fn target<V: Vendor>(area: &Area<V>) -> Result<Target, Code> {
     if area.cpu.on_snapshot == 0 {
         return Err(Code::NoSnapshot);
@@ -196,13 +206,13 @@ fn take_part<V: Vendor>(
     hardware: &mut impl Hardware,
     target: Target,
 ) -> Result<(), Code> {
-    if !V::ROLLS_BACK {
-        return Err(Code::RollbackUnsupported);
-    }
     let index = target.cpus.iter().position(|cpu| cpu.cpu == area.cpu.gate.cpu);
     let index = index.ok_or(Code::RollbackMissed)?;
     let own = target.cpus[index];
-    note_end(area, hardware, target, index);
+    if target.ended_virt != 0 {
+        let last = V::last_exit(area);
+        note_end(target.ended_virt, index, area.cpu.interrupted, &last, hardware.cr2());
+    }
     let cpus = target.cpus.len() as u32;
     let round = ROUND.load(Ordering::Relaxed);
     let rendezvous = &RENDEZVOUS[round as usize % 2];
@@ -225,23 +235,20 @@ fn take_part<V: Vendor>(
     // SAFETY: memory that the driver has mapped and the snapshot has kept; the system above does not write
     // to it before all CPUs have left it. Made of integers.
     let saved = unsafe { page::<SavedCpu>(HostPhys::new(own.saved_phys)).read() };
-    V::put_back(area, &saved, target.root);
+    V::put_back(area, hardware, &saved, target.root);
     area.cpu.leave_pending = 0;
     area.cpu.is_held = 0;
     Ok(())
 }
 
-/// Notes the state of this CPU at the end of its life.
-fn note_end<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, target: Target, index: usize) {
-    if target.ended_virt == 0 {
-        return;
-    }
-    let Interrupted { rip, rax, rdx } = V::interrupted(area);
-    let LastExit { rflags, cr2, cr3, cs, ss, mut registers, .. } = V::last_exit(area);
+/// Notes the state of a CPU at the end of its life.
+#[inline(never)]
+fn note_end(ended_virt: u64, index: usize, interrupted: Interrupted, last: &LastExit, cr2: u64) {
+    let Interrupted { rip, rax, rdx } = interrupted;
+    let LastExit { rflags, cr3, cs, ss, mut registers, .. } = *last;
     (registers[0], registers[2]) = (rax, rdx);
-    let cr2 = if cr2 == 0 { hardware.cr2() } else { cr2 };
-    let at =
-        core::ptr::with_exposed_provenance_mut::<EndedCpu>(target.ended_virt as usize).wrapping_add(index);
+    let cr2 = if last.cr2 == 0 { cr2 } else { last.cr2 };
+    let at = core::ptr::with_exposed_provenance_mut::<EndedCpu>(ended_virt as usize).wrapping_add(index);
     // SAFETY: the driver keeps an entry for each of the CPUs until the end, in memory that it has mapped, and
     // reads it in the next life only. Each CPU writes its own, which is made of integers.
     unsafe {
@@ -270,34 +277,41 @@ fn work<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, target: Tar
     // A CPU that came late may have used the pool up meanwhile: then devices must go on.
     live.target()?;
     let same = live.die((SIGNATURE.load(Ordering::Relaxed), asked))?;
-    let functions = pci::silence(hardware, &target.buses);
-    while functions != 0 && hardware.tsc().wrapping_sub(met) < target.settle_ticks {
-        core::hint::spin_loop();
-    }
+    let functions = silence(hardware, &target, met);
     #[cfg(feature = "fault-injection")]
     let dead_hash = live.hash_dead();
     #[cfg(not(feature = "fault-injection"))]
     let dead_hash = 0;
     let pages = live.put_back()?;
-    let now = hardware.tsc();
-    let work_ticks = now.wrapping_sub(met);
-    let lived_ticks = asked.wrapping_sub(LIFE_TSC.swap(now, Ordering::Relaxed));
-    let report = RollbackReport {
-        reason: REASON.load(Ordering::Relaxed),
-        cpu: ASKER.load(Ordering::Relaxed),
-        rip_virt: ASKER_RIP.load(Ordering::Relaxed),
-        pages,
-        functions,
-        rendezvous_ticks: met.wrapping_sub(asked),
-        work_ticks,
-        lived_ticks,
-        dead_hash,
-        same,
-        ..RollbackReport::default()
-    };
+    let report = RollbackReport { pages, functions, dead_hash, same, ..report(hardware, met) };
     live.note(report);
-    let ticks = report.rendezvous_ticks.wrapping_add(work_ticks);
+    let ticks = report.rendezvous_ticks.wrapping_add(report.work_ticks);
     let arguments = [u64::from(report.reason), u64::from(report.cpu), pages, ticks, report.rip_virt];
     publish::log(area, LogKind::RolledBack, met, arguments);
     Ok(())
+}
+
+/// Takes bus mastering from devices, and lets them come to rest. Returns the number of functions.
+#[inline(never)]
+fn silence(hardware: &mut impl Hardware, target: &Target, met: u64) -> u64 {
+    let functions = pci::silence(hardware, &target.buses);
+    while functions != 0 && hardware.tsc().wrapping_sub(met) < target.settle_ticks {
+        core::hint::spin_loop();
+    }
+    functions
+}
+
+/// Returns what is known of the rollback besides its pages and devices. The next life begins.
+#[inline(never)]
+fn report(hardware: &mut impl Hardware, met: u64) -> RollbackReport {
+    let (now, asked) = (hardware.tsc(), ASKED_TSC.load(Ordering::Relaxed));
+    RollbackReport {
+        reason: REASON.load(Ordering::Relaxed),
+        cpu: ASKER.load(Ordering::Relaxed),
+        rip_virt: ASKER_RIP.load(Ordering::Relaxed),
+        rendezvous_ticks: met.wrapping_sub(asked),
+        work_ticks: now.wrapping_sub(met),
+        lived_ticks: asked.wrapping_sub(LIFE_TSC.swap(now, Ordering::Relaxed)),
+        ..RollbackReport::default()
+    }
 }

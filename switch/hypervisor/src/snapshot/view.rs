@@ -171,6 +171,7 @@ impl<F: Format<Address = GuestPhys>> View<F> {
     }
 
     /// Releases the view's own tables to which entries of this span lead. Those below are gone already.
+    #[inline(never)]
     fn release_tables(&self, pool: &mut impl Pool, level: PageSize) {
         let end = self.own.depth().root_entry().bytes().saturating_mul(TABLE_ENTRIES as u64);
         let mut at = GuestPhys::new(0);

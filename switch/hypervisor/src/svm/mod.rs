@@ -136,8 +136,6 @@ impl Vendor for Svm {
     type Host = Vmcb;
     type Format = AmdNested;
 
-    const ROLLS_BACK: bool = true;
-
     fn tables() -> &'static Tables<AmdNested> {
         &TABLES
     }
@@ -264,7 +262,11 @@ impl Vendor for Svm {
         area.control.await_window(wanted);
     }
 
-    fn watch(area: &mut Area, watch: Watch) {
+    fn rolls_back(_: &Area) -> bool {
+        true
+    }
+
+    fn watch(area: &mut Area, _: &mut impl Hardware, watch: Watch) {
         rollback::watch(area, watch);
     }
 
@@ -272,7 +274,7 @@ impl Vendor for Svm {
         rollback::is_in_nmi(area)
     }
 
-    fn put_back(area: &mut Area, saved: &SavedCpu, root: HostPhys) {
+    fn put_back(area: &mut Area, _: &mut impl Hardware, saved: &SavedCpu, root: HostPhys) {
         rollback::put_back(area, saved, root);
     }
 

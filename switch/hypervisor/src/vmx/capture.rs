@@ -35,6 +35,8 @@ pub mod feature {
     pub const ISOLATED: u32 = 1 << 1;
     /// The monitor trap flag exists.
     pub const MONITOR_TRAP: u32 = 1 << 2;
+    /// NMIs can exit, so that a rollback can fetch the CPU.
+    pub const ROLLBACK: u32 = 1 << 3;
 }
 
 /// CR0.NE: VMX operation fixes it (SDM, appendix A.7); PE and PG are free for an unrestricted guest.
@@ -54,6 +56,7 @@ pub fn features(facts: &CpuFacts) -> u32 {
             facts.vmx_primary_controls >> 32 & u64::from(primary::MONITOR_TRAP_FLAG) != 0,
             feature::MONITOR_TRAP,
         )
+        | bit(controls::can_roll_back(facts), feature::ROLLBACK)
 }
 
 /// Takes over the facts that an attach needs. They have passed the preflight.
@@ -293,7 +296,7 @@ fn fill_segments(area: &Area, hardware: &mut impl Hardware, live: &Live) {
 
 /// Fills the `number`th segment, ES being 0. Inlined, for a field's number is then a constant.
 #[inline(always)]
-fn put_segment(hardware: &mut impl Hardware, number: u32, segment: &gate::Segment, base: u64) {
+pub(super) fn put_segment(hardware: &mut impl Hardware, number: u32, segment: &gate::Segment, base: u64) {
     hardware.vmwrite(vmcs::GUEST_ES_SELECTOR + 2 * number, u64::from(segment.selector));
     hardware.vmwrite(vmcs::GUEST_ES_LIMIT + 2 * number, u64::from(segment.limit));
     hardware.vmwrite(vmcs::GUEST_ES_RIGHTS + 2 * number, rights(segment));

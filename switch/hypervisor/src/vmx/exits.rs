@@ -11,7 +11,7 @@ use mercury_preflight::vmx::{primary, secondary};
 
 use super::capture::{self, feature, privilege};
 use super::vmcs::{self, blocking, event, reason};
-use super::{Area, msr, refusal, reset, run};
+use super::{Area, msr, refusal, reset, rollback, run};
 use crate::cpu::{Interrupted, Phase};
 use crate::exit::{Answer, Fault};
 use crate::host::entry::Next;
@@ -115,6 +115,10 @@ pub fn note_exit(area: &mut Area, hardware: &mut impl Hardware) {
 pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     let reason = area.own.exit.code as u32;
     machine_check::exit_begins(area, hardware);
+    if area.own.turned_back != 0 {
+        let answer = rollback::turned_back(area, hardware);
+        return apply(area, hardware, answer);
+    }
     if entry_failed(reason) {
         return not_entered(area, hardware);
     }
@@ -137,7 +141,7 @@ pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
         }
         reason::XSETBV => xsetbv(area, hardware),
         reason::INVD => invd(area, hardware),
-        reason::VMXOFF | reason::VMXON if privilege(hardware) == 0 => owner(area, reason & 0xFFFF),
+        reason::VMXOFF | reason::VMXON if privilege(hardware) == 0 => owner(area, hardware, reason & 0xFFFF),
         reason::GETSEC if area.own.exit.cr4 & CR4_SMXE != 0 => return unknown(area, hardware),
         reason::VMCLEAR..=reason::VMWRITE
         | reason::VMXOFF
@@ -146,7 +150,8 @@ pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
         | reason::INVVPID
         | reason::GETSEC => undefined(area),
         reason::CONTROL_REGISTER => control_register(area, hardware),
-        reason::MONITOR_TRAP => other(area, Answer::Retry),
+        reason::MONITOR_TRAP | reason::NMI_WINDOW => other(area, Answer::Retry),
+        reason::NMI if area.own.watched != 0 => rollback::nmi(area, hardware),
         // An event that still waits for a window asks again.
         reason::INTERRUPT_WINDOW if area.own.awaits_window != 0 => {
             await_window(area, hardware, false);
@@ -154,7 +159,10 @@ pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
         }
         reason::INIT => return reset::init(area, hardware),
         reason::SIPI => return reset::start_up(area, hardware),
-        reason::TRIPLE_FAULT => return reset::shut_down(area, hardware),
+        reason::TRIPLE_FAULT => match rollback::triple_fault(area, hardware) {
+            Ok(()) => other(area, Answer::RetryFlushed),
+            Err(_) => return reset::shut_down(area, hardware),
+        },
         _ => return unknown(area, hardware),
     };
     apply(area, hardware, answer)
@@ -175,14 +183,17 @@ fn undefined(area: &mut Area) -> Answer {
 
 /// Answers VMXOFF and VMXON of the kernel. It sees CR4.VMXE set, so it may believe that VMX is its own.
 /// 6.1's crash path then executes VMXOFF, which is a detach (HARDWARE L-3). VMXON finds the hardware taken
-/// and faults, for which KVM has a fix-up (L-2).
-fn owner(area: &mut Area, reason: u32) -> Answer {
+/// and faults, for which KVM has a fix-up (L-2). A CPU that a rollback is to fetch stays.
+fn owner(area: &mut Area, hardware: &mut impl Hardware, reason: u32) -> Answer {
     publish::count(area, ExitReason::VirtInstruction);
-    if reason == reason::VMXOFF {
-        Answer::Released(Code::VmxReleased)
-    } else {
-        Answer::Inject(Fault::GeneralProtection)
+    if reason != reason::VMXOFF {
+        return Answer::Inject(Fault::GeneralProtection);
     }
+    // VMsucceed ("Conventions").
+    const STATUS_FLAGS: u64 = 0x8D5;
+    let rflags = hardware.vmread(vmcs::GUEST_RFLAGS);
+    hardware.vmwrite(vmcs::GUEST_RFLAGS, rflags & !STATUS_FLAGS);
+    if area.cpu.is_held != 0 { Answer::Skip } else { Answer::Released(Code::VmxReleased) }
 }
 
 fn vmcall(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
@@ -347,10 +358,6 @@ fn apply(area: &mut Area, hardware: &mut impl Hardware, answer: Answer) -> Next 
         Answer::Detach => return detach(area, hardware),
         Answer::Released(because) => {
             skip(hardware);
-            // VMsucceed ("Conventions").
-            const STATUS_FLAGS: u64 = 0x8D5;
-            let rflags = hardware.vmread(vmcs::GUEST_RFLAGS);
-            hardware.vmwrite(vmcs::GUEST_RFLAGS, rflags & !STATUS_FLAGS);
             return finish(area, hardware, because);
         }
         Answer::Depart(because) => return depart(area, hardware, because),
@@ -377,7 +384,8 @@ fn enter_again(area: &mut Area, hardware: &mut impl Hardware) -> Next {
 fn enter(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     if area.cpu.features & feature::MONITOR_TRAP != 0 {
         let window = if area.own.awaits_window != 0 { primary::INTERRUPT_WINDOW_EXITING } else { 0 };
-        hardware.vmwrite(vmcs::PRIMARY_CONTROLS, u64::from(area.own.controls.primary | window));
+        let nmi = if area.own.nmi_waits != 0 { rollback::give_nmi(area, hardware) } else { 0 };
+        hardware.vmwrite(vmcs::PRIMARY_CONTROLS, u64::from(area.own.controls.primary | window | nmi));
     }
     #[cfg(feature = "fault-injection")]
     super::faults::before_entry(area, hardware);
@@ -438,7 +446,7 @@ fn inject(hardware: &mut impl Hardware, fault: Fault) {
     hardware.vmwrite(vmcs::ENTRY_INTERRUPTION, event);
 }
 
-fn is_event_pending(hardware: &mut impl Hardware) -> bool {
+pub(super) fn is_event_pending(hardware: &mut impl Hardware) -> bool {
     hardware.vmread(vmcs::ENTRY_INTERRUPTION) & event::VALID != 0
 }
 
@@ -501,6 +509,7 @@ fn detach(area: &mut Area, hardware: &mut impl Hardware) -> Next {
 /// Prepares the way out. CR2 is the value at the exit: a fault of the hypervisor's own may have changed it
 /// since.
 fn put_back(area: &mut Area, hardware: &mut impl Hardware) {
+    rollback::unwatch(area);
     capture::put_back(area, hardware);
     area.cpu.gate.outward.cr2 = area.own.exit.cr2;
 }
@@ -605,6 +614,11 @@ fn lose_event(area: &mut Area, hardware: &mut impl Hardware) {
     if event & event::TYPE != event::NMI {
         return exit::lose_event(area, hardware, event);
     }
+    note_nmi(area);
+}
+
+/// Notes an NMI that the system has yet to receive, as the handler of NMIs does.
+pub(super) fn note_nmi(area: &mut Area) {
     let pending = &raw mut area.cpu.gate.nmi.pending;
     // SAFETY: a field of this CPU's own, aligned; the handler of NMIs changes it in one instruction, and so
     // does this.

@@ -8,6 +8,7 @@
 //!   words of [`crate::exit`];
 //! * [`msr`]: the MSRs that must not be written unseen;
 //! * [`refusal`]: why an entry was refused;
+//! * `rollback`: NMIs beneath a snapshot that is kept, and the way back to it;
 //! * [`reset`]: INIT and the start-up IPI, which AMD's processors deal with themselves.
 
 pub mod capture;
@@ -18,6 +19,7 @@ pub mod msr;
 pub mod quick;
 pub mod refusal;
 pub mod reset;
+mod rollback;
 pub mod run;
 #[cfg(test)]
 mod tests;
@@ -26,15 +28,18 @@ pub mod vmcs;
 use mercury_abi::code::Code;
 use mercury_abi::facts::{CpuFacts, CpuidLeaf, TableRegister};
 use mercury_abi::gate::{BootInfo, DescriptorTable, Vendor as Kind};
+use mercury_abi::restart::SavedCpu;
 use mercury_abi::shared::EXIT_CODE_VMX;
 use mercury_preflight::vmx::{Controls, ept_vpid};
 
+use crate::address::HostPhys;
 use crate::cpu::Interrupted;
 use crate::host::entry::Next;
 use crate::nested::Tables;
 use crate::paging::format::IntelExtended;
 use crate::paging::plan::LargestPage;
 use crate::paging::table::Depth;
+use crate::snapshot::rollback::Watch;
 use crate::vendor::{LastExit, TaskStateSegment, Vendor};
 use crate::x86::{self, Hardware, Processor};
 use vmcs::Vmcs;
@@ -179,6 +184,12 @@ pub struct Own {
     pub refused_to_leave: u32,
     /// 1 while an exit is asked for as soon as the guest can take interrupts.
     pub awaits_window: u32,
+    /// 1 while NMIs exit.
+    pub watched: u32,
+    /// 1 while an NMI of the system's waits until the guest can take it.
+    pub nmi_waits: u32,
+    /// 1 if an NMI turned the CPU back on its way into the guest, until that is answered.
+    pub turned_back: u32,
 }
 
 static TABLES: Tables<IntelExtended> = Tables::new();
@@ -302,6 +313,23 @@ impl Vendor for Vmx {
 
     fn was_entered(area: &Area) -> bool {
         !exits::entry_failed(area.own.exit.code as u32)
+    }
+
+    fn rolls_back(area: &Area) -> bool {
+        area.cpu.features & capture::feature::ROLLBACK != 0
+    }
+
+    fn watch(area: &mut Area, hardware: &mut impl Hardware, watch: Watch) {
+        rollback::watch(area, hardware, watch);
+    }
+
+    /// Returns false: an NMI that fetches a CPU exits wherever the system is.
+    fn is_in_nmi(_: &Area) -> bool {
+        false
+    }
+
+    fn put_back(area: &mut Area, hardware: &mut impl Hardware, saved: &SavedCpu, root: HostPhys) {
+        rollback::put_back(area, hardware, saved, root);
     }
 
     fn resume_at(rip: u64) -> u64 {

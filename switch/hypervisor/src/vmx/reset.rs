@@ -75,6 +75,7 @@ pub fn init(area: &mut Area, hardware: &mut impl Hardware) -> Next {
     put_segment(hardware, 6, 0, 0, LDT);
     put_segment(hardware, 7, 0, 0, BUSY_TSS);
     area.cpu.gate.nmi.pending = 0;
+    area.own.nmi_waits = 0;
     machine_check::forget(area);
     await_window(area, hardware, false);
     flush(area, hardware);

@@ -122,6 +122,9 @@ mod switch {
     /// (SDM, "Checks on guest non-register state"), or a single step has yet to be reported, which the NMI
     /// would replace ("Delivery of pending debug exceptions after VM entry"). Then the monitor trap flag
     /// brings the guest back after its next instruction or delivered event.
+    ///
+    /// Beneath a snapshot that is kept the NMI may have come to fetch this CPU. Then compiled code answers it
+    /// like an exit, with the registers that the guest still has to get.
     #[unsafe(naked)]
     extern "C" fn enter() -> ! {
         naked_asm!(
@@ -148,7 +151,9 @@ mod switch {
             "lea rdi, [rsp - {host_rsp}]",
             "jmp mercury_vmx_window_start",
             // An NMI is pending; they are blocked, so that none strikes here.
-            "4: mov eax, {entry_interruption}",
+            "4: cmp dword ptr [rdi + {watched}], 0",
+            "jne 6f",
+            "mov eax, {entry_interruption}",
             "vmread rcx, rax",
             "test ecx, ecx",
             "js 5f",
@@ -178,6 +183,10 @@ mod switch {
             "or ecx, {monitor_trap_flag}",
             "vmwrite rax, rcx",
             "jmp 2b",
+            "6: mov rax, [rdi + {registers} + 56]",
+            "mov [rsp], rax",
+            "mov dword ptr [rdi + {turned_back}], 1",
+            "jmp {save}",
             ".globl mercury_vmx_enter_end",
             "mercury_vmx_enter_end:",
             pending = const PENDING,
@@ -185,6 +194,9 @@ mod switch {
             launched = const OWN + offset_of!(Own, launched),
             registers = const REGISTERS,
             failed = sym failed,
+            watched = const OWN + offset_of!(Own, watched),
+            turned_back = const OWN + offset_of!(Own, turned_back),
+            save = sym save,
             host_rsp = const HOST_RSP_OFFSET,
             entry_interruption = const vmcs::ENTRY_INTERRUPTION,
             interruptibility = const vmcs::GUEST_INTERRUPTIBILITY,

@@ -29,22 +29,22 @@ const RAX: usize = 0;
 const RCX: usize = 1;
 const RDX: usize = 2;
 const RBX: usize = 3;
-const CR4: u64 = 0x37_26F0;
-const RIP: u64 = 0xFFFF_FFFF_C000_1000;
+pub const CR4: u64 = 0x37_26F0;
+pub const RIP: u64 = 0xFFFF_FFFF_C000_1000;
 const RSP: u64 = 0xFFFF_C900_0000_3F00;
 const SYSENTER_EIP: u64 = 0xFFFF_FFFF_81E0_1000;
-const TSS: u64 = 0xFFFF_FE00_0000_3000;
+pub const TSS: u64 = 0xFFFF_FE00_0000_3000;
 
 /// A CPU of a running Linux.
-struct Cpu {
-    area: Box<Area>,
-    hardware: Model,
+pub struct Cpu {
+    pub area: Box<Area>,
+    pub hardware: Model,
     _shared: Box<SharedCpu>,
 }
 
 impl Cpu {
     /// Returns a native CPU, in the hypervisor's operation to attach.
-    fn native() -> Self {
+    pub fn native() -> Self {
         // SAFETY: both are made of integers only; all zeros is valid.
         let (mut area, mut shared) = unsafe {
             (Box::<Area>::new_zeroed().assume_init(), Box::<SharedCpu>::new_zeroed().assume_init())
@@ -82,7 +82,7 @@ impl Cpu {
     }
 
     /// Returns an attached CPU, between two exits.
-    fn attached() -> Self {
+    pub fn attached() -> Self {
         let mut cpu = Self::native();
         assert_eq!(capture::attach(&mut cpu.area, &mut cpu.hardware), Ok(()));
         cpu.area.cpu.entered = 1;
@@ -96,11 +96,11 @@ impl Cpu {
     }
 
     /// Sets a field as the processor does.
-    fn set(&mut self, field: u32, value: u64) {
+    pub fn set(&mut self, field: u32, value: u64) {
         self.hardware.fields.insert(field, value);
     }
 
-    fn get(&self, field: u32) -> u64 {
+    pub fn get(&self, field: u32) -> u64 {
         self.hardware
             .fields
             .get(&field)
@@ -108,12 +108,12 @@ impl Cpu {
             .unwrap_or_else(|| panic!("field {field:#x} was never written"))
     }
 
-    fn register(&mut self, number: usize) -> &mut u64 {
+    pub fn register(&mut self, number: usize) -> &mut u64 {
         &mut self.area.cpu.gate.outward.registers[number]
     }
 
     /// Makes an exit for this reason, as the world switch hands it over.
-    fn exit(&mut self, reason: u32) -> Next {
+    pub fn exit(&mut self, reason: u32) -> Next {
         self.set(vmcs::EXIT_REASON, u64::from(reason));
         if reason & reason::ENTRY_FAILED == 0 {
             self.set(vmcs::ENTRY_INTERRUPTION, self.get(vmcs::ENTRY_INTERRUPTION) & !event::VALID);
@@ -139,13 +139,13 @@ impl Cpu {
         self.get(vmcs::PRIMARY_CONTROLS) & u64::from(primary::INTERRUPT_WINDOW_EXITING) != 0
     }
 
-    fn hypercall(&mut self, call: u64) -> Next {
+    pub fn hypercall(&mut self, call: u64) -> Next {
         *self.register(RAX) = call;
         *self.register(RCX) = HYPERCALL_MAGIC;
         self.exit(reason::VMCALL)
     }
 
-    fn injected(&self) -> u64 {
+    pub fn injected(&self) -> u64 {
         self.get(vmcs::ENTRY_INTERRUPTION)
     }
 
@@ -437,7 +437,7 @@ fn vmxoff_is_a_detach() {
     assert_eq!(cpu.area.shared().left_because, u64::from(Code::VmxReleased as u32));
 }
 
-fn write_control(cpu: &mut Cpu, register: u64, value: u64) -> Next {
+pub fn write_control(cpu: &mut Cpu, register: u64, value: u64) -> Next {
     *cpu.register(RBX) = value;
     cpu.set(vmcs::EXIT_QUALIFICATION, register | (RBX as u64) << 8);
     cpu.exit(reason::CONTROL_REGISTER)

@@ -245,6 +245,8 @@ pub const GUEST_VPID: u64 = 1;
 
 /// Exit reasons (SDM volume 3, appendix C), bits 15:0.
 pub mod reason {
+    /// NMI arrived, or an exception of the bitmap struck: there is none.
+    pub const NMI: u32 = 0;
     /// Triple fault in the guest.
     pub const TRIPLE_FAULT: u32 = 2;
     /// INIT signal arrived.
@@ -253,6 +255,8 @@ pub mod reason {
     pub const SIPI: u32 = 4;
     /// The guest can take interrupts ("interrupt window").
     pub const INTERRUPT_WINDOW: u32 = 7;
+    /// The guest can take an NMI ("NMI window").
+    pub const NMI_WINDOW: u32 = 8;
     /// Guest executed CPUID.
     pub const CPUID: u32 = 10;
     /// Guest executed GETSEC.
@@ -324,6 +328,8 @@ pub mod blocking {
 pub mod activity {
     /// The guest executes instructions.
     pub const ACTIVE: u64 = 0;
+    /// The CPU waits for an event, after HLT.
+    pub const HALTED: u64 = 1;
     /// The CPU waits for a start-up IPI.
     pub const WAIT_FOR_SIPI: u64 = 3;
 }

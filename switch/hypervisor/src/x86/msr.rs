@@ -42,6 +42,8 @@ pub const VMX_EPT_VPID_CAP: u32 = 0x48C;
 pub const FS_BASE: u32 = 0xC000_0100;
 /// GS base (APM vol. 2, 4.5.3).
 pub const GS_BASE: u32 = 0xC000_0101;
+/// KernelGSBase: the base that SWAPGS loads into GS.
+pub const KERNEL_GS_BASE: u32 = 0xC000_0102;
 /// SYSCFG (APM vol. 2, 3.2.1).
 pub const SYSCFG: u32 = 0xC001_0010;
 /// TOP_MEM2 (APM vol. 2, 7.9.4).
