@@ -131,6 +131,7 @@ pub struct Still {
 #[derive(Debug)]
 struct Root {
     folder: File,
+    at: PathBuf,
     /// True if its first write after the thaw may leave the fingerprint unchanged for a while.
     is_lazy: bool,
 }
@@ -168,6 +169,7 @@ impl Still {
                     result.map_err(named)?;
                     still.held.push(Root {
                         folder: file,
+                        at: mount.at.clone(),
                         is_lazy: Kind::of(&mount.kind).is_some_and(Kind::is_lazy),
                     });
                 }
@@ -187,13 +189,25 @@ fn is_covered(mount: &Mounted, found: u64) -> bool {
 impl Drop for Still {
     fn drop(&mut self) {
         while let Some(root) = self.held.pop() {
-            // It fails if another process has thawed it, which is fine.
-            let _ = thaw(&root.folder);
-            if root.is_lazy {
-                // If this write fails, other writes fail too.
-                let _ = move_on(&root.folder);
+            let wakes = patient::thaw(root.folder.as_fd(), FITHAW, root.first_write(), FREEZE_PATIENCE);
+            // Of the write other errors do not matter: other writes fail, too.
+            if wakes.is_err_and(|error| error.kind() == io::ErrorKind::TimedOut) {
+                eprintln!(
+                    "mercury: the disk of {} does not answer: the file system stands still until it does",
+                    root.at.display()
+                );
             }
         }
+    }
+}
+
+impl Root {
+    /// Returns times for a first, unimportant write after the thaw, by which the fingerprint changes before
+    /// any other program writes. `None`: any write changes it.
+    fn first_write(&self) -> Option<[libc::timespec; 2]> {
+        let metadata = self.folder.metadata().ok().filter(|_| self.is_lazy)?;
+        let stays = libc::timespec { tv_sec: 0, tv_nsec: libc::UTIME_OMIT };
+        Some([stays, libc::timespec { tv_sec: metadata.mtime(), tv_nsec: metadata.mtime_nsec() }])
     }
 }
 
@@ -330,19 +344,6 @@ pub fn name(mount: &Mounted) -> FileSystem {
 /// Returns an error if it is not frozen.
 pub fn thaw(file: &File) -> io::Result<()> {
     ask(file, FITHAW)
-}
-
-/// Writes something unimportant to a file system, so that its fingerprint changes before any other
-/// program writes to it.
-fn move_on(root: &File) -> io::Result<()> {
-    let metadata = root.metadata()?;
-    let same = rustix::fs::Timespec { tv_sec: metadata.mtime(), tv_nsec: metadata.mtime_nsec() };
-    let times = rustix::fs::Timestamps {
-        last_access: rustix::fs::Timespec { tv_sec: 0, tv_nsec: rustix::fs::UTIME_OMIT },
-        last_modification: same,
-    };
-    rustix::fs::futimens(root, &times)?;
-    Ok(rustix::fs::syncfs(root)?)
 }
 
 fn ask(file: &File, request: libc::c_ulong) -> io::Result<()> {

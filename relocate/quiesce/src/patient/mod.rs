@@ -215,6 +215,34 @@ pub fn ioctl(
     unsafe { call(Some(file), |elapsed| elapsed < patience, || ask(request), || _ = ask(undo)) }
 }
 
+/// Thaws a frozen file system, by an open folder on it. With `times` it then gives the folder these times, and
+/// writes them to the device.
+///
+/// # Errors
+///
+/// Returns the error of the last request, or a time-out after `patience`. The child goes on then.
+pub fn thaw(
+    folder: BorrowedFd<'_>,
+    thaw: libc::c_ulong,
+    times: Option<[libc::timespec; 2]>,
+    patience: Duration,
+) -> io::Result<()> {
+    let work = || {
+        // SAFETY: The request has no argument, the times outlive the calls, and the descriptor is the child's
+        // file.
+        unsafe {
+            // It fails if another process has thawed it, which is fine.
+            libc::ioctl(FILE, thaw, 0);
+            match &times {
+                Some(times) if libc::futimens(FILE, times.as_ptr()) < 0 || libc::syncfs(FILE) < 0 => failed(),
+                _ => 0,
+            }
+        }
+    };
+    // SAFETY: `work` makes system calls, and there is nothing to undo.
+    unsafe { call(Some(folder), |elapsed| elapsed < patience, work, || ()) }
+}
+
 fn c_path(path: &Path) -> io::Result<CString> {
     Ok(CString::new(path.as_os_str().as_bytes())?)
 }
@@ -572,6 +600,22 @@ fn read(path: &CString, flags: i32, buffer: *mut c_void) {
 mod tests {
     use super::*;
     use std::fs;
+
+    #[test]
+    fn a_thawed_file_system_has_its_first_write() {
+        let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
+        let open = fs::File::open(folder.path()).expect("open");
+        let stays = libc::timespec { tv_sec: 0, tv_nsec: libc::UTIME_OMIT };
+        let times = [stays, libc::timespec { tv_sec: 77, tv_nsec: 0 }];
+        // A request that no file system knows: nothing is frozen here.
+        let thawed = |times| thaw(open.as_fd(), 0, times, Duration::from_secs(20));
+        let changed = || std::os::unix::fs::MetadataExt::mtime(&open.metadata().expect("metadata"));
+        let before = changed();
+        thawed(None).expect("nothing is written");
+        assert_eq!(changed(), before);
+        thawed(Some(times)).expect("a write");
+        assert_eq!(changed(), 77);
+    }
 
     #[test]
     fn a_file_is_read_as_it_is() {
