@@ -560,6 +560,36 @@ static void everywhere(void)
 	printf("odd: everywhere: bad %d, most given %d\n", bad, given > refused);
 }
 
+/* Lets the kernel grow a child's stack that begins where the addresses begin again that programs can have. */
+static const char *grow_to_the_hole(void)
+{
+	const int how = MAP_PRIVATE | MAP_ANONYMOUS | MAP_GROWSDOWN | MAP_FIXED_NOREPLACE;
+	const char *outcome;
+	int status;
+	pid_t child;
+
+	seen->address = 0;
+	fflush(stdout);
+	child = fork();
+	if (child == 0) {
+		ptrace(PTRACE_TRACEME, 0, 0, 0);
+		for (uintptr_t at = 0x40000000; !seen->address && at < 0x200000000; at += 0x100000)
+			if (mmap((void *)at, 4096, PROT_READ | PROT_WRITE, how, -1, 0) != MAP_FAILED)
+				seen->address = at;
+		raise(SIGSTOP);
+		_exit(0);
+	}
+	waitpid(child, &status, 0);
+	errno = 0;
+	ptrace(PTRACE_PEEKDATA, child, seen->address, 0);
+	outcome = errno ? "nowhere" : "there";
+	ptrace(PTRACE_PEEKDATA, child, seen->address - 8, 0);
+	outcome = errno ? strerrorname_np(errno) : outcome;
+	kill(child, SIGKILL);
+	waitpid(child, &status, 0);
+	return outcome;
+}
+
 static void checks(int hosted)
 {
 	try("unaligned", unaligned);
@@ -619,6 +649,10 @@ static void checks(int hosted)
 		printf("hosted: the monitor's code: %s\n", outcome(own, (void *)0x38000000));
 		own = mmap((void *)0x41000000, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
 		printf("hosted: the kernel's code: %s\n", outcome(own, (void *)0x41000000));
+		own = mmap(NULL, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+		own = mremap(own, 4096, 4096, MREMAP_MAYMOVE | MREMAP_FIXED, (void *)0x38000000);
+		printf("hosted: a move to the monitor's code: %s\n", outcome(own, (void *)0x38000000));
+		printf("hosted: a stack that grows to the kernel's memory: %s\n", grow_to_the_hole());
 	}
 }
 

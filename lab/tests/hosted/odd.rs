@@ -14,6 +14,8 @@ const REFUSED: &[&str] = &[
     "hosted: local descriptor table: ENOSYS",
     "hosted: the monitor's code: ENOMEM",
     "hosted: the kernel's code: ENOMEM",
+    "hosted: a move to the monitor's code: ENOMEM",
+    "hosted: a stack that grows to the kernel's memory: EIO",
     // As on a kernel without calls of 32 bits: a fault, with the number of the gate.
     "hosted: call of 32 bits: status 0 signal 11 code 128 trap 13 error 0x402 address 0",
     // As on a kernel without virtual system calls.
