@@ -927,6 +927,9 @@ static void record(int signo, siginfo_t *info, ucontext_t *all)
 	unsigned char *state = (unsigned char *)all->uc_mcontext.fpregs;
 	unsigned long sum = add(add(add(signo, info->si_code), r[REG_TRAPNO]), run->way), memory = 0, floats = 0;
 
+	/* RF at a step within a repeated instruction tells whether an interrupt came there before. */
+	if (r[REG_TRAPNO] == 1)
+		r[REG_EFL] &= ~0x10000L;
 	sum = add(sum, r[REG_ERR]);
 	sum = add(sum, r[REG_TRAPNO] == 14 ? r[REG_CR2] : 0);
 	for (int i = 0; i <= REG_EFL; i++)
