@@ -86,7 +86,9 @@ impl Cause {
 /// Returns the module that the last fault in the log names, if that was just before the log's end.
 fn faulting_module(log: &[String]) -> Option<String> {
     let end = log.iter().rev().find_map(|line| time(line))?;
-    let line = log.iter().rev().find(|line| line.contains(PLACE))?;
+    // Only at a line's beginning: names of files and programs may hold anything.
+    let text = |line: &str| line.split_once("] ").map_or("", |(_, text)| text).starts_with(PLACE);
+    let line = log.iter().rev().find(|line| text(line))?;
     let is_recent = end - time(line)? <= FAULT_BEFORE_S;
     let (_, place) = line.split_once(PLACE)?;
     let (_, module) = place.split_once(" [")?;
@@ -236,6 +238,8 @@ mod tests {
         let end = "[   31.000000] Kernel panic - not syncing";
         assert_eq!(of(&[FAULT, end], 1), Cause { module: Some("broken".into()), task: task.clone() });
         assert_eq!(of(&[FAULT, "[   99.000000] Kernel panic"], 1).module, None, "long before the end");
+        let named = "[   30.500000] program RIP: 0010:x [other]: segfault";
+        assert_eq!(of(&[FAULT, named, end], 1).module.as_deref(), Some("broken"), "the name of a program");
         for line in ["RIP: 0010:crash+0x1c/0x30", "RIP: 0010:call+0x1/0x2 [mercury]", "RIP: 0010:x [a/b]"] {
             let line = format!("[   30.500000] {line}");
             assert_eq!(of(&[FAULT, &line, end], 1).module, None, "{line}");

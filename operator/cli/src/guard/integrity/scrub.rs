@@ -255,7 +255,9 @@ impl Scrubber {
             let stuck = |at: &&u64| first.under_way.contains(*at) && self.under_way.contains(*at);
             let stuck = second.under_way.iter().filter(stuck).map(|at| unclaimed(&suspect, *at));
             let odd = second.odd.iter().filter(|odd| first.odd.contains(odd)).cloned().chain(stuck);
-            let mut is_final = second.under_way.is_empty() && second.odd.len() == first.odd.len();
+            // What was not there at the first look is judged at the next pass.
+            let is_known = second.odd.iter().all(|odd| first.odd.contains(odd));
+            let mut is_final = second.under_way.is_empty() && is_known;
             for odd in odd.collect::<Vec<_>>() {
                 is_final &= odd.unclaimed || !mends;
                 findings.extend(self.settle(&suspect, &odd, &symbols, mends));

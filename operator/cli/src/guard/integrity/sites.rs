@@ -109,6 +109,11 @@ impl Sites {
         old_probes: &[u64],
         parts: impl Iterator<Item = &'a Part>,
     ) -> io::Result<Self> {
+        if !shows_addresses(symbols) {
+            return Err(io::Error::other(
+                "/proc/kallsyms shows no addresses (kernel.kptr_restrict is 2): set it to 1 or 0",
+            ));
+        }
         let mut sites =
             Self { probes: probe_addresses(probes), old_probes: old_probes.to_vec(), ..Self::default() };
         sites.add_symbols(symbols, memory);
@@ -175,6 +180,7 @@ impl Sites {
         match now {
             BREAKPOINT => Verdict::Unclaimed,
             _ if is_in_new_jump(view, address) || is_lone_breakpoint(view, address) => Verdict::Unclaimed,
+            _ if is_in_changed_branch(view, address) => Verdict::Unclaimed,
             _ => Verdict::Foreign(old),
         }
     }
@@ -260,7 +266,9 @@ impl Sites {
                 // The key has a function, and the place does not say how it was called.
                 _ => vec![branch(start, &[CALL], function), branch(start, &[JUMP], function)],
             },
-            Kind::Call { .. } | Kind::Entry => vec![old.to_vec()],
+            // A hook that was there may have been replaced by another one, which no symbol names.
+            Kind::Entry => vec![NOP5.to_vec()],
+            Kind::Call { .. } => vec![old.to_vec()],
         }
     }
 
@@ -317,6 +325,26 @@ impl Sites {
         let before = self.functions.partition_point(|at| *at <= address).checked_sub(1);
         before.is_some_and(|at| self.pseudo.binary_search(&self.functions[at]).is_ok())
     }
+}
+
+/// Returns true if the kernel shows the addresses of its symbols to this process.
+fn shows_addresses(symbols: &str) -> bool {
+    let is_shown =
+        |line: &str| !line.split(' ').next().is_some_and(|at| at.bytes().all(|digit| digit == b'0'));
+    symbols.lines().any(is_shown)
+}
+
+/// Returns true if the byte is in a branch that came in place of a NOP, or in one that has changed by more than
+/// a flip. Such a place may be one of the kernel's that is not known.
+fn is_in_changed_branch(view: &View<'_>, address: u64) -> bool {
+    let is_branch = |code: u8| matches!(code, CALL | JUMP);
+    let changed = |start: u64| {
+        let Some((old, now)) = view.at(start, 5) else { return false };
+        let flips = old.iter().zip(now).map(|(old, now)| (old ^ now).count_ones()).sum::<u32>();
+        (old == NOP5 && is_branch(now[0]))
+            || ((is_branch(old[0]) || old[0] == BREAKPOINT) && flips > FLIPS_MAX)
+    };
+    (0..5).filter_map(|back| address.checked_sub(back)).any(changed)
 }
 
 /// Returns the instruction at `start` with this opcode that goes to a target.
@@ -437,6 +465,45 @@ mod tests {
         let (sites, view) = (sites(function), View { start: START, old: &old, now: &now });
         let differ = (0..old.len()).filter(|at| old[*at] != now[*at]);
         differ.map(|at| sites.judge(&view, START + at as u64)).collect()
+    }
+
+    /// Judges each byte that differs, at a place that is not known.
+    fn elsewhere(old: [u8; 5], now: [u8; 5]) -> Vec<Verdict> {
+        let padded = |bytes: [u8; 5]| [&[0x90; 8][..], &bytes, &[0x90; 8]].concat();
+        let (old, now) = (padded(old), padded(now));
+        let view = View { start: START, old: &old, now: &now };
+        let differ = (0..old.len()).filter(|at| old[*at] != now[*at]);
+        differ.map(|at| Sites::default().judge(&view, START + at as u64)).collect()
+    }
+
+    /// A place of the kernel's may be unknown: a branch that came or went is never undone.
+    #[test]
+    fn branches_that_change_at_unknown_places_are_not_mended() {
+        let is_left = |old, now| elsewhere(old, now).iter().all(|one| *one == Verdict::Unclaimed);
+        let call = [CALL, 0x10, 0x20, 0, 0];
+        assert!(is_left(NOP5, call) && is_left(NOP5, [JUMP, 1, 2, 3, 4]));
+        assert!(is_left(call, NOP5) && is_left([JUMP, 1, 2, 3, 4], [0x55, 0x48, 0x89, 0xE5, 0x41]));
+        assert!(is_left(call, [CALL, 0x1F, 0x20, 0, 0]));
+        assert_eq!(elsewhere(call, [CALL, 0x11, 0x20, 0, 0]), [Verdict::Foreign(0x10)]);
+        assert_eq!(elsewhere([0x55; 5], [0x55, 0x57, 0x55, 0x55, 0x55]), [Verdict::Foreign(0x55)]);
+    }
+
+    /// A hook that was there when the copy was taken may have been replaced by a near one.
+    #[test]
+    fn a_hook_is_not_mended_to_an_earlier_one() {
+        let (mut old, mut now) = (copy(), copy());
+        old[..5].copy_from_slice(&[CALL, 0, 0x10, 0, 0]);
+        now[..5].copy_from_slice(&[CALL, 0, 0x30, 0, 0]);
+        let view = View { start: START, old: &old, now: &now };
+        assert_eq!(sites(START + 0x20).judge(&view, START + 2), Verdict::Unclaimed);
+    }
+
+    #[test]
+    fn symbols_without_addresses_are_refused() {
+        let hidden = "0000000000000000 T _text\n0000000000000000 t __SCT__call\n";
+        let none = std::iter::empty();
+        let error = Sites::collect(&Tables(Vec::new()), hidden, "", &[], none).expect_err("hidden");
+        assert!(error.to_string().contains("kptr_restrict"));
     }
 
     fn is_own(at: usize, bytes: &[u8]) -> bool {
