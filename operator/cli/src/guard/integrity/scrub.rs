@@ -21,6 +21,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+/// Places of a block up to which they are mended.
+const MENDED_MAX: usize = 16;
 /// Time between the two readings that a finding needs.
 const SECOND_LOOK: Duration = Duration::from_millis(200);
 /// Bytes that have to be as they were when they are mended: the byte and its neighbours.
@@ -258,7 +260,10 @@ impl Scrubber {
             // What was not there at the first look is judged at the next pass.
             let is_known = second.odd.iter().all(|odd| first.odd.contains(odd));
             let mut is_final = second.under_way.is_empty() && is_known;
-            for odd in odd.collect::<Vec<_>>() {
+            let odd: Vec<_> = odd.collect();
+            // So much is no flip: the copy may be that of another place.
+            let mends = mends && odd.len() <= MENDED_MAX;
+            for odd in odd {
                 is_final &= odd.unclaimed || !mends;
                 findings.extend(self.settle(&suspect, &odd, &symbols, mends));
             }
