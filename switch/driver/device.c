@@ -112,6 +112,8 @@ static int run_system(union request *request, struct mercury_outcome *outcome)
 	info->features = 0;
 	if (IS_ENABLED(CONFIG_MERCURY_FAULT_INJECTION))
 		info->features |= MERCURY_FEATURE_FAULT_INJECTION;
+	if (mercury.monitor_port)
+		info->features |= MERCURY_FEATURE_MONITOR;
 	info->tsc_khz = tsc_khz;
 	info->memory_fixed = mercury.memory_fixed;
 	info->memory_per_cpu = mercury.memory_per_cpu;

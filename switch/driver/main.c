@@ -19,6 +19,7 @@ static int __init mercury_init(void)
 	int err;
 
 	mercury_vendor_init();
+	mercury_guest_find_monitor();
 	mercury_hooks_register(&mercury_snapshot_hooks);
 	err = mercury_events_init();
 	if (err)

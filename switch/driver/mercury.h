@@ -80,6 +80,7 @@ DECLARE_PER_CPU(struct mercury_cpu, mercury_cpus);
  * @at_instant: all CPUs are in the rendezvous of a snapshot, with the kernel's core suspended
  * @waits_for_sleep: the holder of the lock waits until the system may sleep
  * @kvm_may: KVM may use the hardware above the hypervisor
+ * @monitor_port: the first port for calls of the monitor whose guest this machine is; 0: there is none
  * @self_tested: the first attach after a load has compared the CPU before and after
  * @iomem_end: the highest physical address in use, inclusive
  * @memory_fixed: bytes of the hypervisor's memory that do not depend on the number of CPUs
@@ -97,6 +98,7 @@ struct mercury {
 	bool waits_for_sleep;
 	bool kvm_may;
 	bool self_tested;
+	u16 monitor_port;
 	u64 iomem_end;
 	u64 memory_fixed;
 	u64 memory_per_cpu;

@@ -301,7 +301,8 @@
 #define MERCURY_GUEST_LEAF 0x40004d00
 /*
  * CPUID leaf with the physical address of the GuestDescription: the low half in EAX,
- * the high half in EBX.
+ * the high half in EBX. ECX has the first of MERCURY_GUEST_PORTS ports by which the
+ * monitor answers calls, or 0.
  */
 #define MERCURY_GUEST_LEAF_DESCRIPTION 0x40004d01
 /* EBX of MERCURY_GUEST_LEAF, the first third of the text "MercuryGuest". */
@@ -310,6 +311,15 @@
 #define MERCURY_GUEST_SIGNATURE_ECX 0x47797275
 /* EDX of MERCURY_GUEST_LEAF. */
 #define MERCURY_GUEST_SIGNATURE_EDX 0x74736575
+/*
+ * Number of the ports for calls. The monitor stands in for the hypervisor when the
+ * guest moves away: writing the page number of an argument to the first port plus the
+ * number of a crate::snapshot::SnapshotCall, 32 bits at once, makes the call. Reading
+ * 32 bits of the first port tells its crate::code::Code. Both are done on one CPU with
+ * interrupts off. Virtual addresses in arguments are those of that CPU. A snapshot can
+ * neither be kept nor hashed, and no dirty log follows it.
+ */
+#define MERCURY_GUEST_PORTS 32
 /* First field of a GuestDescription: the text "MRCGUEST". */
 #define MERCURY_GUEST_MAGIC _UL(0x545345554743524d)
 /* Version of the GuestDescription. The driver leaves another version's devices alone. */
@@ -490,6 +500,12 @@
 #define MERCURY_READ_USED 2
 /* Bit of SystemInfo::features: this build has fault points. */
 #define MERCURY_FEATURE_FAULT_INJECTION 1
+/*
+ * Bit of SystemInfo::features: this machine is a guest, and its monitor stands in for
+ * the hypervisor at a snapshot that is read while no CPU is attached and the hypervisor
+ * is not loaded.
+ */
+#define MERCURY_FEATURE_MONITOR 2
 /*
  * Value of SystemInfo::state and StatusRequest::state: the driver is loaded, the
  * hypervisor is not.

@@ -172,7 +172,7 @@ mod tests {
         const CODE_AT: u64 = 0x3000;
         write(view, CODE_AT, &CODE).unwrap();
         let vm = kvm_ioctls::Kvm::new().unwrap().create_vm().unwrap();
-        memory::give(&vm, view).unwrap();
+        memory::give(&vm, view, 0).unwrap();
         let mut processor = vm.create_vcpu(0).unwrap();
         let mut segments = processor.get_sregs().unwrap();
         (segments.cs.base, segments.cs.selector) = (0, 0);

@@ -1,6 +1,7 @@
 //! A processor of the guest.
 
 use crate::{
+    calls::PORTS,
     entry::{self, Tables},
     fit::kvm_refused,
     layout::MONITOR,
@@ -86,6 +87,7 @@ pub fn own(offered: &CpuId, apic_id: u32) -> Result<CpuId> {
         function: MERCURY_GUEST_LEAF_DESCRIPTION,
         eax: MONITOR.start as u32,
         ebx: (MONITOR.start >> 32) as u32,
+        ecx: PORTS.start.into(),
         ..kvm_cpuid_entry2::default()
     });
     CpuId::from_entries(&entries)

@@ -21,6 +21,7 @@
 #![allow(clippy::single_range_in_vec_init)]
 
 pub mod acpi;
+mod calls;
 mod clones;
 pub mod cpu;
 pub mod disks;

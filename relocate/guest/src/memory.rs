@@ -59,11 +59,12 @@ fn no_room(layout: &Layout, error: &dyn Display) -> Error {
     Error::new(Exit::Impossible, text).hint("free memory on this host, or raise `ulimit -v`")
 }
 
-/// Gives the memory to the guest.
+/// Gives the memory to the guest, region after region: the first is slot 0. KVM logs what processors write, if
+/// `flags` say so. The same memory can be given again with other flags.
 ///
 /// # Errors
 /// KVM refuses a range.
-pub fn give(vm: &VmFd, view: &View) -> Result<()> {
+pub fn give(vm: &VmFd, view: &View, flags: u32) -> Result<()> {
     for (slot, region) in (0..).zip(view.iter()) {
         let start = region.start_addr().0;
         let wrong = |why: String| kvm_refused(&format!("take the guest's memory at {start:#x}"), why);
@@ -71,7 +72,7 @@ pub fn give(vm: &VmFd, view: &View) -> Result<()> {
             memory::pointer(view, start, region.len()).ok_or_else(|| wrong("it is not there".into()))?;
         let described = kvm_userspace_memory_region {
             slot,
-            flags: 0,
+            flags,
             guest_phys_addr: start,
             memory_size: region.len(),
             userspace_addr: host.expose_provenance() as u64,

@@ -2,6 +2,7 @@
 
 use crate::{
     acpi::{Firmware, Tables},
+    calls::{Calls, PORTS, WriteLog},
     clones, cpu,
     disks::{self, OwnDisk},
     entry,
@@ -17,7 +18,7 @@ use crate::{
     time::{self, Able},
     wires::Wire,
 };
-use kvm_bindings::{CpuId, KVM_PIT_SPEAKER_DUMMY, kvm_msi, kvm_pit_config};
+use kvm_bindings::{CpuId, KVM_MEM_LOG_DIRTY_PAGES, KVM_PIT_SPEAKER_DUMMY, kvm_msi, kvm_pit_config};
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
 use mercury_abi::{code::Code, guest::GuestDescription};
 use mercury_control::{
@@ -34,7 +35,7 @@ use mercury_devices::{
 use mercury_image::{Machine, Timers};
 use std::{
     fs,
-    io::Read,
+    io::{self, Read},
     ops::Range,
     os::{fd::RawFd, unix::thread::JoinHandleExt},
     path::{Path, PathBuf},
@@ -214,7 +215,12 @@ impl Prepared {
         let make = |one| cpu::make(&vm, &plan.cpuid, &tables, machine, one);
         let processors = machine.cpus.iter().map(make).collect::<Result<Vec<VcpuFd>>>()?;
         time::go_on(&processors, machine.timers.as_ref())?;
-        let shared = Arc::new(Shared { platform: Mutex::new(platform), has_ended: Condvar::new(), bell });
+        let calls = Calls::new(view.clone(), Box::new(Slots { vm: Arc::clone(&vm), view: view.clone() }));
+        let calls = calls.map_err(|error| {
+            Error::new(Exit::Impossible, format!("cannot prepare for a move of the guest: {error}"))
+        })?;
+        let platform = Mutex::new(platform);
+        let shared = Arc::new(Shared { platform, has_ended: Condvar::new(), bell, calls });
         listen(&shared)?;
         ignore_call();
         let threads = begin(processors, &shared)?;
@@ -424,6 +430,7 @@ struct Shared {
     platform: Mutex<Platform>,
     has_ended: Condvar,
     bell: Arc<Bell>,
+    calls: Calls,
 }
 
 impl Shared {
@@ -451,6 +458,23 @@ impl Lines for Chip {
         let (address_lo, address_hi) = (address as u32, (address >> 32) as u32);
         // It fails only for an address at which no processor has an interrupt controller.
         let _ = self.0.signal_msi(kvm_msi { address_lo, address_hi, data, ..kvm_msi::default() });
+    }
+}
+
+/// Slots of the guest's memory.
+struct Slots {
+    vm: Arc<VmFd>,
+    view: View,
+}
+
+impl WriteLog for Slots {
+    fn switch(&self, is_on: bool) -> io::Result<()> {
+        let flags = if is_on { KVM_MEM_LOG_DIRTY_PAGES } else { 0 };
+        memory::give(&self.vm, &self.view, flags).map_err(|error| io::Error::other(error.message))
+    }
+
+    fn take(&self, slot: u32, bytes: usize) -> io::Result<Vec<u64>> {
+        self.vm.get_dirty_log(slot, bytes).map_err(|error| io::Error::from_raw_os_error(error.errno()))
     }
 }
 
@@ -484,7 +508,7 @@ fn make_vm(kvm: &Kvm, view: &View) -> Result<VmFd> {
     vm.create_irq_chip().map_err(wrong("make interrupt controllers"))?;
     let timer = kvm_pit_config { flags: KVM_PIT_SPEAKER_DUMMY, ..kvm_pit_config::default() };
     vm.create_pit2(timer).map_err(wrong("make a timer"))?;
-    memory::give(&vm, view)?;
+    memory::give(&vm, view, 0)?;
     Ok(vm)
 }
 
@@ -625,8 +649,21 @@ fn begin(processors: Vec<VcpuFd>, shared: &Arc<Shared>) -> Result<Vec<JoinHandle
 
 /// Executes a processor until the guest ends.
 fn execute(mut vcpu: VcpuFd, shared: &Shared) {
+    let mut answer = Code::UnknownOperation;
     loop {
         let exit = vcpu.run();
+        match exit {
+            Ok(VcpuExit::IoOut(port, data)) if let Some(number) = Calls::number(port) => {
+                let Ok(page) = data.try_into().map(u32::from_le_bytes) else { continue };
+                answer = shared.calls.call(number, page, &|virt| translate(&vcpu, virt));
+                continue;
+            }
+            Ok(VcpuExit::IoIn(port, data)) if port == PORTS.start => {
+                data.iter_mut().zip((answer as u32).to_le_bytes()).for_each(|(to, from)| *to = from);
+                continue;
+            }
+            _ => {}
+        }
         let mut platform = shared.platform();
         match exit {
             Ok(VcpuExit::IoIn(port, data)) => platform.read_port(port, data),
@@ -645,6 +682,11 @@ fn execute(mut vcpu: VcpuFd, shared: &Shared) {
             return;
         }
     }
+}
+
+/// Returns the physical address of a virtual one, as the processor has it.
+fn translate(vcpu: &VcpuFd, virt: u64) -> Option<u64> {
+    vcpu.translate_gva(virt).ok().filter(|found| found.valid != 0).map(|found| found.physical_address)
 }
 
 #[cfg(test)]

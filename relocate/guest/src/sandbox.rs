@@ -1,4 +1,4 @@
-//! The rights that remain to the monitor while the guest runs: no new files, connections, processes and
+//! The rights that remain to the monitor while the guest runs: no new files, connections, programs and
 //! threads, and only the system calls that the devices need (seccomp). A guest that gets past KVM and the
 //! monitor's devices gets no further.
 
@@ -48,12 +48,18 @@ const ALLOWED: &[i64] = &[
     libc::SYS_sigaltstack,
     libc::SYS_exit,
     libc::SYS_exit_group,
+    // Of a copy of this process.
+    libc::SYS_wait4,
 ];
 
-/// Requests to KVM: run a processor, set an interrupt line, deliver a message.
+/// Requests to KVM: run a processor, set an interrupt line, deliver a message. When the guest moves away: log
+/// what is written to its memory, tell what was, and translate an address.
 const RUN: u32 = KVMIO << 8 | 0x80;
 const SET_LINE: u32 = 0x4008_0061 | KVMIO << 8;
 const SEND_MESSAGE: u32 = 0x4020_00A5 | KVMIO << 8;
+const GIVE_MEMORY: u32 = 0x4020_0046 | KVMIO << 8;
+const TAKE_LOG: u32 = 0x4010_0042 | KVMIO << 8;
+const TRANSLATE: u32 = 0xC018_0085 | KVMIO << 8;
 /// Request to a block device: discard a range.
 const DISCARD: u64 = 0x1277;
 
@@ -82,6 +88,9 @@ fn program(listeners: &[RawFd], rings: &[RawFd]) -> std::result::Result<BpfProgr
         RUN.into(),
         SET_LINE.into(),
         SEND_MESSAGE.into(),
+        GIVE_MEMORY.into(),
+        TAKE_LOG.into(),
+        TRANSLATE.into(),
         DISCARD,
         libc::TCGETS,
         libc::TCSETS,
@@ -90,6 +99,8 @@ fn program(listeners: &[RawFd], rings: &[RawFd]) -> std::result::Result<BpfProgr
     rules.insert(libc::SYS_ioctl, requests.into_iter().map(|one| equal(1, one)).collect::<Result<_, _>>()?);
     // Processors are interrupted at the end.
     rules.insert(libc::SYS_tgkill, vec![equal(0, std::process::id().into())?]);
+    // A copy of this process that keeps the guest's memory, without a new thread, and with the same rights.
+    rules.insert(libc::SYS_clone, vec![equal(0, libc::SIGCHLD.cast_unsigned().into())?]);
     // To the other end of a connection, and to no address.
     rules.insert(libc::SYS_sendto, vec![equal(4, 0)?]);
     for (call, descriptors) in [(libc::SYS_accept4, listeners), (libc::SYS_io_uring_enter, rings)] {
@@ -156,7 +167,11 @@ mod tests {
             (libc::SYS_io_uring_enter, [11, 0, 0, 0, 0], [12, 0, 0, 0, 0]),
             (libc::SYS_tgkill, [own, -1, 0, 0, 0], [1, -1, 0, 0, 0]),
             (libc::SYS_ioctl, [-1, 0xAE80, 0, 0, 0], [-1, 0xAE01, 0, 0, 0]),
-            (libc::SYS_ioctl, [-1, 0x4008_AE61, 0, 0, 0], [-1, 0x4020_AE46, 0, 0, 0]),
+            (libc::SYS_ioctl, [-1, 0x4008_AE61, 0, 0, 0], [-1, 0xAE41, 0, 0, 0]),
+            (libc::SYS_ioctl, [-1, 0x4020_AE46, 0, 0, 0], [-1, 0x40A0_AE49, 0, 0, 0]),
+            (libc::SYS_ioctl, [-1, 0x4010_AE42, 0, 0, 0], [-1, 0x4010_AE43, 0, 0, 0]),
+            (libc::SYS_ioctl, [-1, 0xC018_AE85, 0, 0, 0], [-1, 0x4090_AE82, 0, 0, 0]),
+            (libc::SYS_clone, [17, 0, 0, 0, 0], [17 | 0x100, 0, 0, 0, 0]),
             (libc::SYS_ioctl, [-1, 0x4020_AEA5, 0, 0, 0], [-1, 0x4020_AEA6, 0, 0, 0]),
             (libc::SYS_ioctl, [-1, 0x1277, 0, 0, 0], [-1, 0x127F, 0, 0, 0]),
             (libc::SYS_ioctl, [-1, 0x5402, 0, 0, 0], [-1, 0x5412, 0, 0, 0]),

@@ -3,6 +3,7 @@
 use crate::undo::{Undo, UndoProcess};
 use mercury_abi::ioctl::MERCURY_STATE_ATTACHED;
 use mercury_control::{
+    access,
     device::Device,
     driver::{Direction, Driver},
     error::{Error, Result},
@@ -17,6 +18,14 @@ pub struct Attached<'a> {
 }
 
 impl<'a> Attached<'a> {
+    /// Attaches the hypervisor for a move. In a guest whose monitor stands in for it there is none.
+    pub fn for_move(device: &'a Device, guard: &mut UndoProcess) -> Result<Self> {
+        if access::is_monitored(device)? {
+            return Ok(Self { device, undo: false });
+        }
+        Self::make(device, guard)
+    }
+
     pub fn make(device: &'a Device, guard: &mut UndoProcess) -> Result<Self> {
         let undo = device.system()?.state != MERCURY_STATE_ATTACHED;
         if undo {

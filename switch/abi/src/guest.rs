@@ -10,7 +10,7 @@
 /// EAX is the highest leaf of the group.
 pub const MERCURY_GUEST_LEAF: u32 = 0x4000_4D00;
 /// CPUID leaf with the physical address of the [`GuestDescription`]: the low half in EAX, the high half in
-/// EBX.
+/// EBX. ECX has the first of [`MERCURY_GUEST_PORTS`] ports by which the monitor answers calls, or 0.
 pub const MERCURY_GUEST_LEAF_DESCRIPTION: u32 = MERCURY_GUEST_LEAF + 1;
 /// EBX of [`MERCURY_GUEST_LEAF`], the first third of the text "MercuryGuest".
 pub const MERCURY_GUEST_SIGNATURE_EBX: u32 = u32::from_le_bytes(*b"Merc");
@@ -18,6 +18,13 @@ pub const MERCURY_GUEST_SIGNATURE_EBX: u32 = u32::from_le_bytes(*b"Merc");
 pub const MERCURY_GUEST_SIGNATURE_ECX: u32 = u32::from_le_bytes(*b"uryG");
 /// EDX of [`MERCURY_GUEST_LEAF`].
 pub const MERCURY_GUEST_SIGNATURE_EDX: u32 = u32::from_le_bytes(*b"uest");
+
+/// Number of the ports for calls. The monitor stands in for the hypervisor when the guest moves away: writing
+/// the page number of an argument to the first port plus the number of a [`crate::snapshot::SnapshotCall`], 32
+/// bits at once, makes the call. Reading 32 bits of the first port tells its [`crate::code::Code`]. Both are
+/// done on one CPU with interrupts off. Virtual addresses in arguments are those of that CPU. A snapshot can
+/// neither be kept nor hashed, and no dirty log follows it.
+pub const MERCURY_GUEST_PORTS: u16 = 32;
 
 /// First field of a [`GuestDescription`]: the text "MRCGUEST".
 pub const MERCURY_GUEST_MAGIC: u64 = u64::from_le_bytes(*b"MRCGUEST");

@@ -283,6 +283,9 @@ pub const MERCURY_READ_USED: u64 = 1 << 1;
 
 /// Bit of [`SystemInfo::features`]: this build has fault points.
 pub const MERCURY_FEATURE_FAULT_INJECTION: u64 = 1 << 0;
+/// Bit of [`SystemInfo::features`]: this machine is a guest, and its monitor stands in for the hypervisor at
+/// a snapshot that is read while no CPU is attached and the hypervisor is not loaded.
+pub const MERCURY_FEATURE_MONITOR: u64 = 1 << 1;
 
 /// Value of [`SystemInfo::state`] and [`StatusRequest::state`]: the driver is loaded, the
 /// hypervisor is not.

@@ -2,6 +2,7 @@
 
 use crate::{
     device::{Access, Device},
+    driver::Driver,
     error::{Error, Result},
     exit::Exit,
     module, processor, progress,
@@ -10,7 +11,11 @@ use crate::{
     switch::{self, Prepared},
     sysroot::Sysroot,
 };
-use mercury_abi::{code::Code, facts::CpuFacts};
+use mercury_abi::{
+    code::Code,
+    facts::CpuFacts,
+    ioctl::{MERCURY_FEATURE_MONITOR, MERCURY_STATE_UNLOADED},
+};
 use std::path::Path;
 
 /// Refuses a user who is not root.
@@ -65,6 +70,21 @@ pub fn loaded(module: Option<&Path>, action: &str) -> Result<(Device, Prepared)>
     let (device, mut prepared) = controlled(module, action)?;
     prepared.hypervisor_loaded = load_hypervisor(&device)?;
     Ok((device, prepared))
+}
+
+/// Loads the driver and opens it for control, and loads the hypervisor unless a monitor stands in for it.
+pub fn loaded_for_move(module: Option<&Path>, action: &str) -> Result<Device> {
+    let (device, _) = controlled(module, action)?;
+    if !is_monitored(&device)? {
+        load_hypervisor(&device)?;
+    }
+    Ok(device)
+}
+
+/// Returns true if this machine is a guest whose monitor stands in for the hypervisor, which is not loaded.
+pub fn is_monitored(device: &Device) -> Result<bool> {
+    let system = device.system()?;
+    Ok(system.features & MERCURY_FEATURE_MONITOR != 0 && system.state == MERCURY_STATE_UNLOADED)
 }
 
 /// Loads the hypervisor unless it is loaded. Returns true if this call loaded it.

@@ -13,9 +13,9 @@ use crate::{
 use mercury_abi::{
     code::Code,
     ioctl::{
-        CpuStatus, MERCURY_FEATURE_FAULT_INJECTION, MERCURY_MODE_ATTACHED, MERCURY_MODE_NATIVE,
-        MERCURY_MODE_OFFLINE, MERCURY_STATE_ATTACHED, MERCURY_STATE_CRASHED, MERCURY_STATE_LOADED,
-        MERCURY_STATE_UNLOADED, SystemInfo,
+        CpuStatus, MERCURY_FEATURE_FAULT_INJECTION, MERCURY_FEATURE_MONITOR, MERCURY_MODE_ATTACHED,
+        MERCURY_MODE_NATIVE, MERCURY_MODE_OFFLINE, MERCURY_STATE_ATTACHED, MERCURY_STATE_CRASHED,
+        MERCURY_STATE_LOADED, MERCURY_STATE_UNLOADED, SystemInfo,
     },
     shared::{CrashRecord, ExitReason, SHARED_MAGIC, SharedCpu},
     snapshot::SnapshotStatus,
@@ -278,7 +278,8 @@ fn mode_name(mode: u32) -> &'static str {
 }
 
 fn features(bits: u64) -> Vec<&'static str> {
-    if bits & MERCURY_FEATURE_FAULT_INJECTION != 0 { vec!["fault-injection"] } else { Vec::new() }
+    let named = [(MERCURY_FEATURE_FAULT_INJECTION, "fault-injection"), (MERCURY_FEATURE_MONITOR, "monitor")];
+    named.into_iter().filter(|(bit, _)| bits & bit != 0).map(|(_, name)| name).collect()
 }
 
 /// Converts NUL-padded ASCII to text.

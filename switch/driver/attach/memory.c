@@ -61,9 +61,10 @@ static struct info *info;
 static struct page **shared;
 static DEFINE_MUTEX(shared_lock);
 
+/* Returns the arguments of the hypervisor's start; NULL: it is not loaded. */
 struct mercury_boot_info *mercury_boot_info(void)
 {
-	return &info->boot;
+	return info ? &info->boot : NULL;
 }
 
 struct mercury_cpu_facts *mercury_preflight_facts(void)

@@ -182,7 +182,8 @@ u32 mercury_map_memory(phys_addr_t start, phys_addr_t end)
 {
 	phys_addr_t phys, size;
 
-	for (phys = start; phys < end; phys += size) {
+	/* Without a hypervisor there is nothing to map for. */
+	for (phys = wide ? start : end; phys < end; phys += size) {
 		unsigned long virt = (unsigned long)phys_to_virt(phys);
 		u64 *entry = wide_entry(virt, PMD_SHIFT);
 		unsigned int level;
@@ -283,7 +284,7 @@ u32 mercury_tables_copy(void)
 
 u64 mercury_tables_wide_cr3(void)
 {
-	return virt_to_phys(wide);
+	return wide ? virt_to_phys(wide) : 0;
 }
 
 /* Every CPU must be native. */

@@ -65,6 +65,12 @@ static bool has_monitor(void)
 	       edx == MERCURY_GUEST_SIGNATURE_EDX;
 }
 
+/* Finds out by what port the monitor answers calls, if there is one that does. */
+void mercury_guest_find_monitor(void)
+{
+	mercury.monitor_port = has_monitor() ? cpuid_ecx(MERCURY_GUEST_LEAF_DESCRIPTION) : 0;
+}
+
 /* Reads what the monitor offers. */
 static void read_offer(void)
 {

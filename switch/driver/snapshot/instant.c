@@ -151,6 +151,7 @@ static void note_return(int how)
 		mercury.state = MERCURY_STATE_UNLOADED;
 		mercury.want_all = false;
 		cpumask_clear(&mercury.wanted);
+		mercury_guest_find_monitor();
 	}
 	/* The blocks that tell the hypervisor about KVM are not kept, so they did not come back. */
 	mercury_kvm_allow_now(mercury.kvm_may);

@@ -54,8 +54,9 @@ static void find_holes(struct holes *holes)
 	for (i = 0; mercury_owned(i, &range); i++)
 		add_hole(holes, range.start_phys, range.pages);
 	for_each_possible_cpu(cpu)
-		add_hole(holes, virt_to_phys(mercury_cpu(cpu)->shared),
-			 MERCURY_SHARED_CPU_SIZE / PAGE_SIZE);
+		if (mercury_cpu(cpu)->shared)
+			add_hole(holes, virt_to_phys(mercury_cpu(cpu)->shared),
+				 MERCURY_SHARED_CPU_SIZE / PAGE_SIZE);
 	for (i = 0; mercury_piece_range(i, &range, &is_pool); i++) {
 		add_hole(holes, range.start_phys, range.pages);
 		if (holes->code == MERCURY_CODE_OK)

@@ -243,8 +243,8 @@ static u32 check_request(const struct mercury_snapshot_request *request)
 	if ((request->flags & MERCURY_SNAPSHOT_TRACK && request->flags & MERCURY_SNAPSHOT_KEEP) ||
 	    request->flags & ~known || request->pool_pages > totalram_pages())
 		return MERCURY_CODE_BAD_ARGUMENT;
-	if (mercury.state != MERCURY_STATE_ATTACHED ||
-	    !cpumask_subset(cpu_online_mask, &mercury.wanted))
+	if (!mercury_is_monitored() && (mercury.state != MERCURY_STATE_ATTACHED ||
+					!cpumask_subset(cpu_online_mask, &mercury.wanted)))
 		return MERCURY_CODE_WRONG_MODE;
 	return mercury_nonces_check();
 }
@@ -268,7 +268,8 @@ static u32 arrive(struct mercury_snapshot_request *request)
 {
 	mercury_fence_arrive();
 	end();
-	mercury_forget();
+	if (mercury_boot_info())
+		mercury_forget();
 	mercury_guest_arrive();
 	request->restored = 1;
 	return MERCURY_CODE_OK;

@@ -33,7 +33,9 @@
 #define MERCURY_SNAPSHOT_H
 
 #include <linux/gfp.h>
+#include <linux/irqflags.h>
 #include <linux/sizes.h>
+#include <asm/io.h>
 
 #include "../attach/attach.h"
 #include "frames.h"
@@ -41,9 +43,31 @@
 /* The most pieces of memory that are not kept, and the most ranges between them. */
 #define MERCURY_HOLES_MAX	(SZ_1M / sizeof(struct mercury_owned_range))
 
-/* Calls the hypervisor beneath this CPU; in any context. */
+/* Returns true if the monitor whose guest this machine is stands in for a hypervisor. */
+static __always_inline bool mercury_is_monitored(void)
+{
+	return mercury.monitor_port && mercury.state == MERCURY_STATE_UNLOADED;
+}
+
+/* Calls the monitor; an argument that is no address does not matter to it. */
+static __always_inline u32 mercury_monitor_call(u64 what, void *argument)
+{
+	unsigned long flags;
+	u32 code;
+
+	raw_local_irq_save(flags);
+	outl(__pa_nodebug(argument) >> PAGE_SHIFT, mercury.monitor_port + what);
+	code = inl(mercury.monitor_port);
+	raw_local_irq_restore(flags);
+	return code;
+}
+
+/* Calls the hypervisor beneath this CPU, or the monitor; in any context. */
 static __always_inline u32 mercury_snapshot_call_for(u64 what, void *argument, u64 *value)
 {
+	*value = 0;
+	if (mercury_is_monitored())
+		return mercury_monitor_call(what, argument);
 	return mercury_hypercall(MERCURY_HYPERCALL_SNAPSHOT, what, (u64)argument, value);
 }
 
@@ -159,7 +183,8 @@ void mercury_machine_cpu(int cpu, struct mercury_restart_cpu *entry);
 u64 mercury_machine_modes(void);
 int mercury_machine_describe(struct mercury_restart_request *request, struct mercury_outcome *outcome);
 
-/* guest.c */
+/* guest.c: the first in any context */
+void mercury_guest_find_monitor(void);
 int mercury_firmware_read(const struct mercury_firmware_request *request);
 void mercury_guest_wake(void);
 void mercury_guest_arrive(void);

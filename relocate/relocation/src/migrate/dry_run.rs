@@ -176,9 +176,9 @@ struct Scan {
 pub fn run(args: &MigrateOptions, say: Say<'_>, sysroot: &Sysroot, deferred: &Deferred) -> Result<Exit> {
     super::course::refuse_hopeless(args)?;
     super::refuse_unmovable(args, sysroot)?;
-    let (device, _) = access::loaded(args.module.as_deref(), "migrate")?;
+    let device = access::loaded_for_move(args.module.as_deref(), "migrate")?;
     let mut guard = UndoProcess::start()?;
-    let attached = Attached::make(&device, &mut guard)?;
+    let attached = Attached::for_move(&device, &mut guard)?;
     let predicted = predict(args, &device, sysroot, deferred);
     let detached = attached.undo();
     say.done(&predicted?);

@@ -119,13 +119,13 @@ fn leave(args: &MigrateOptions, say: Say<'_>, deferred: &Deferred) -> Result<rep
     if let Some(name) = &args.congestion_control {
         link.control_congestion(name)?;
     }
-    let (device, _) = access::loaded(args.module.as_deref(), "migrate")?;
+    let device = access::loaded_for_move(args.module.as_deref(), "migrate")?;
     // The open device keeps other processes from moving this machine now, and the undo process
     // finds what is opened here.
     let tombstones =
         if args.without_tombstone { None } else { Some(Tombstones::choose(&args.host, &sysroot)?) };
     let mut guard = UndoProcess::start()?;
-    let attached = Attached::make(&device, &mut guard)?;
+    let attached = Attached::for_move(&device, &mut guard)?;
     let with = With { args, say, sysroot: &sysroot, deferred, device: &device, guard: &mut guard };
     let (mut here, departure) = Here::make_ready(with, tombstones, (to, token, link))?;
     let patience = Patience { running: RUNNING, frozen: FROZEN, doubt: doubt::PATIENCE, hold: None };

@@ -1,0 +1,201 @@
+//! A copy of this process that keeps the guest's memory as it was at the instant. The host copies a page when
+//! the guest or a device writes to it.
+
+use std::{
+    io::{self, Read, Write},
+    os::{fd::AsRawFd, unix::net::UnixStream},
+    ptr,
+    time::Duration,
+};
+
+use crate::layout::PAGE_BYTES;
+
+/// Time for the answer, in moments. The host may have to read pages from its swap areas.
+const PATIENCE: u32 = 600;
+const MOMENT: Duration = Duration::from_millis(100);
+const PAGE: usize = PAGE_BYTES as usize;
+/// Most frames of one request.
+const FRAMES_MAX: usize = 16;
+
+/// A request for frames: how many, and their addresses in this process. 0 stands for a page of zeros, and a
+/// request for no frames ends the copy.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Request {
+    count: usize,
+    frames: [usize; FRAMES_MAX],
+}
+
+const REQUEST: usize = size_of::<Request>();
+
+/// The means of copies of this process, one after the other.
+#[derive(Debug)]
+pub struct Keeper {
+    own: UnixStream,
+    theirs: UnixStream,
+    /// Pages that both processes share.
+    pages: *mut u8,
+    length: usize,
+    child: Option<libc::pid_t>,
+    /// A copy has not answered. What was asked and answered since may still come.
+    is_broken: bool,
+}
+
+// SAFETY: The pages belong to this value alone.
+unsafe impl Send for Keeper {}
+
+impl Keeper {
+    /// Makes the means for requests of at most `most` frames. Copies need no more rights than to be made.
+    ///
+    /// # Errors
+    /// The host has no room for pages or sockets.
+    pub fn new(most: usize) -> io::Result<Self> {
+        assert!(most <= FRAMES_MAX, "more frames than a request has");
+        let (own, theirs) = UnixStream::pair()?;
+        own.set_read_timeout(Some(MOMENT))?;
+        let length = most * PAGE;
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS;
+        // SAFETY: The host chooses the address.
+        let pages = unsafe { libc::mmap(ptr::null_mut(), length, access, flags, -1, 0) };
+        if pages == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(Self { own, theirs, pages: pages.cast(), length, child: None, is_broken: false })
+    }
+
+    /// Makes the copy: it has the memory of this process as it is now.
+    ///
+    /// # Errors
+    /// There is a copy already, or the host has no room for one.
+    pub fn start(&mut self) -> io::Result<()> {
+        if self.child.is_some() || self.is_broken {
+            return Err(io::ErrorKind::AlreadyExists.into());
+        }
+        // SAFETY: The child takes no lock, allocates nothing and ends by itself: see `serve`.
+        let child = unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) };
+        match child {
+            -1 => return Err(io::Error::last_os_error()),
+            0 => serve(self.own.as_raw_fd(), self.theirs.as_raw_fd(), self.pages),
+            _ => self.child = Some(child as libc::pid_t),
+        }
+        Ok(())
+    }
+
+    /// Reads frames as they were when the copy was made; `None` is a page of zeros. Each must be a page of
+    /// this process's memory, which stays mapped.
+    ///
+    /// # Errors
+    /// The copy does not answer. It does not answer any more, then.
+    pub fn read(
+        &mut self,
+        frames: &[Option<*const u8>],
+        mut put: impl FnMut(usize, &[u8]) -> Option<()>,
+    ) -> io::Result<()> {
+        if frames.is_empty() {
+            return Ok(());
+        }
+        if self.child.is_none() || self.is_broken || frames.len() * PAGE > self.length {
+            return Err(io::ErrorKind::NotConnected.into());
+        }
+        let mut request = Request { count: frames.len(), ..Request::default() };
+        for (to, frame) in request.frames.iter_mut().zip(frames) {
+            *to = frame.map_or(0, <*const u8>::expose_provenance);
+        }
+        let asked = self.own.write_all(as_bytes(&request));
+        if let Err(error) = asked.and_then(|()| self.hear()) {
+            self.is_broken = true;
+            return Err(error);
+        }
+        for number in 0..frames.len() {
+            // SAFETY: The page is one of this value's, and the copy writes to it only after a request.
+            let page = unsafe { std::slice::from_raw_parts(self.pages.add(number * PAGE), PAGE) };
+            put(number, page).ok_or(io::ErrorKind::InvalidInput)?;
+        }
+        Ok(())
+    }
+
+    /// Waits for the copy's answer.
+    fn hear(&mut self) -> io::Result<()> {
+        for _ in 0..PATIENCE {
+            match self.own.read(&mut [0]) {
+                Ok(1) => return Ok(()),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.refuse_ended()?,
+                other => return Err(other.err().unwrap_or(io::ErrorKind::UnexpectedEof.into())),
+            }
+        }
+        Err(io::ErrorKind::TimedOut.into())
+    }
+
+    fn refuse_ended(&mut self) -> io::Result<()> {
+        let Some(child) = self.child else { return Ok(()) };
+        // SAFETY: It takes a number, and no place for the status.
+        if unsafe { libc::waitpid(child, ptr::null_mut(), libc::WNOHANG) } == 0 {
+            return Ok(());
+        }
+        self.child = None;
+        Err(io::ErrorKind::BrokenPipe.into())
+    }
+
+    #[cfg(test)]
+    pub fn kill(&self) {
+        // SAFETY: The child is not waited for yet.
+        unsafe { libc::kill(self.child.expect("a copy"), libc::SIGKILL) };
+    }
+
+    /// Ends the copy, if there is one.
+    pub fn end(&mut self) {
+        let Some(child) = self.child.take() else { return };
+        if self.own.write_all(as_bytes(&Request::default())).is_err() {
+            self.is_broken = true;
+            return;
+        }
+        // SAFETY: It takes a number, and no place for the status.
+        unsafe { libc::waitpid(child, ptr::null_mut(), 0) };
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        self.end();
+        // SAFETY: Nobody has a reference to the pages any more.
+        unsafe { libc::munmap(self.pages.cast(), self.length) };
+    }
+}
+
+fn as_bytes(request: &Request) -> &[u8; REQUEST] {
+    // SAFETY: The structure has no padding.
+    unsafe { &*ptr::from_ref(request).cast() }
+}
+
+/// Answers requests until there are no more, in the copy. Of the threads of this process only this one was
+/// copied, so that a lock may be held for ever and the heap be half changed: neither is used here.
+fn serve(parents: i32, own: i32, pages: *mut u8) -> ! {
+    let mut request = Request::default();
+    // SAFETY: The descriptors are open and the frames are mapped, for they were in the parent. Each request
+    // is written at once and whole.
+    unsafe {
+        // The parent's end is then the parent's alone, and closed when the parent has ended.
+        libc::close(parents);
+        while libc::read(own, (&raw mut request).cast(), REQUEST) == REQUEST as isize {
+            if request.count == 0 || request.count > FRAMES_MAX {
+                break;
+            }
+            let mut number = 0;
+            while number < request.count {
+                let (from, to) = (request.frames[number], pages.add(number * PAGE));
+                if from == 0 {
+                    ptr::write_bytes(to, 0, PAGE);
+                } else {
+                    ptr::copy_nonoverlapping(ptr::with_exposed_provenance::<u8>(from), to, PAGE);
+                }
+                number += 1;
+            }
+            if libc::write(own, (&raw const request.count).cast(), 1) != 1 {
+                break;
+            }
+        }
+        libc::_exit(0)
+    }
+}
