@@ -52,8 +52,9 @@ const PARTS: [Part; 3] = [
         has: |path| path != "mercury_abi.h",
         // Of these, 60 let a guest go back to its hardware: virtio's drivers have to wake up without a
         // device.
-        // 90 mend the kernel's code. 30 let a guest's monitor stand in for the hypervisor.
-        most_lines: 7490,
+        // 90 mend the kernel's code. 80 let a guest's monitor stand in for the hypervisor, and
+        // let the host order a move.
+        most_lines: 7530,
     },
 ];
 

@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used)]
 
 use mercury_lab::{
-    Bus, Kernel, Machine, Platform, Result, Spec, System, Vendor,
+    Background, Bus, Kernel, Machine, Platform, Result, Spec, System, Vendor,
     as_guest::{self, Guest, NAME, disk},
     moving::{LIMIT, PEER, Switch, migrate, receive, said},
     restart::{
@@ -98,10 +98,26 @@ fn a_bare_machine_moves_to_a_host_in_use() -> Result<()> {
     host.check_health()
 }
 
+/// The place where a move of a guest is ordered.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Ordered {
+    InGuest,
+    ByHost,
+}
+
+/// Orders the guest to move to where these words of a destination say, after it could not move elsewhere.
+fn order(host: &Machine, guest: &Guest<'_>, words: &str, options: &str) -> Result<Background> {
+    guest.sh("test -e /usr/sbin/mercury || ln -s $(command -v mercury) /usr/sbin/mercury")?;
+    let (to, key) = words.split_once(" --key ").unwrap();
+    let refused = host.mercury_refused(&format!("guests migrate {NAME} {PEER}:9 --key {key}"))?;
+    assert!(refused.text.contains("goes on here: "), "{refused:?}");
+    host.spawn(&format!("exec mercury guests migrate {NAME} {to} --key {key} -- {options}"))
+}
+
 /// Moves a machine like metal to a host in use, and from there back to its own hardware: there are the same
-/// devices, names and addresses again, and it is native. The host's KVM offers no virtualization to its guests,
-/// so the monitor stands in for the hypervisor.
-fn there_and_back(kernel: Kernel, cpus: u32) -> Result<()> {
+/// devices, names and addresses again, and it is native. The host's KVM offers no virtualization to its
+/// guests, so the monitor stands in for the hypervisor.
+fn there_and_back(kernel: Kernel, cpus: u32, ordered: Ordered) -> Result<()> {
     need_kvm()?;
     let Scene { switch, source, host } = Scene::new(kernel, cpus)?;
     host.sh("modprobe kvm_amd nested=0 && grep -E '^(0|N)$' /sys/module/kvm_amd/parameters/nested")?;
@@ -117,14 +133,22 @@ fn there_and_back(kernel: Kernel, cpus: u32) -> Result<()> {
     plug_metal_in(&repaired, "10.9.0.4")?;
     let words = receive(&repaired, "10.9.0.4")?;
     let boots = repaired.boots();
-    let mut moving = guest.link().spawn(&migrate(&words, "--max-throttle 0 --pool 300M"))?;
+    let options = "--max-throttle 0 --pool 300M";
+    let mut moving = match ordered {
+        Ordered::InGuest => guest.link().spawn(&migrate(&words, options))?,
+        Ordered::ByHost => order(&host, &guest, &words, options)?,
+    };
     if let Err(error) = repaired.wait_other(boots) {
         println!("{:?} {:?} {}", moving.output_so_far(), moving.errors_so_far(), guest.console());
         return Err(error);
     }
-    let console = guest.console();
-    assert!(console.contains("found by a dirty log"), "{console}");
     println!("{}", guest.ends()?);
+    if ordered == Ordered::ByHost {
+        let said = moving.wait(LIMIT)?.check()?.stdout;
+        for words in ["applications stand still now", "has moved", "found by a dirty log"] {
+            assert!(said.contains(words), "{said}");
+        }
+    }
     is_well(&repaired, &boot_id)?;
     assert_eq!(repaired.sh(devices)?, before);
     talks(&repaired, &switch.peer)?;
@@ -137,7 +161,14 @@ fn there_and_back(kernel: Kernel, cpus: u32) -> Result<()> {
 #[test]
 #[ignore = "long"]
 fn a_machine_comes_back_from_a_host_in_use() -> Result<()> {
-    there_and_back(Kernel::BookwormGeneric, 1)
+    there_and_back(Kernel::BookwormGeneric, 1, Ordered::InGuest)
+}
+
+/// The same with two processors, by an order of the host.
+#[test]
+#[ignore = "long"]
+fn a_host_in_use_sends_a_machine_back() -> Result<()> {
+    there_and_back(Kernel::BookwormGeneric, 2, Ordered::ByHost)
 }
 
 /// Prints each block device with its type, size and mount point.

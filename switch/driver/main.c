@@ -19,7 +19,6 @@ static int __init mercury_init(void)
 	int err;
 
 	mercury_vendor_init();
-	mercury_guest_find_monitor();
 	mercury_hooks_register(&mercury_snapshot_hooks);
 	err = mercury_events_init();
 	if (err)
@@ -30,6 +29,7 @@ static int __init mercury_init(void)
 	err = mercury_device_init();
 	if (err)
 		goto no_device;
+	mercury_guest_init();
 	return 0;
 
 no_device:
@@ -46,6 +46,7 @@ no_snapshot:
 static void __exit mercury_exit(void)
 {
 	mercury_device_exit();
+	mercury_guest_exit();
 	mercury_control_exit();
 	mercury_device_wait();
 	mercury_watch_exit();

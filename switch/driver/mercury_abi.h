@@ -313,13 +313,27 @@
 #define MERCURY_GUEST_SIGNATURE_EDX 0x74736575
 /*
  * Number of the ports for calls. The monitor stands in for the hypervisor when the
- * guest moves away: writing the page number of an argument to the first port plus the
+ * guest moves away. Writing the page number of an argument to the first port plus the
  * number of a crate::snapshot::SnapshotCall, 32 bits at once, makes the call. Reading
  * 32 bits of the first port tells its crate::code::Code. Both are done on one CPU with
  * interrupts off. Virtual addresses in arguments are those of that CPU. A snapshot can
  * neither be kept nor hashed, and no dirty log follows it.
  */
 #define MERCURY_GUEST_PORTS 32
+/*
+ * Number of the port, from the first one on, that takes the command's words for the
+ * host's operator, byte by byte. 32 bits at once are the error for which the kernel
+ * could not start the command.
+ */
+#define MERCURY_GUEST_ANSWER 31
+/*
+ * Place of the host's order in the page of the GuestDescription: strings that end with
+ * a NUL each. The first is a variable of the environment, and the others are words for
+ * the command mercury. An empty string ends them.
+ */
+#define MERCURY_GUEST_ORDER 1024
+/* Largest size of an order in bytes. */
+#define MERCURY_GUEST_ORDER_MAX 3072
 /* First field of a GuestDescription: the text "MRCGUEST". */
 #define MERCURY_GUEST_MAGIC _UL(0x545345554743524d)
 /* Version of the GuestDescription. The driver leaves another version's devices alone. */
@@ -2360,13 +2374,22 @@ struct mercury_guest_description {
 	u32 count;
 	/* The devices; slots from count on are zero. */
 	struct mercury_guest_slot slots[16];
+	/*
+	 * Global system interrupt by which the monitor tells of an order, as a slot's.
+	 * 0: it has none.
+	 */
+	u32 doorbell_gsi;
+	/* Reserved; zero. */
+	u32 reserved;
 };
 
-static_assert(sizeof(struct mercury_guest_description) == 400);
+static_assert(sizeof(struct mercury_guest_description) == 408);
 static_assert(offsetof(struct mercury_guest_description, magic) == 0);
 static_assert(offsetof(struct mercury_guest_description, version) == 8);
 static_assert(offsetof(struct mercury_guest_description, count) == 12);
 static_assert(offsetof(struct mercury_guest_description, slots) == 16);
+static_assert(offsetof(struct mercury_guest_description, doorbell_gsi) == 400);
+static_assert(offsetof(struct mercury_guest_description, reserved) == 404);
 
 /* The result of an operation. */
 struct mercury_outcome {

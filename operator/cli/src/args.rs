@@ -223,7 +223,7 @@ pub enum Command {
         earlier images are no longer needed."
     )]
     Merge(MergeArgs),
-    /// List the machines that go on as guests of this one, reach their consoles, stop them
+    /// List the machines that go on as guests of this one, reach their consoles, move them, stop them
     #[command(subcommand)]
     Guests(GuestsCommand),
     /// Run a pre-virtualized Linux as an ordinary process

@@ -111,6 +111,7 @@ fn command_name(command: &Command) -> &'static str {
         Command::Guests(GuestsCommand::Console(_)) => "guests console",
         Command::Guests(GuestsCommand::Adopt(_)) => "guests adopt",
         Command::Guests(GuestsCommand::Discard(_)) => "guests discard",
+        Command::Guests(GuestsCommand::Migrate(_)) => "guests migrate",
         Command::Guests(GuestsCommand::Stop(_)) => "guests stop",
         Command::Hosted(HostedCommand::Run(_)) => "hosted run",
         Command::Hosted(HostedCommand::Gdb(_)) => "hosted gdb",

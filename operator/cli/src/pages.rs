@@ -497,6 +497,18 @@ pub const PAGES: &[Page] = &[
     )
     .files(&[GUESTS])
     .see(&["mercury-receive(8)"]),
+    Page::new(
+        "guests migrate",
+        &[
+            example("Send a guest back to its hardware", "mercury guests migrate node7 10.9.0.4 --key -"),
+            example(
+                "Stop it for half a second at most",
+                "mercury guests migrate node7 10.9.0.4 --key - -- --max-downtime 500ms",
+            ),
+        ],
+    )
+    .files(&[GUESTS])
+    .see(&["mercury-migrate(8)", "mercury-receive(8)"]),
     Page::new("guests stop", &[example("End a guest as a power cut would", "mercury guests stop node7")])
         .files(&[GUESTS]),
     Page::of(

@@ -164,6 +164,7 @@ fn options(args: &LifeArgs, console: Console, disks: Vec<Disk>, folder: &Folder)
     let net = |uplink: Uplink| NetOption { uplink, mac: args.mac, forwards: args.forward.clone() };
     let second = folder.second_port();
     Options {
+        orders: folder.orders(),
         disks,
         net: args.net.clone().map(net),
         console: match console {

@@ -6,6 +6,7 @@
 //! status.json   the guest's state
 //! console.sock  the guest's first serial port, unless that is a terminal
 //! serial1.sock  the guest's second serial port
+//! orders.sock   orders for a command in the guest, and its answers
 //! decision      a pipe for the operator's word about a machine that arrives
 //! ```
 
@@ -35,6 +36,7 @@ const LOCK: &str = "lock";
 const STATUS: &str = "status.json";
 const CONSOLE: &str = "console.sock";
 const SECOND_PORT: &str = "serial1.sock";
+const ORDERS: &str = "orders.sock";
 const DECISION: &str = "decision";
 
 /// Attempts to lock a folder, and the time between two of them.
@@ -159,7 +161,7 @@ impl Root {
     pub fn claim(&self, name: &Name) -> io::Result<Option<Folder>> {
         let path = self.0.join(name.as_str());
         let Some(lock) = take_lock(&path)? else { return Ok(None) };
-        for left in [STATUS, CONSOLE, SECOND_PORT, DECISION] {
+        for left in [STATUS, CONSOLE, SECOND_PORT, ORDERS, DECISION] {
             remove(&path.join(left))?;
         }
         Ok(Some(Folder { path, _lock: lock, keeper: None }))
@@ -177,6 +179,12 @@ impl Guest {
     #[must_use]
     pub fn console(&self) -> PathBuf {
         self.path.join(CONSOLE)
+    }
+
+    /// Returns the socket for orders to the guest.
+    #[must_use]
+    pub fn orders(&self) -> PathBuf {
+        self.path.join(ORDERS)
     }
 
     /// Passes the operator's word about a machine that arrives to the monitor.
@@ -218,6 +226,12 @@ impl Folder {
     #[must_use]
     pub fn second_port(&self) -> PathBuf {
         self.path.join(SECOND_PORT)
+    }
+
+    /// Returns the place for the socket of orders.
+    #[must_use]
+    pub fn orders(&self) -> PathBuf {
+        self.path.join(ORDERS)
     }
 
     /// Makes the pipe for the operator's word, and returns its path.
@@ -262,7 +276,7 @@ impl Folder {
     }
 
     fn remove(&self) {
-        for file in [STATUS, "status.new", CONSOLE, SECOND_PORT, DECISION, LOCK] {
+        for file in [STATUS, "status.new", CONSOLE, SECOND_PORT, ORDERS, DECISION, LOCK] {
             let _ = remove(&self.path.join(file));
         }
         let _ = fs::remove_dir(&self.path);

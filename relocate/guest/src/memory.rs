@@ -59,8 +59,8 @@ fn no_room(layout: &Layout, error: &dyn Display) -> Error {
     Error::new(Exit::Impossible, text).hint("free memory on this host, or raise `ulimit -v`")
 }
 
-/// Gives the memory to the guest, region after region: the first is slot 0. KVM logs what processors write, if
-/// `flags` say so. The same memory can be given again with other flags.
+/// Gives the memory to the guest, region after region: the first is slot 0. KVM logs what processors write,
+/// if `flags` say so. The same memory can be given again with other flags.
 ///
 /// # Errors
 /// KVM refuses a range.

@@ -86,6 +86,8 @@ pub struct Options {
     pub net: Option<NetOption>,
     /// The other ends of the serial ports.
     pub console: Console,
+    /// Path of the socket for orders to the guest.
+    pub orders: PathBuf,
 }
 
 /// A machine that can be a guest of this host. Nothing was changed.
@@ -153,8 +155,9 @@ impl Plan {
         let waker: Waker = Arc::new(move || ring.ring());
         let (devices, rings) = open_devices(options, witness, &waker)?;
         let wires = open_wires(&options.console, &waker)?;
+        let orders = Wire::socket(&options.orders, Arc::clone(&waker))?;
         let is_at_terminal = matches!(options.console, Console::Terminal { .. });
-        Ok(Prepared { plan: self, bell, devices, rings, wires, view, is_at_terminal })
+        Ok(Prepared { plan: self, bell, devices, rings, wires, orders, view, is_at_terminal })
     }
 }
 
@@ -165,6 +168,7 @@ pub struct Prepared {
     devices: Vec<Box<dyn Device>>,
     rings: Vec<RawFd>,
     wires: [Arc<Wire>; 2],
+    orders: Arc<Wire>,
     view: View,
     is_at_terminal: bool,
 }
@@ -193,7 +197,7 @@ impl Prepared {
     /// # Errors
     /// KVM is in the way. The machine has not gone on.
     pub fn start(self) -> Result<Running> {
-        let Self { mut plan, bell, devices, rings, wires, view, is_at_terminal } = self;
+        let Self { mut plan, bell, devices, rings, wires, orders, view, is_at_terminal } = self;
         let controllers = std::mem::take(&mut plan.controllers);
         let machine = &plan.machine;
         image::sow_seeds(machine, &view)?;
@@ -209,7 +213,8 @@ impl Prepared {
             zeros: unbacked(machine, &plan.layout, &plan.tables),
             locals,
         };
-        let platform = Platform::new(lines, board, wires.clone(), devices, view.clone())?;
+        let platform =
+            Platform::new(lines, board, wires.clone(), Arc::clone(&orders), devices, view.clone())?;
         describe(&view, &platform.description())?;
         let tables = entry::Tables::make(&view, machine)?;
         let make = |one| cpu::make(&vm, &plan.cpuid, &tables, machine, one);
@@ -228,6 +233,8 @@ impl Prepared {
             terminal::make_raw();
         }
         let smaps = fs::File::open(SMAPS).ok().map(Arc::new);
+        let [first, second] = wires;
+        let wires = [first, second, orders];
         Ok(Running { shared, threads, workers, wires, rings, view, smaps, _vm: vm })
     }
 }
@@ -283,7 +290,8 @@ pub struct Running {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
     workers: Vec<Worker>,
-    wires: [Arc<Wire>; 2],
+    /// Both serial ports, and orders.
+    wires: [Arc<Wire>; 3],
     rings: Vec<RawFd>,
     view: View,
     smaps: Option<Arc<fs::File>>,
@@ -578,6 +586,8 @@ fn describe(view: &View, description: &GuestDescription) -> Result<()> {
             bytes.extend(word.to_le_bytes());
         }
     }
+    bytes.extend(description.doorbell_gsi.to_le_bytes());
+    bytes.extend(description.reserved.to_le_bytes());
     debug_assert_eq!(bytes.len(), size_of::<GuestDescription>());
     write(view, MONITOR.start, &bytes)
         .ok_or_else(|| Error::new(Exit::Failed, "the monitor's memory is missing: this is a bug"))

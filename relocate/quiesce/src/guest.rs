@@ -12,7 +12,8 @@ use crate::{
     patient::{self, PROGRAM_PATIENCE},
 };
 use mercury_abi::guest::{
-    MERCURY_GUEST_LEAF, MERCURY_GUEST_SIGNATURE_EBX, MERCURY_GUEST_SIGNATURE_ECX, MERCURY_GUEST_SIGNATURE_EDX,
+    MERCURY_GUEST_LEAF, MERCURY_GUEST_LEAF_DESCRIPTION, MERCURY_GUEST_SIGNATURE_EBX,
+    MERCURY_GUEST_SIGNATURE_ECX, MERCURY_GUEST_SIGNATURE_EDX,
 };
 use mercury_control::sysroot::Sysroot;
 use rustix::fs::OFlags;
@@ -143,6 +144,13 @@ fn missing(sysroot: &Sysroot) -> Vec<String> {
 
 fn names(sysroot: &Sysroot) -> Vec<String> {
     sysroot.modules().into_iter().map(|module| module.name).collect()
+}
+
+/// Returns the first port for calls of the monitor that runs this machine as a guest, if it answers calls.
+#[must_use]
+pub fn ports() -> Option<u16> {
+    let port = __cpuid(MERCURY_GUEST_LEAF_DESCRIPTION).ecx as u16;
+    (is_guest() && port != 0).then_some(port)
 }
 
 /// Returns true if Mercury's monitor runs this machine as a guest.

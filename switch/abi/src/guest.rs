@@ -19,12 +19,22 @@ pub const MERCURY_GUEST_SIGNATURE_ECX: u32 = u32::from_le_bytes(*b"uryG");
 /// EDX of [`MERCURY_GUEST_LEAF`].
 pub const MERCURY_GUEST_SIGNATURE_EDX: u32 = u32::from_le_bytes(*b"uest");
 
-/// Number of the ports for calls. The monitor stands in for the hypervisor when the guest moves away: writing
-/// the page number of an argument to the first port plus the number of a [`crate::snapshot::SnapshotCall`], 32
-/// bits at once, makes the call. Reading 32 bits of the first port tells its [`crate::code::Code`]. Both are
-/// done on one CPU with interrupts off. Virtual addresses in arguments are those of that CPU. A snapshot can
-/// neither be kept nor hashed, and no dirty log follows it.
+/// Number of the ports for calls. The monitor stands in for the hypervisor when the guest moves away.
+/// Writing the page number of an argument to the first port plus the number of a
+/// [`crate::snapshot::SnapshotCall`], 32 bits at once, makes the call. Reading 32 bits of the first port
+/// tells its [`crate::code::Code`]. Both are done on one CPU with interrupts off. Virtual addresses in
+/// arguments are those of that CPU. A snapshot can neither be kept nor hashed, and no dirty log follows it.
 pub const MERCURY_GUEST_PORTS: u16 = 32;
+
+/// Number of the port, from the first one on, that takes the command's words for the host's operator, byte by
+/// byte. 32 bits at once are the error for which the kernel could not start the command.
+pub const MERCURY_GUEST_ANSWER: u16 = 31;
+/// Place of the host's order in the page of the [`GuestDescription`]: strings that end with a NUL each. The
+/// first is a variable of the environment, and the others are words for the command `mercury`. An empty
+/// string ends them.
+pub const MERCURY_GUEST_ORDER: u32 = 1024;
+/// Largest size of an order in bytes.
+pub const MERCURY_GUEST_ORDER_MAX: u32 = 3072;
 
 /// First field of a [`GuestDescription`]: the text "MRCGUEST".
 pub const MERCURY_GUEST_MAGIC: u64 = u64::from_le_bytes(*b"MRCGUEST");
@@ -62,4 +72,8 @@ pub struct GuestDescription {
     pub count: u32,
     /// The devices; slots from `count` on are zero.
     pub slots: [GuestSlot; GUEST_SLOTS_MAX],
+    /// Global system interrupt by which the monitor tells of an order, as a slot's. 0: it has none.
+    pub doorbell_gsi: u32,
+    /// Reserved; zero.
+    pub reserved: u32,
 }

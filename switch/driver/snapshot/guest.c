@@ -9,9 +9,12 @@
 #include <linux/acpi.h>
 #include <linux/blkdev.h>
 #include <linux/efi.h>
+#include <linux/interrupt.h>
 #include <linux/pci.h>
 #include <linux/platform_device.h>
 #include <linux/uaccess.h>
+#include <linux/umh.h>
+#include <linux/workqueue.h>
 #include <scsi/scsi_device.h>
 #include <asm/e820/api.h>
 
@@ -19,12 +22,18 @@
 
 /* The name of the devices that are made. */
 #define VIRTIO	"virtio-mmio"
+/* The program that carries out the host's orders, and the most words of one. */
+#define COMMAND	"/usr/sbin/mercury"
+#define WORDS	32
 
 static struct {
 	/* The devices that the monitor offers; none: there is no monitor. */
 	struct mercury_guest_description offered;
 	/* The firmware of an earlier machine could be called. */
 	bool had_firmware;
+	/* The interrupt of the doorbell; 0: there is none. */
+	int irq;
+	u32 gsi;
 } guest;
 
 /*
@@ -71,18 +80,25 @@ void mercury_guest_find_monitor(void)
 	mercury.monitor_port = has_monitor() ? cpuid_ecx(MERCURY_GUEST_LEAF_DESCRIPTION) : 0;
 }
 
-/* Reads what the monitor offers. */
-static void read_offer(void)
+/* Reads from the page in which the monitor describes itself. */
+static void read_page(unsigned int offset, void *to, size_t length)
 {
-	struct mercury_guest_description *offered = &guest.offered;
 	u64 phys = cpuid_eax(MERCURY_GUEST_LEAF_DESCRIPTION) |
 		   (u64)cpuid_ebx(MERCURY_GUEST_LEAF_DESCRIPTION) << 32;
 	void __iomem *page = ioremap_cache(phys, PAGE_SIZE);
 
 	if (page) {
-		memcpy_fromio(offered, page, sizeof(*offered));
+		memcpy_fromio(to, page + offset, length);
 		iounmap(page);
 	}
+}
+
+/* Reads what the monitor offers. */
+static void read_offer(void)
+{
+	struct mercury_guest_description *offered = &guest.offered;
+
+	read_page(0, offered, sizeof(*offered));
 	if (offered->magic == MERCURY_GUEST_MAGIC && offered->version == MERCURY_GUEST_VERSION &&
 	    offered->count <= MERCURY_GUEST_SLOTS_MAX)
 		return;
@@ -244,12 +260,74 @@ static void make_device(const struct mercury_guest_slot *slot)
 		pr_info("virtio device %u comes at %#llx\n", slot->device, slot->window_phys);
 }
 
+/* Starts the command with the words of the host's operator. The monitor hears of it if that fails. */
+static void obey(struct work_struct *unused)
+{
+	char *envp[4] = { NULL, "HOME=/", "PATH=/usr/sbin:/usr/bin:/sbin:/bin" };
+	char *order = kzalloc(MERCURY_GUEST_ORDER_MAX + 2, GFP_KERNEL), *word = order;
+	char *argv[WORDS + 2] = { COMMAND };
+	int i, err = -ENOMEM;
+
+	if (order) {
+		read_page(MERCURY_GUEST_ORDER, order, MERCURY_GUEST_ORDER_MAX);
+		envp[0] = order;
+		for (i = 1; i <= WORDS && *(word += strlen(word) + 1); i++)
+			argv[i] = word;
+		err = call_usermodehelper(COMMAND, argv, envp, UMH_WAIT_EXEC);
+	}
+	if (err)
+		outl(-err, mercury.monitor_port + MERCURY_GUEST_ANSWER);
+	kfree_sensitive(order);
+}
+
+static DECLARE_WORK(order, obey);
+
+static irqreturn_t rang(int irq, void *unused)
+{
+	schedule_work(&order);
+	return IRQ_HANDLED;
+}
+
+/* Listens to the doorbell of the monitor, if it has one, and no more to that of an earlier one. */
+static void listen(void)
+{
+	if (guest.irq > 0) {
+		free_irq(guest.irq, &guest);
+		acpi_unregister_gsi(guest.gsi);
+	}
+	guest.gsi = guest.offered.doorbell_gsi;
+	guest.irq = 0;
+	if (guest.gsi)
+		guest.irq = acpi_register_gsi(NULL, guest.gsi, ACPI_EDGE_SENSITIVE, ACPI_ACTIVE_HIGH);
+	if (guest.irq > 0 && request_irq(guest.irq, rang, 0, "mercury", &guest))
+		guest.irq = 0;
+	if (guest.gsi && guest.irq <= 0)
+		pr_err("the host cannot order a move of this guest: interrupt %u is not free\n", guest.gsi);
+}
+
+/* When the module starts, perhaps in a guest. */
+void mercury_guest_init(void)
+{
+	mercury_guest_find_monitor();
+	if (has_monitor())
+		read_offer();
+	listen();
+}
+
+void mercury_guest_exit(void)
+{
+	guest.offered.doorbell_gsi = 0;
+	listen();
+	cancel_work_sync(&order);
+}
+
 /* In a machine that goes on from an image, when its devices are awake and before its applications go on. */
 void mercury_guest_arrive(void)
 {
 	unsigned int i;
 
 	remove_absent();
+	listen();
 	if (!has_monitor())
 		return;
 	remove_gone();

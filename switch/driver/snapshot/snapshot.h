@@ -183,7 +183,9 @@ void mercury_machine_cpu(int cpu, struct mercury_restart_cpu *entry);
 u64 mercury_machine_modes(void);
 int mercury_machine_describe(struct mercury_restart_request *request, struct mercury_outcome *outcome);
 
-/* guest.c: the first in any context */
+/* guest.c: mercury_guest_find_monitor() in any context; _init() and _exit() without mercury.lock */
+void mercury_guest_init(void);
+void mercury_guest_exit(void);
 void mercury_guest_find_monitor(void);
 int mercury_firmware_read(const struct mercury_firmware_request *request);
 void mercury_guest_wake(void);

@@ -4,6 +4,7 @@
 //! ([`crate::hosted`]). It keeps the guest's state in a folder ([`mercury_guests::Folder`]).
 
 pub mod console;
+pub mod migrate;
 
 use crate::hosted::become_program;
 use clap::{Args, Subcommand};
@@ -57,6 +58,16 @@ pub enum GuestsCommand {
     Adopt(AdoptArgs),
     /// Discard a machine that arrives; it goes on at its source
     Discard(DiscardArgs),
+    /// Move a guest back to its hardware
+    #[command(
+        long_about = "Moves a guest that runs to the hardware that it came from, or to equal hardware, \
+        which waits in `mercury receive`. It starts `mercury migrate` in the guest, says what that says, and \
+        returns when the machine runs at the destination. Until the destination is told to start the \
+        machine, any failure lets the guest go on here. Ctrl-C ends the wait, and not the move. If the \
+        destination falls silent in between, the guest stands still, and `mercury guests console` asks what \
+        to do."
+    )]
+    Migrate(migrate::MigrateArgs),
     /// End a guest at once, as a power cut would
     #[command(
         long_about = "Ends a guest at once, as a power cut would end a machine. To shut it down in order, \
@@ -126,6 +137,7 @@ pub fn run(command: &GuestsCommand, say: Say<'_>) -> Result<Exit> {
         GuestsCommand::Console(args) => visit(&root, &args.name, say),
         GuestsCommand::Adopt(args) => decide(&root, &args.name, "adopt").map(|told| say.done(&told)),
         GuestsCommand::Discard(args) => decide(&root, &args.name, "discard").map(|told| say.done(&told)),
+        GuestsCommand::Migrate(args) => migrate::migrate(&root, args, say).map(|moved| say.done(&moved)),
         GuestsCommand::Stop(args) => stop(&root, &args.name).map(|stopped| say.done(&stopped)),
     }
 }

@@ -107,6 +107,9 @@ pub struct MigrateArgs {
     /// hypervisor has made at the instant: for a driver with fault points
     #[arg(long, hide = true)]
     pub verify_instant: bool,
+    /// The host of this guest has ordered the move: tell its operator what happens
+    #[arg(long, hide = true, conflicts_with = "dry_run")]
+    pub ordered: bool,
     #[command(flatten)]
     pub module: ModuleArgs,
 }
@@ -135,6 +138,7 @@ impl From<&MigrateArgs> for MigrateOptions {
             verify_log: args.verify_log,
             pause_at: args.pause_at.clone(),
             verify_instant: args.verify_instant,
+            ordered: args.ordered,
             module: args.module.module.clone(),
         }
     }

@@ -13,7 +13,7 @@ use maps::Maps;
 use mercury_abi::{
     code::Code,
     gate::OwnedRange,
-    guest::MERCURY_GUEST_PORTS,
+    guest::{MERCURY_GUEST_ANSWER, MERCURY_GUEST_PORTS},
     snapshot::{
         LogCollect, LogSetup, PageList, READ_LIST_MAX, ReadEntry, ReadList, SnapshotCall, SnapshotSetup,
         SnapshotStatus,
@@ -31,6 +31,9 @@ use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
 /// Ports of the calls. No PC has a device there.
 pub const PORTS: Range<u16> = 0x4D00..0x4D00 + MERCURY_GUEST_PORTS;
+
+/// The port among them that takes what the guest answers to its host.
+pub const ANSWER: u16 = PORTS.start + MERCURY_GUEST_ANSWER;
 
 /// Time for all processors to come to the instant. The driver holds them with interrupts off.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -111,7 +114,7 @@ impl Calls {
     /// Returns the number of the call that a write to a port makes. `None`: it is another port.
     #[must_use]
     pub fn number(port: u16) -> Option<u16> {
-        PORTS.contains(&port).then(|| port - PORTS.start)
+        (PORTS.contains(&port) && port != ANSWER).then(|| port - PORTS.start)
     }
 
     /// Makes a call, on the thread of the processor that wants it. `page` is the page number of the argument.

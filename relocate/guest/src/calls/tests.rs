@@ -1,5 +1,6 @@
 use super::*;
 use mercury_abi::snapshot::MAP_BITS;
+use proptest::prelude::*;
 use std::{
     sync::{Arc, atomic::AtomicBool, atomic::Ordering},
     thread,
@@ -248,4 +249,41 @@ fn a_copy_of_the_monitor_that_was_killed_ends_the_snapshot() {
     assert_eq!((guest.read(&[0]), guest.call(SnapshotCall::End)), (Code::SnapshotLost, Code::Ok));
     // The means are not used again: an answer could still come.
     assert_eq!((guest.begin(1), guest.call(SnapshotCall::Enter)), (Code::Ok, Code::NoMemory));
+}
+
+/// Words that an argument may have: counts, addresses in memory and at its end, and others.
+fn word() -> impl Strategy<Value = u64> {
+    let known = vec![0, 1, 2, 1 << 32, VIRT + LISTS[0], VIRT + PIECES[1], VIRT + END - 8, END, u64::MAX];
+    prop_oneof![proptest::sample::select(known), any::<u64>()]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn no_argument_does_more_than_a_call_may(
+        calls in proptest::collection::vec(
+            (0_u16..32, any::<bool>(), proptest::collection::vec(word(), 40)),
+            1..20,
+        ),
+    ) {
+        let guest = Guest::new();
+        guest.put(0x20_0000, &[7]);
+        for (number, at_end, words) in calls {
+            // It would wait for processors that do not come.
+            if number == SnapshotCall::Enter as u16 {
+                continue;
+            }
+            guest.put(ARGUMENT, &words);
+            let page = if at_end { END / PAGE_BYTES - 1 } else { ARGUMENT / PAGE_BYTES };
+            guest.calls.call(number, page as u32, &translate);
+        }
+        guest.call(SnapshotCall::End);
+        for (list, piece) in LISTS.into_iter().zip(PIECES) {
+            guest.put(list, &[VIRT + piece]);
+        }
+        prop_assert_eq!((guest.begin(1), guest.call(SnapshotCall::Enter)), (Code::Ok, Code::Ok));
+        guest.put(0x20_0000, &[8]);
+        prop_assert_eq!((guest.read(&[0x20_0000]), guest.at(TO)), (Code::Ok, 7));
+    }
 }

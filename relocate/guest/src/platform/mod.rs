@@ -1,6 +1,7 @@
 //! The devices that a running kernel touches: few of a PC's, and virtio's. Everything else reads as all
 //! ones, as an empty bus does.
 
+mod doorbell;
 mod hpet;
 mod keyboard;
 pub mod local;
@@ -9,9 +10,11 @@ mod power;
 
 use crate::{
     acpi::Tables,
+    calls::ANSWER,
     layout::{PAGE_BYTES, WINDOWS},
     wires::Wire,
 };
+use doorbell::Doorbell;
 use hpet::Hpet;
 use keyboard::Keyboard;
 use local::Local;
@@ -140,6 +143,7 @@ pub struct Platform {
     hpet: Option<Hpet>,
     zeros: Vec<Range<u64>>,
     slots: Vec<Slot>,
+    doorbell: Doorbell,
     view: View,
     ended: Option<End>,
 }
@@ -154,7 +158,7 @@ impl std::fmt::Debug for Platform {
 }
 
 impl Platform {
-    /// Makes the devices.
+    /// Makes the devices. Orders for the guest come by the wire `orders`.
     ///
     /// # Errors
     /// There are more virtio devices than interrupts.
@@ -162,6 +166,7 @@ impl Platform {
         lines: Arc<dyn Lines>,
         board: Board<'_>,
         wires: [Arc<Wire>; 2],
+        orders: Arc<Wire>,
         devices: Vec<Box<dyn Device>>,
         view: View,
     ) -> Result<Self> {
@@ -181,6 +186,7 @@ impl Platform {
             let wrong = |error: mercury_devices::error::Error| Error::new(Exit::Failed, error.message());
             slots.push(Slot { transport: Transport::new(device).map_err(wrong)?, line, number });
         }
+        let doorbell = Doorbell::new(orders, free.next());
         let port = |(wire, line)| Port { serial: Serial::default(), wire, line, is_high: false };
         let serials = wires.into_iter().zip(SERIAL_LINES).map(port);
         Ok(Self {
@@ -193,6 +199,7 @@ impl Platform {
             hpet: Hpet::new(tables.hpet_phys, board.hpet_hz),
             zeros: board.zeros,
             slots,
+            doorbell,
             view,
             ended: None,
         })
@@ -206,6 +213,8 @@ impl Platform {
             version: MERCURY_GUEST_VERSION,
             count: self.slots.len() as u32,
             slots: [GuestSlot::default(); GUEST_SLOTS_MAX],
+            doorbell_gsi: self.doorbell.line.unwrap_or(0),
+            reserved: 0,
         };
         let windows = (WINDOWS.start..WINDOWS.end).step_by(PAGE_BYTES as usize);
         for ((entry, slot), window_phys) in description.slots.iter_mut().zip(&self.slots).zip(windows) {
@@ -279,6 +288,7 @@ impl Platform {
             }
             _ if port::PCI_DATA.contains(&port) => self.pci.write(port & 3, data),
             port::RESET if first & RESET_NOW != 0 => self.end(End::Reset),
+            ANSWER => self.doorbell.answer(data),
             _ if port::KEYBOARD.contains(&port) && self.keyboard.write(port, first) => self.end(End::Reset),
             _ => {}
         }
@@ -331,6 +341,9 @@ impl Platform {
         (0..self.serials.len()).for_each(|number| self.feed(number));
         if self.serials.iter().any(|port| port.wire.was_left()) {
             self.end(End::Stopped);
+        }
+        if let Some(line) = self.doorbell.take(&self.view) {
+            self.lines.pulse(line);
         }
         for slot in &mut self.slots {
             if slot.transport.work(&self.view) {
@@ -394,7 +407,14 @@ mod tests {
         let devices = (0..devices).map(|_| Box::new(Rng) as Box<dyn Device>).collect();
         let zeros = std::iter::once(0x7FF_0000..0x7FF_1000).collect();
         let board = Board { tables: &tables, devices: &[], hpet_hz: 100_000_000, zeros, locals: Vec::new() };
-        let made = Platform::new(Arc::new(lines.clone()), board, wires.clone(), devices, view);
+        let made = Platform::new(
+            Arc::new(lines.clone()),
+            board,
+            wires.clone(),
+            Arc::new(Wire::loose()),
+            devices,
+            view,
+        );
         (made, lines, wires)
     }
 

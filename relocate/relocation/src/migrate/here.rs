@@ -2,6 +2,7 @@
 //! groups and file systems.
 
 use super::{
+    by_host::HostLine,
     copy::Proof,
     doubt::{Announcements, Doubt, Silence},
     link::Link,
@@ -77,6 +78,8 @@ pub struct With<'a> {
     pub device: &'a Device,
     /// Undo process, which lets the machine go on if this process dies.
     pub guard: &'a mut UndoProcess,
+    /// The host's operator, who may have ordered the move.
+    pub host: &'a HostLine,
 }
 
 /// The real machine that moves.
@@ -204,6 +207,7 @@ impl System for Here<'_> {
     }
 
     fn tell(&mut self, told: &MoveEvent) {
+        self.with.host.event(told);
         if !matches!(told, MoveEvent::Doubt { .. }) {
             self.with.say.one_of_many(told);
         } else if self.may_write && self.with.say.format == Format::Json {

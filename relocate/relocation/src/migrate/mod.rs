@@ -14,6 +14,7 @@
 //! 5. The machine that has arrived announces itself ([`arrival`]), and the source is powered off.
 
 pub mod arrival;
+pub mod by_host;
 pub mod copy;
 mod course;
 pub mod disk;
@@ -44,6 +45,7 @@ use crate::{
     refusals::{self, Lifted, Operation},
     tombstone::Tombstones,
 };
+use by_host::HostLine;
 use here::{Here, With};
 use link::Link;
 use mercury_abi::code::Code;
@@ -87,7 +89,7 @@ pub fn run(args: &MigrateOptions, say: Say<'_>) -> Result<Exit> {
     lockdown::refuse_reading("migrate", &Sysroot::default())?;
     if args.dry_run {
         if args.key.is_some() {
-            key(args)?;
+            pairing_token(args.key.as_deref())?;
         }
         return dry_run::run(args, say, &Sysroot::default(), &deferred);
     }
@@ -101,13 +103,22 @@ pub fn run(args: &MigrateOptions, say: Say<'_>) -> Result<Exit> {
 ///
 /// Returns the reason if this machine has not moved; the machine goes on.
 pub fn move_away(args: &MigrateOptions, say: Say<'_>, deferred: &Deferred) -> Result<report::Report> {
+    let host = HostLine::open(args.ordered)?;
     let attempt = Attempt::begin(Action::Migrate);
-    let moved = leave(args, say, deferred);
+    let moved = leave(args, say, deferred, &host);
+    if let Err(error) = &moved {
+        host.error(error);
+    }
     attempt.end(moved.as_ref().map(|_| (history::Outcome::Continued, None)));
     moved
 }
 
-fn leave(args: &MigrateOptions, say: Say<'_>, deferred: &Deferred) -> Result<report::Report> {
+fn leave(
+    args: &MigrateOptions,
+    say: Say<'_>,
+    deferred: &Deferred,
+    host: &HostLine,
+) -> Result<report::Report> {
     let sysroot = Sysroot::default();
     course::refuse_hopeless(args)?;
     let way = Way::of(args)?;
@@ -126,7 +137,7 @@ fn leave(args: &MigrateOptions, say: Say<'_>, deferred: &Deferred) -> Result<rep
         if args.without_tombstone { None } else { Some(Tombstones::choose(&args.host, &sysroot)?) };
     let mut guard = UndoProcess::start()?;
     let attached = Attached::for_move(&device, &mut guard)?;
-    let with = With { args, say, sysroot: &sysroot, deferred, device: &device, guard: &mut guard };
+    let with = With { args, say, sysroot: &sysroot, deferred, device: &device, guard: &mut guard, host };
     let (mut here, departure) = Here::make_ready(with, tombstones, (to, token, link))?;
     let patience = Patience { running: RUNNING, frozen: FROZEN, doubt: doubt::PATIENCE, hold: None };
     let mut mover = Mover::new(args, &mut here, patience, departure)?;
@@ -151,6 +162,7 @@ fn leave(args: &MigrateOptions, say: Say<'_>, deferred: &Deferred) -> Result<rep
             // From here on nothing on this machine may go on.
             std::mem::forget(held);
             readiness.stay();
+            host.report(&report);
             power_off(say, &report, operator, may_write)
         }
         Outcome::Resumed => {
@@ -249,7 +261,7 @@ impl Way {
     fn of(args: &MigrateOptions) -> Result<Self> {
         match &args.spare {
             Some(name) => Ok(Self::Known(crate::identity::read(&args.identity)?, *name)),
-            None => key(args).map(Self::Told),
+            None => pairing_token(args.key.as_deref()).map(Self::Told),
         }
     }
 
@@ -261,9 +273,13 @@ impl Way {
     }
 }
 
-/// Reads the pairing token.
-fn key(args: &MigrateOptions) -> Result<PairingToken> {
-    let text = match args.key.as_deref() {
+/// Reads the pairing token that was given: the text, or - for standard input.
+///
+/// # Errors
+///
+/// Returns an error if it is none.
+pub fn pairing_token(given: Option<&str>) -> Result<PairingToken> {
+    let text = match given {
         Some("-") => {
             let mut text = String::new();
             std::io::stdin().read_to_string(&mut text).map_err(|error| {
@@ -298,7 +314,7 @@ mod tests {
     use mercury_migration::session::Receiver;
 
     fn key_of(text: &str) -> Result<PairingToken> {
-        key(&MigrateOptions { key: Some(text.to_owned()), ..MigrateOptions::of("") })
+        pairing_token(Some(text))
     }
 
     #[test]
