@@ -2,12 +2,13 @@
 //! other; the processor sends the machine there and waits for the answer that it has arrived.
 
 use std::{
+    ffi::CString,
     fs::{self, File},
     io::{self, ErrorKind, Read, Write},
     mem::ManuallyDrop,
     os::{
         fd::{AsRawFd, FromRawFd, OwnedFd, RawFd},
-        unix::{fs::OpenOptionsExt, net::UnixStream},
+        unix::{ffi::OsStrExt, fs::OpenOptionsExt, net::UnixStream},
     },
     path::{Path, PathBuf},
     ptr,
@@ -163,11 +164,13 @@ pub fn save(socket: &Path, file: &Path) -> Result<u64> {
         return Err(Error::new(format!("{} is there already", file.display())).hint("choose another name"));
     }
     let part = with_part(file);
+    clear(&part)?;
     let mut machine = UnixStream::connect(socket).map_err(|error| {
         Error::file("connect to the machine at", socket, error)
             .hint("start the machine with --control, and save it as the same user")
     })?;
-    let bytes = receive(&mut machine, &part).inspect_err(|_| {
+    let mut kept = begin(&mut machine, &part)?;
+    let bytes = receive(&mut machine, &mut kept, &part).inspect_err(|_| {
         let _ = fs::remove_file(&part);
     })?;
     let gone = || {
@@ -177,8 +180,7 @@ pub fn save(socket: &Path, file: &Path) -> Result<u64> {
     machine.write_all(&[KEPT]).map_err(|_| gone())?;
     // The machine ends now. Its disks are free when it has.
     let _ = machine.read(&mut [0]);
-    fs::rename(&part, file)
-        .map_err(|error| Error::file("name", file, error).hint(part.display().to_string()))?;
+    rename(&part, file).map_err(|error| Error::file("name", file, error).hint(part.display().to_string()))?;
     sync_folder(file)?;
     Ok(bytes)
 }
@@ -189,8 +191,26 @@ fn with_part(file: &Path) -> PathBuf {
     name.into()
 }
 
-/// Writes what the machine sends to a file, down to the disk, and checks it. Returns the number of bytes.
-fn receive(machine: &mut UnixStream, part: &Path) -> Result<u64> {
+/// Removes what a save that was killed has left, unless it is a whole machine, or a save is at work on it.
+fn clear(part: &Path) -> Result<()> {
+    let wrong = |error| Error::file("read", part, error);
+    let is_file = match part.symlink_metadata() {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        kind => kind.map_err(wrong)?.is_file(),
+    };
+    let there = || Error::new(format!("{} is there already", part.display()));
+    if !is_file || File::open(part).map_err(wrong)?.try_lock().is_err() {
+        return Err(there().hint("another save writes there: choose another name"));
+    }
+    if saved::Saved::open(part).is_ok() {
+        return Err(there()
+            .hint("it is a whole machine, whose save was killed at its end: restore it, or move it away"));
+    }
+    fs::remove_file(part).map_err(|error| Error::file("remove", part, error))
+}
+
+/// Waits for the machine, and makes the new file for it.
+fn begin(machine: &mut UnixStream, part: &Path) -> Result<File> {
     let lost = |error: io::Error| Error::new(format!("the machine does not answer: {error}"));
     let mut first = [0];
     machine.read_exact(&mut first).map_err(lost)?;
@@ -199,18 +219,75 @@ fn receive(machine: &mut UnixStream, part: &Path) -> Result<u64> {
         machine.read_to_string(&mut why).map_err(lost)?;
         return Err(Error::new(why));
     }
-    let wrong = |error| Error::file("write", part, error);
     let mut options = fs::OpenOptions::new();
-    let mut file = options.write(true).create(true).truncate(true).mode(0o600).open(part).map_err(wrong)?;
-    saved::copy(machine, &mut file).map_err(wrong)?;
+    let file = options.read(true).write(true).create_new(true).mode(0o600).open(part);
+    let file = file.map_err(|error| Error::file("write", part, error))?;
+    file.try_lock().map_err(|error| Error::file("lock", part, io::Error::from(error)))?;
+    Ok(file)
+}
+
+/// Writes what the machine sends to a file, down to the disk, and checks it. Returns the number of bytes.
+fn receive(machine: &mut UnixStream, file: &mut File, part: &Path) -> Result<u64> {
+    let wrong = |error| Error::file("write", part, error);
+    saved::copy(machine, file).map_err(wrong)?;
     file.sync_all().map_err(wrong)?;
     sync_folder(part)?;
     saved::Saved::open(part)?;
     file.metadata().map(|of| of.len()).map_err(wrong)
 }
 
+/// Gives the file its name, which nothing else has.
+fn rename(part: &Path, file: &Path) -> io::Result<()> {
+    let [from, to] = [part, file].map(|path| CString::new(path.as_os_str().as_bytes()));
+    let (from, to) = (from?, to?);
+    // SAFETY: The names are strings that outlive the call.
+    let renamed = unsafe {
+        libc::renameat2(libc::AT_FDCWD, from.as_ptr(), libc::AT_FDCWD, to.as_ptr(), libc::RENAME_NOREPLACE)
+    };
+    if renamed == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
 fn sync_folder(file: &Path) -> Result<()> {
     let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let synced = File::open(folder).and_then(|folder| folder.sync_all());
     synced.map_err(|error| Error::file("write", folder, error))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_killed_save_has_left_goes_unless_it_is_a_machine() {
+        let directory = tempfile::tempdir().unwrap();
+        let part = directory.path().join("saved.part");
+        clear(&part).unwrap();
+        fs::write(&part, "a part of a machine").unwrap();
+        clear(&part).unwrap();
+        assert!(!part.exists());
+        crate::testing::with_memory(|memory| {
+            saved::write(File::create(&part).unwrap(), b"state", memory).unwrap();
+        });
+        assert!(clear(&part).unwrap_err().message().contains("is there already"));
+        let other = File::create(directory.path().join("other.part")).unwrap();
+        other.try_lock().unwrap();
+        assert!(clear(&directory.path().join("other.part")).is_err(), "another save is at work");
+        let link = directory.path().join("link.part");
+        std::os::unix::fs::symlink(&part, &link).unwrap();
+        assert!(clear(&link).is_err() && part.exists());
+    }
+
+    #[test]
+    fn a_file_that_came_meanwhile_is_not_replaced() {
+        let directory = tempfile::tempdir().unwrap();
+        let [part, file] = ["part", "file"].map(|name| directory.path().join(name));
+        fs::write(&part, "new").unwrap();
+        fs::write(&file, "old").unwrap();
+        assert_eq!(rename(&part, &file).unwrap_err().kind(), ErrorKind::AlreadyExists);
+        assert_eq!(fs::read_to_string(&file).unwrap(), "old");
+        fs::remove_file(&file).unwrap();
+        rename(&part, &file).unwrap();
+        assert!(!part.exists() && file.exists());
+    }
 }
