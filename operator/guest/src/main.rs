@@ -61,6 +61,7 @@ struct RunArgs {
 }
 
 fn main() -> ExitCode {
+    one_heap();
     let cli = Cli::parse();
     let format = if cli.json { Format::Json } else { Format::Text };
     let (name, ended) = match &cli.command {
@@ -76,7 +77,7 @@ fn main() -> ExitCode {
 
 fn run(args: &RunArgs, format: Format) -> Result<Ended> {
     // Before any thread, so that each has the signals blocked.
-    let signals = Signals::block(&SIGNALS)?;
+    let signals = Signals::block(ending(args.guest.console))?;
     let life = &args.guest.life;
     let own = own_disks(&args.guest.disk);
     let drivers = drivers(life.net.is_some(), own.len() < args.guest.disk.len());
@@ -99,6 +100,21 @@ fn run(args: &RunArgs, format: Format) -> Result<Ended> {
     say_that_it_goes_on(&name, args.guest.console, format);
     running.confine()?;
     Ok(finish(running, name))
+}
+
+/// Returns the signals that end a guest which runs. One whose console is a socket outlives its terminal.
+fn ending(console: Console) -> &'static [libc::c_int] {
+    match console {
+        Console::Terminal => &SIGNALS,
+        Console::Socket => &[libc::SIGTERM, libc::SIGINT],
+    }
+}
+
+/// Lets all threads have one heap. A heap of a thread's own that shrinks has the C library open a file, which
+/// the monitor may not do any more.
+fn one_heap() {
+    // SAFETY: It takes numbers, and no other thread is there yet.
+    unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };
 }
 
 fn say_that_it_goes_on(name: &Name, console: Console, format: Format) {
@@ -261,6 +277,15 @@ mod tests {
         assert_eq!(disk_of(&args.disk[0]), Disk { path: "a".into(), read_only: true });
         assert_eq!(disk_of("/dev/sdb"), Disk { path: "/dev/sdb".into(), read_only: false });
         assert!(parse(&["--net", "bridge"]).is_err() && parse(&["--console", "vga"]).is_err());
+    }
+
+    #[test]
+    fn the_end_of_a_terminal_ends_no_guest_whose_console_is_a_socket() {
+        assert!(ending(Console::Terminal).contains(&libc::SIGHUP));
+        assert!(!ending(Console::Socket).contains(&libc::SIGHUP));
+        assert!(
+            [Console::Terminal, Console::Socket].map(ending).iter().all(|all| all.contains(&libc::SIGTERM))
+        );
     }
 
     #[test]

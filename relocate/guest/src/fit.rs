@@ -112,11 +112,13 @@ pub fn reasons(
         Ok(_) => {}
         Err(unfit) => found.push(Reason::new(Code::GuestFirmware, unfit)),
     }
-    let kept = machine.kept_pages().saturating_mul(mercury_image::PAGE as u64);
-    if kept > host.available {
+    // Its kernel may use all of its memory at any time.
+    let pages = machine.ranges.iter().map(|range| range.pages).fold(0, u64::saturating_add);
+    let needed = pages.saturating_mul(mercury_image::PAGE as u64);
+    if needed > host.available {
         let mib = |bytes: u64| bytes >> 20;
-        let (kept, available) = (mib(kept), mib(host.available));
-        let text = format!("it needs {kept} MiB of memory, and {available} MiB are available");
+        let (needed, available) = (mib(needed), mib(host.available));
+        let text = format!("it has {needed} MiB of memory, and {available} MiB are available");
         found.push(Reason::new(Code::GuestMemory, text));
     }
     if !machine.parents.is_empty() {
@@ -362,7 +364,7 @@ mod tests {
             ..Device::default()
         };
         type Change = Box<dyn FnOnce(&mut Machine)>;
-        let changes: [(Change, &str); 20] = [
+        let changes: [(Change, &str); 21] = [
             (Box::new(|one| one.processor.vendor = "GenuineIntel".into()), "GenuineIntel (family 23)"),
             (Box::new(|one| one.processor.signature[0] = 25), "this host's is AuthenticAMD (family 23)"),
             (Box::new(|one| one.processor.flags.push("avx2".into())), "does not offer here: avx2"),
@@ -384,6 +386,12 @@ mod tests {
                 "ivhd0",
             ),
             (Box::new(|one| one.ranges[0].pages = 257), "are available"),
+            (
+                Box::new(|one| {
+                    one.ranges.push(Range { start_phys: 0x1000_0000, pages: 1 << 20, kind: Kind::Free });
+                }),
+                "it has 4097 MiB of memory",
+            ),
             (
                 Box::new(|one| one.missing_drivers = vec!["virtio_net".into(), "virtio_blk".into()]),
                 "would find: virtio_net could not",
