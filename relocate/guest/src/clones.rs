@@ -15,7 +15,7 @@ use mercury_devices::memory::{View, read};
 use std::{
     fs::{self, File, OpenOptions},
     io::{self, Read},
-    os::unix::fs::{FileExt, OpenOptionsExt},
+    os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -35,6 +35,12 @@ pub fn map<R: Read>(path: &Path, image: &mut Image<R>, firmware: &Firmware, layo
         unpack(path, &text, image, firmware, layout)?;
     }
     let file = File::open(path).map_err(|error| failed(path, &error))?;
+    let metadata = file.metadata().map_err(|error| failed(path, &error))?;
+    if !is_own(metadata.uid(), metadata.mode()) {
+        let text = format!("{} belongs to another user, or others may write to it", path.display());
+        return Err(Error::new(Exit::Impossible, text)
+            .hint("whoever writes there changes the guest: remove the file, or choose another name"));
+    }
     let mut found = vec![0; text.len()];
     let whole = bytes + text.len() as u64;
     let is_whole = file.metadata().is_ok_and(|found| found.len() == whole);
@@ -45,6 +51,13 @@ pub fn map<R: Read>(path: &Path, image: &mut Image<R>, firmware: &Firmware, layo
             .hint("give each image a memory file of its own; it is made if it is not there"));
     }
     memory::map_file(layout, &Arc::new(file))
+}
+
+/// Returns true if a file is this user's or root's, and nobody else may write to it.
+fn is_own(owner: u32, mode: u32) -> bool {
+    // SAFETY: It only asks the kernel for a number.
+    let own = unsafe { libc::geteuid() };
+    [0, own].contains(&owner) && mode & 0o022 == 0
 }
 
 /// Writes the memory to a new file, which gets its name when it is whole.
@@ -195,6 +208,14 @@ mod tests {
         run_a_processor(&views[1]);
         assert_eq!([0, 1].map(|clone: usize| byte(&views[clone], 0x10_1000)), [2, 2]);
         assert_eq!(fs::read(&path).unwrap(), before);
+    }
+
+    #[test]
+    fn a_file_that_others_may_change_is_not_the_users_own() {
+        // SAFETY: It only asks the kernel for a number.
+        let own = unsafe { libc::geteuid() };
+        assert!(is_own(own, 0o100_400) && is_own(0, 0o100_644) && is_own(own, 0o100_600));
+        assert!(!is_own(own, 0o100_620) && !is_own(own, 0o100_602) && !is_own(own + 1, 0o100_400));
     }
 
     #[test]
