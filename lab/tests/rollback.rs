@@ -295,8 +295,8 @@ fi
 /// Time in which a machine in QEMU lives and dies.
 const LIFE: Duration = Duration::from_secs(30);
 
-/// Lets a machine die so many times of something, each time within `limit`. Returns the reports at the begin of each life: of the
-/// command, and the free bytes of the pool and the bytes of the hypervisor's memory.
+/// Lets a machine die so many times of something, each time within `limit`. Returns the reports at the begin
+/// of each life: of the command, and the free bytes of the pool and the bytes of the hypervisor's memory.
 fn live_often(
     machine: &Machine,
     deaths: u32,

@@ -242,8 +242,8 @@ impl Transport {
         self.device.is_idle()
     }
 
-    /// Writes the state of the registers and queues, and what the device is. An idle device has no other state
-    /// but frames on their way, which a network may lose.
+    /// Writes the state of the registers and queues, and what the device is. An idle device has no other
+    /// state but frames on their way, which a network may lose.
     pub fn save(&self, to: &mut Writer) {
         to.numbers([self.device.number(), self.selected, self.offered_half, self.accepted_half]);
         to.numbers([self.status, self.interrupt, self.generation]);

@@ -2,8 +2,8 @@
 //!
 //! Numbers are little-endian. The file is [`MAGIC`], the version and the length of the state (8 bytes each),
 //! the state, then runs of memory: the first page's number, the number of pages (8 bytes each), the pages.
-//! Pages that are in no run are zero. A run of no pages ends them. The last 32 bytes are BLAKE3 of all before,
-//! so a file that was cut short or changed in any bit is refused before anything of it is used.
+//! Pages that are in no run are zero. A run of no pages ends them. The last 32 bytes are BLAKE3 of all
+//! before, so a file that was cut short or changed in any bit is refused before anything of it is used.
 //!
 //! The state is the facts about the host, then the processor, then the devices
 //! ([`mercury_devices::state`]).
@@ -112,8 +112,8 @@ impl Facts {
             }
             if saved != cpuid::guest(leaf, subleaf, 0) {
                 return Err(Error::host(format!(
-                    "this host's processor has other features than the one on which the machine was saved (CPUID, \
-                     leaf {leaf:#x})"
+                    "this host's processor has other features than the one on which the machine was saved \
+                     (CPUID, leaf {leaf:#x})"
                 )));
             }
         }

@@ -151,7 +151,8 @@ pub struct RollbackReport {
     /// [`hash`] of the hashes of all pages in the life that ended, in their order (fault-injection
     /// builds only).
     pub dead_hash: u64,
-    /// Number of deaths in a row of the same cause, the last one included. 0: the machine went back on command.
+    /// Number of deaths in a row of the same cause, the last one included. 0: the machine went back on
+    /// command.
     pub same: u64,
 }
 

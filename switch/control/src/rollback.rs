@@ -25,7 +25,8 @@ pub struct Rollback {
     pub meet_us: f64,
     /// Microseconds from then until everything was in place.
     pub work_us: f64,
-    /// Number of deaths in a row of the same cause, the last one included. 0: the machine went back on command.
+    /// Number of deaths in a row of the same cause, the last one included. 0: the machine went back on
+    /// command.
     pub same: u64,
     /// Test builds: pages that were compared, and pages that differ.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -215,8 +215,8 @@ pub fn ioctl(
     unsafe { call(Some(file), |elapsed| elapsed < patience, || ask(request), || _ = ask(undo)) }
 }
 
-/// Thaws a frozen file system, by an open folder on it. With `times` it then gives the folder these times, and
-/// writes them to the device.
+/// Thaws a frozen file system, by an open folder on it. With `times` it then gives the folder these times,
+/// and writes them to the device.
 ///
 /// # Errors
 ///

@@ -58,7 +58,8 @@ pub(super) fn nmi(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     Answer::Retry
 }
 
-/// Answers an NMI that has turned the CPU back on its way into the guest. The exit before is answered already.
+/// Answers an NMI that has turned the CPU back on its way into the guest. The exit before is answered
+/// already.
 #[cold]
 pub(super) fn turned_back(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     area.own.turned_back = 0;

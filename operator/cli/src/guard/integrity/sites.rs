@@ -334,8 +334,8 @@ fn shows_addresses(symbols: &str) -> bool {
     symbols.lines().any(is_shown)
 }
 
-/// Returns true if the byte is in a branch that came in place of a NOP, or in one that has changed by more than
-/// a flip. Such a place may be one of the kernel's that is not known.
+/// Returns true if the byte is in a branch that came in place of a NOP, or in one that has changed by more
+/// than a flip. Such a place may be one of the kernel's that is not known.
 fn is_in_changed_branch(view: &View<'_>, address: u64) -> bool {
     let is_branch = |code: u8| matches!(code, CALL | JUMP);
     let changed = |start: u64| {
