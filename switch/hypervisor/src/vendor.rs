@@ -6,8 +6,8 @@
 //! panic, finds the vendor by [`visit`].
 //!
 //! The vendors' folders mirror each other, file by file: the control block (`vmcb`, `vmcs`), `capture`,
-//! `run`, `quick`, `exits`, `faults`, `msr`, `refusal`, `rollback`, `tests`. Only Intel's has `reset`: INIT is
-//! an exit there, and on AMD ends the attachment.
+//! `run`, `quick`, `exits`, `faults`, `msr`, `refusal`, `rollback`, `tests`. Only Intel's has `reset`: INIT
+//! is an exit there, and on AMD ends the attachment.
 
 use mercury_abi::code::Code;
 use mercury_abi::facts::CpuFacts;
