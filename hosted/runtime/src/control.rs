@@ -8,7 +8,11 @@ use std::{
     mem::ManuallyDrop,
     os::{
         fd::{AsRawFd, FromRawFd, OwnedFd, RawFd},
-        unix::{ffi::OsStrExt, fs::OpenOptionsExt, net::UnixStream},
+        unix::{
+            ffi::OsStrExt,
+            fs::{MetadataExt, OpenOptionsExt},
+            net::UnixStream,
+        },
     },
     path::{Path, PathBuf},
     ptr,
@@ -199,9 +203,13 @@ fn clear(part: &Path) -> Result<()> {
         kind => kind.map_err(wrong)?.is_file(),
     };
     let there = || Error::new(format!("{} is there already", part.display()));
-    if !is_file || File::open(part).map_err(wrong)?.try_lock().is_err() {
-        return Err(there().hint("another save writes there: choose another name"));
+    let busy = || there().hint("another save writes there: choose another name");
+    if !is_file {
+        return Err(busy());
     }
+    // Locked until it is removed, so that no save begins on it meanwhile.
+    let left = File::open(part).map_err(wrong)?;
+    left.try_lock().map_err(|_| busy())?;
     if saved::Saved::open(part).is_ok() {
         return Err(there()
             .hint("it is a whole machine, whose save was killed at its end: restore it, or move it away"));
@@ -223,6 +231,13 @@ fn begin(machine: &mut UnixStream, part: &Path) -> Result<File> {
     let file = options.read(true).write(true).create_new(true).mode(0o600).open(part);
     let file = file.map_err(|error| Error::file("write", part, error))?;
     file.try_lock().map_err(|error| Error::file("lock", part, io::Error::from(error)))?;
+    // Another save may have taken it for what a killed one has left, before it was locked.
+    let number = |of: io::Result<fs::Metadata>| of.map(|of| of.ino()).ok();
+    if number(file.metadata()) != number(part.symlink_metadata()) {
+        return Err(
+            Error::new(format!("another save writes to {}", part.display())).hint("choose another name")
+        );
+    }
     Ok(file)
 }
 
