@@ -1,10 +1,12 @@
-//! The battery-backed clock of a PC (Motorola MC146818): the host's time, in UTC. It cannot be set.
+//! The battery-backed clock of a PC (Motorola MC146818): the host's time, in UTC, or ahead of it. It cannot be
+//! set.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
 #[derive(Debug, Default)]
 pub struct Clock {
     index: u8,
+    ahead_ms: i64,
 }
 
 /// A moment as the registers have it.
@@ -49,7 +51,13 @@ impl Clock {
     /// Makes a clock that shows a register.
     #[must_use]
     pub fn showing(index: u8) -> Self {
-        Self { index: index & 0x7F }
+        Self { index: index & 0x7F, ahead_ms: 0 }
+    }
+
+    /// Makes a clock that is ahead of the host's time, or behind it.
+    #[must_use]
+    pub fn ahead_by(ahead_ms: i64) -> Self {
+        Self { index: 0, ahead_ms }
     }
 
     #[must_use]
@@ -57,8 +65,13 @@ impl Clock {
         if port & 1 == 0 {
             return 0xFF;
         }
-        let unix = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
-        register(self.index, unix)
+        register(self.index, self.seconds(SystemTime::now()))
+    }
+
+    /// Returns the time in seconds since 1970.
+    fn seconds(&self, now: SystemTime) -> u64 {
+        let now = now.duration_since(UNIX_EPOCH).map_or(0, |time| time.as_millis() as i64);
+        now.saturating_add(self.ahead_ms).max(0).unsigned_abs() / 1000
     }
 
     pub fn write(&mut self, port: u16, value: u8) {
@@ -90,6 +103,17 @@ fn register(index: u8, unix: u64) -> u8 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_clock_can_be_ahead_of_the_host_s() {
+        let now = UNIX_EPOCH + std::time::Duration::from_millis(1_795_305_600_400);
+        let seconds = |ahead| Clock::ahead_by(ahead).seconds(now);
+        assert_eq!(
+            [0, 600, -401, 7_200_000].map(seconds),
+            [1_795_305_600, 1_795_305_601, 1_795_305_599, 1_795_312_800]
+        );
+        assert_eq!([i64::MIN, i64::MAX].map(seconds), [0, i64::MAX as u64 / 1000]);
+    }
 
     #[test]
     fn dates_are_right_beside_leap_days() {

@@ -1,7 +1,7 @@
 //! The destination of a move on a host that stays in use. Pages that arrive go into the memory of a guest
 //! that has not begun. The source's `Commit` starts it.
 
-use crate::{claim, group, no_keeper, options, signals::Stopping, status, tell};
+use crate::{claim, group, no_keeper, options, signals::Stopping, status, tell, tell_of_running};
 use mercury_abi::restart::{LoadEntry, MERCURY_LOAD_ZERO};
 use mercury_control::{
     error::{Error, Result},
@@ -34,20 +34,6 @@ use std::{
     path::PathBuf,
     sync::{Arc, Mutex, PoisonError},
 };
-
-/// Prints a line for the operator. A reader that is gone is no reason to fail.
-macro_rules! note {
-    ($($text:tt)*) => {{
-        // The tests' harness keeps what is printed by the macro.
-        #[cfg(test)]
-        eprintln!($($text)*);
-        #[cfg(not(test))]
-        {
-            use std::io::Write;
-            let _ = writeln!(std::io::stderr(), $($text)*);
-        }
-    }};
-}
 
 /// A machine that has arrived, and runs.
 pub struct Arrived {
@@ -277,10 +263,7 @@ impl Spare for Beside {
         held.hand_over(running.handle());
         self.started = Some(running.handle());
         status.phase = Phase::Running;
-        // The state is for other commands only.
-        if let Err(error) = tell(&folder, &status) {
-            note!("mercury: {error}");
-        }
+        tell_of_running(&folder, &status);
         if !(self.take)(Arrived { running, folder, name }) {
             note!("mercury: the command is about to end, and the machine with it");
         }

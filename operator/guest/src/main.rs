@@ -1,6 +1,20 @@
 //! The program `mercury-guest`: it runs a machine as a guest of KVM on this host, one of a checkpoint or one
 //! that moves here. It needs no root if the user may open `/dev/kvm`.
 
+/// Prints a line for the operator. A reader that is gone is no reason to fail.
+macro_rules! note {
+    ($($text:tt)*) => {{
+        // The tests' harness keeps what is printed by the macro.
+        #[cfg(test)]
+        eprintln!($($text)*);
+        #[cfg(not(test))]
+        {
+            use std::io::Write;
+            let _ = writeln!(std::io::stderr(), $($text)*);
+        }
+    }};
+}
+
 mod beside;
 mod group;
 mod receive;
@@ -96,7 +110,7 @@ fn run(args: &RunArgs, format: Format) -> Result<Ended> {
         guest.start(&options(life, args.guest.console, disks, &folder), args.guest.memory_file.as_deref())?;
     stopping.hold().hand_over(running.handle());
     status.phase = Phase::Running;
-    tell(&folder, &status)?;
+    tell_of_running(&folder, &status);
     say_that_it_goes_on(&name, args.guest.console, format);
     running.confine()?;
     Ok(finish(running, name))
@@ -160,6 +174,15 @@ fn status(name: &Name, machine: &Machine, memory_bytes: u64) -> Status {
 fn tell(folder: &Folder, status: &Status) -> Result<()> {
     let wrong = |error| Error::new(Exit::Failed, format!("cannot write the state of the guest: {error}"));
     folder.write(status).map_err(wrong)
+}
+
+/// Writes the state of a guest that runs. The state is for other commands only, and the guest is more.
+fn tell_of_running(folder: &Folder, status: &Status) {
+    if let Err(error) = tell(folder, status) {
+        note!(
+            "mercury: {error}; the guest runs on, and `mercury guests list` may have nothing or an older state"
+        );
+    }
 }
 
 /// Makes the folder of the guest.
@@ -286,6 +309,18 @@ mod tests {
         assert!(
             [Console::Terminal, Console::Socket].map(ending).iter().all(|all| all.contains(&libc::SIGTERM))
         );
+    }
+
+    /// The state of a guest that runs cannot be written: nothing panics, and nobody ends the guest for it.
+    #[test]
+    fn a_guest_runs_on_if_its_state_cannot_be_written() {
+        let place = tempfile::tempdir().expect("a folder");
+        let name = Name::of_machine("node7");
+        let folder = Root::at(place.path()).claim(&name).expect("a folder").expect("no other guest");
+        let status = status(&name, &Machine::default(), 1);
+        fs::remove_dir_all(place.path()).expect("removed");
+        assert!(tell(&folder, &status).is_err());
+        tell_of_running(&folder, &status);
     }
 
     #[test]

@@ -3,28 +3,28 @@
 use crate::{
     calls::PORTS,
     entry::{self, Tables},
+    features,
     fit::kvm_refused,
     layout::MONITOR,
+    time,
 };
-use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, KVM_MP_STATE_RUNNABLE, kvm_cpuid_entry2, kvm_mp_state};
+use kvm_bindings::{
+    CpuId, KVM_MAX_CPUID_ENTRIES, KVM_MP_STATE_RUNNABLE, Msrs, kvm_cpuid_entry2, kvm_mp_state, kvm_msr_entry,
+};
 use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
-use mercury_abi::{
-    code::Code,
-    guest::{
-        MERCURY_GUEST_LEAF, MERCURY_GUEST_LEAF_DESCRIPTION, MERCURY_GUEST_SIGNATURE_EBX,
-        MERCURY_GUEST_SIGNATURE_ECX, MERCURY_GUEST_SIGNATURE_EDX,
-    },
+use mercury_abi::guest::{
+    MERCURY_GUEST_LEAF, MERCURY_GUEST_LEAF_DESCRIPTION, MERCURY_GUEST_SIGNATURE_EBX,
+    MERCURY_GUEST_SIGNATURE_ECX, MERCURY_GUEST_SIGNATURE_EDX,
 };
-use mercury_control::error::{Error, Result};
-use mercury_image::{Cpu, Machine};
+use mercury_control::error::Result;
+use mercury_image::{Cpu, Machine, Processor};
 
 /// Bit of ECX of leaf 1: the local APIC's timer can wait for a value of the time-stamp counter. KVM has
 /// it beside the features that it lists.
 const TSC_DEADLINE: u32 = 1 << 24;
 const TSC_DEADLINE_FLAG: &str = "tsc_deadline_timer";
-/// Difference of clocks that a kernel does not notice, in parts of a million: its own calibration is no
-/// better.
-const CLOCK_TOLERANCE: u64 = 1000;
+/// IA32_FEATURE_CONTROL (SDM volume 4, table 2-2).
+const FEATURE_CONTROL: u32 = 0x3A;
 
 /// Returns CPUID as KVM offers it to the guest.
 ///
@@ -41,6 +41,7 @@ pub fn offered(kvm: &Kvm, machine: &Machine) -> Result<CpuId> {
             entry.ecx |= TSC_DEADLINE;
         }
     }
+    cpuid.as_mut_slice().iter_mut().for_each(|entry| features::hide(entry, &machine.processor));
     Ok(cpuid)
 }
 
@@ -102,7 +103,8 @@ pub fn make(vm: &VmFd, offered: &CpuId, tables: &Tables<'_>, machine: &Machine, 
     let wrong = |what: &'static str| move |error: kvm_ioctls::Error| kvm_refused(what, error);
     let vcpu = vm.create_vcpu(cpu.apic_id.into()).map_err(wrong("make a processor"))?;
     vcpu.set_cpuid2(&own(offered, cpu.apic_id)?).map_err(wrong("take the features of a processor"))?;
-    set_clock(&vcpu, machine)?;
+    time::set_rate(&vcpu, machine)?;
+    set_feature_control(&vcpu, &feature_controls(&machine.processor, offered.as_slice()));
     let mut registers = vcpu.get_sregs().map_err(wrong("show the registers of a processor"))?;
     tables.enter(machine, &mut registers);
     vcpu.set_sregs(&registers).map_err(wrong("take the system registers of a processor"))?;
@@ -113,29 +115,31 @@ pub fn make(vm: &VmFd, offered: &CpuId, tables: &Tables<'_>, machine: &Machine, 
     Ok(vcpu)
 }
 
-/// Gives the time-stamp counter the frequency of the machine's, which its kernel goes on to use.
-fn set_clock(vcpu: &VcpuFd, machine: &Machine) -> Result<()> {
-    let Some(wanted) = machine.timers.as_ref().map(|timers| timers.tsc_khz).filter(|khz| *khz != 0) else {
-        return Ok(());
-    };
-    let here =
-        u64::from(vcpu.get_tsc_khz().map_err(|error| kvm_refused("say how fast its clock is", error))?);
-    if !differ(wanted, here) {
-        return Ok(());
+/// Returns the values for IA32_FEATURE_CONTROL, the best first. The kernel has read the register at its start,
+/// and its name for VMX says that the firmware has enabled VMX. Empty: it is no processor of Intel's.
+fn feature_controls(processor: &Processor, offered: &[kvm_cpuid_entry2]) -> Vec<u64> {
+    const LOCK: u64 = 1;
+    const VMX_OUTSIDE_SMX: u64 = 1 << 2;
+    /// Bit of ECX of leaf 1.
+    const VMX: u32 = 1 << 5;
+    if processor.vendor != "GenuineIntel" {
+        return Vec::new();
     }
-    let set = u32::try_from(wanted).ok().and_then(|khz| vcpu.set_tsc_khz(khz).ok());
-    set.ok_or_else(|| {
-        let text = format!(
-            "the machine of the image cannot be a guest here: its time-stamp counter runs at {wanted} kHz, \
-             this host's at {here} kHz, and the processor cannot scale it"
-        );
-        Error::coded(Code::GuestTimers, text)
-    })
+    let is_offered = offered.iter().any(|entry| entry.function == 1 && entry.ecx & VMX != 0);
+    let has_vmx = is_offered && processor.flags.iter().any(|flag| flag == "vmx");
+    has_vmx.then_some(LOCK | VMX_OUTSIDE_SMX).into_iter().chain([LOCK]).collect()
 }
 
-fn differ(wanted: u64, here: u64) -> bool {
-    wanted.abs_diff(here)
-        > wanted / 1_000_000 * CLOCK_TOLERANCE + wanted % 1_000_000 * CLOCK_TOLERANCE / 1_000_000
+/// Sets IA32_FEATURE_CONTROL as the firmware has left it. A kernel that finds it unlocked when it starts a
+/// processor writes bits there that KVM may not take. A KVM that takes no value shows 0, as before.
+fn set_feature_control(vcpu: &VcpuFd, values: &[u64]) {
+    for &data in values {
+        let entry = kvm_msr_entry { index: FEATURE_CONTROL, data, ..kvm_msr_entry::default() };
+        let Ok(registers) = Msrs::from_entries(&[entry]) else { return };
+        if vcpu.set_msrs(&registers) == Ok(1) {
+            return;
+        }
+    }
 }
 
 #[cfg(test)]
@@ -161,8 +165,16 @@ mod tests {
     }
 
     #[test]
-    fn clocks_differ_by_more_than_a_thousandth() {
-        assert!(!differ(3_000_000, 3_002_999) && !differ(3_000_000, 2_997_001) && !differ(999_000, 999_900));
-        assert!(differ(3_000_000, 3_003_001) && differ(3_000_000, 2_400_000) && differ(1_000, 1_002));
+    fn intel_s_processors_are_locked_as_by_their_firmware() {
+        let processor = |vendor: &str, flags: &[&str]| Processor {
+            vendor: vendor.into(),
+            flags: flags.iter().copied().map(str::to_owned).collect(),
+            ..Processor::default()
+        };
+        let offers = |ecx| [kvm_cpuid_entry2 { function: 1, ecx, ..kvm_cpuid_entry2::default() }];
+        assert_eq!(feature_controls(&processor("AuthenticAMD", &["svm"]), &offers(1 << 5)), [0; 0]);
+        assert_eq!(feature_controls(&processor("GenuineIntel", &["vmx"]), &offers(1 << 5)), [5, 1]);
+        assert_eq!(feature_controls(&processor("GenuineIntel", &["vmx"]), &offers(0)), [1]);
+        assert_eq!(feature_controls(&processor("GenuineIntel", &[]), &offers(1 << 5)), [1]);
     }
 }

@@ -7,6 +7,7 @@
 pub(crate) mod ahci;
 pub(crate) mod nvme;
 
+use crate::platform::place;
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
@@ -31,6 +32,10 @@ use std::{
 
 /// Name of the kernel's driver of controllers on AHCI.
 const DRIVER_OF_AHCI: &str = "ahci";
+
+/// The reason against a controller that Intel's VMD hides, or that has a host bridge of its own.
+const NO_PLACE: &str = "it is not in PCI's first domain (0000), which is the only one that a guest has; \
+                        switch VMD off in the firmware's setup";
 
 /// The content of a disk, given for the machine's own.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -133,6 +138,9 @@ impl Plan {
     ) {
         let Some(planned) = planned else { return };
         let checked = planned.and_then(|controller| {
+            if place(&controller.address).is_none() {
+                return Err(NO_PLACE.into());
+            }
             refuse_overlap(&controller.function, taken, end)?;
             Ok(controller)
         });
@@ -456,7 +464,7 @@ pub(crate) mod tests {
             "nvme0n1 (MODEL, serial number SERIAL, 1.00 MiB): give its content with --disk nvme0n1=";
         assert!(missing.contains(expected), "{missing}");
         type Change = fn(&mut Machine);
-        let changes: [(Change, &str); 10] = [
+        let changes: [(Change, &str); 11] = [
             (|one| one.file_systems[0].place = None, "only disks on NVMe and AHCI"),
             (
                 |one| one.file_systems[0].place.as_mut().unwrap().disk = "sda".into(),
@@ -470,6 +478,13 @@ pub(crate) mod tests {
             (|one| one.nvme[0].has_memory = true, "CMB"),
             (|one| one.nvme[0].identify[80] = 0, "a guest"),
             (|one| one.devices[0].config[0x13] = 0, "where the guest has others"),
+            (
+                |one| {
+                    one.devices[0].address = "10000:e1:00.0".into();
+                    one.nvme[0].address = "10000:e1:00.0".into();
+                },
+                "not in PCI's first domain",
+            ),
         ];
         for (number, (change, expected)) in changes.into_iter().enumerate() {
             let mut machine = whole.clone();

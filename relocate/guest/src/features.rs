@@ -5,6 +5,7 @@
 //! and virtualization.
 
 use kvm_bindings::kvm_cpuid_entry2;
+use mercury_image::{Leaf, Processor};
 
 /// A register of a leaf of CPUID.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,6 +75,33 @@ const ROWS: [Row; 10] = [
     (0x8000_0008, 0, Ebx, "clzero - xsaveerptr - rdpru - - - - wbnoinvd"),
 ];
 
+/// Features that programs find by themselves. The kernel has no names for most of them, and these names are
+/// Intel's (Instruction Set Extensions Programming Reference, 1.5).
+const PROGRAMS: [Row; 3] = [
+    (
+        7,
+        1,
+        Eax,
+        "sha512 sm3 sm4 rao_int avx_vnni avx512_bf16 - cmpccxadd - - - - - - - - - - - - - amx_fp16 - avx_ifma \
+         - - - - - - - movrs",
+    ),
+    (
+        7,
+        1,
+        Edx,
+        "- - - - avx_vnni_int8 avx_ne_convert - - amx_complex - avx_vnni_int16 - - - - user_msr - - - avx10 - \
+         apx_f",
+    ),
+    (0x1E, 1, Eax, "- - - - amx_fp8 amx_transpose amx_tf32 amx_avx512 amx_movrs"),
+];
+/// Beginnings of such names, and the feature without which no program can use them.
+const BASES: [(&str, &str); 5] =
+    [("amx", "amx_tile"), ("avx", "avx"), ("sha512", "avx"), ("sm3", "avx"), ("sm4", "avx")];
+/// Component of XSAVE with the registers of APX.
+const APX: (&str, u32) = ("apx_f", 19);
+/// Leaf of AVX10. Its EBX has the version, and the lengths of vectors.
+const AVX10: (&str, u32) = ("avx10", 0x24);
+
 /// Leaf, register and bit.
 type Bit = (u32, Register, u32);
 
@@ -100,7 +128,77 @@ fn has(cpuid: &[kvm_cpuid_entry2], leaf: u32, index: u32, register: Register, bi
 
 /// Returns the features of a machine that a guest would lose here, by their names.
 #[must_use]
-pub fn missing<'a>(flags: &'a [String], cpuid: &[kvm_cpuid_entry2]) -> Vec<&'a str> {
+pub fn missing<'a>(processor: &'a Processor, cpuid: &[kvm_cpuid_entry2]) -> Vec<&'a str> {
+    let mut found = named(&processor.flags, cpuid);
+    let unnamed = unnamed(processor, cpuid);
+    found.extend(unnamed.into_iter().filter(|name| !processor.flags.iter().any(|flag| flag == name)));
+    found
+}
+
+/// Finds features that a program of the machine may have found by itself, and that are not here.
+fn unnamed(processor: &Processor, cpuid: &[kvm_cpuid_entry2]) -> Vec<&'static str> {
+    let can_use = |name: &str| {
+        let base = BASES.iter().find(|(begin, _)| name.starts_with(begin));
+        let has_base = base.is_none_or(|(_, base)| processor.flags.iter().any(|flag| flag == base));
+        has_base && (name != APX.0 || processor.xsave.iter().any(|one| one.number == APX.1))
+    };
+    let mut found = Vec::new();
+    for (leaf, index, register, names) in PROGRAMS {
+        let Some(theirs) = leaf_of(processor, leaf, index) else { continue };
+        let bits = (0_u32..).zip(names.split_whitespace());
+        let lost = bits.filter(|&(bit, name)| {
+            let is_there = name != "-" && word(&theirs.words, register) >> bit & 1 != 0;
+            is_there
+                && can_use(name)
+                && !(has(cpuid, leaf, index, register, bit) && is_as_good(name, processor, cpuid))
+        });
+        found.extend(lost.map(|(_, name)| name));
+    }
+    found
+}
+
+/// Compares the parts of a feature that have no bits of their own.
+fn is_as_good(name: &str, processor: &Processor, cpuid: &[kvm_cpuid_entry2]) -> bool {
+    const VERSION: u32 = 0xFF;
+    if name != AVX10.0 {
+        return true;
+    }
+    let theirs = leaf_of(processor, AVX10.1, 0).map_or(0, |leaf| leaf.words[1]);
+    let ours =
+        cpuid.iter().find(|entry| entry.function == AVX10.1 && entry.index == 0).map_or(0, |one| one.ebx);
+    theirs & VERSION <= ours & VERSION && theirs & !VERSION & !ours == 0
+}
+
+fn leaf_of(processor: &Processor, function: u32, index: u32) -> Option<&Leaf> {
+    processor.leaves.iter().find(|leaf| (leaf.function, leaf.index) == (function, index))
+}
+
+fn word(words: &[u32; 4], register: Register) -> u32 {
+    words[register as usize]
+}
+
+/// Takes features from a leaf of CPUID that the machine does not have: a program that finds one here could not
+/// go back with the machine.
+pub fn hide(entry: &mut kvm_cpuid_entry2, processor: &Processor) {
+    let Some(theirs) = leaf_of(processor, entry.function, entry.index) else { return };
+    for (leaf, index, register, names) in ROWS.iter().chain(&PROGRAMS) {
+        if (*leaf, *index) != (entry.function, entry.index) {
+            continue;
+        }
+        let names = (0_u32..).zip(names.split_whitespace()).filter(|(_, name)| *name != "-");
+        let known = names.fold(0, |known, (bit, _)| known | 1 << bit);
+        let ours = match register {
+            Eax => &mut entry.eax,
+            Ebx => &mut entry.ebx,
+            Ecx => &mut entry.ecx,
+            Edx => &mut entry.edx,
+        };
+        *ours &= word(&theirs.words, *register) | !known;
+    }
+}
+
+/// Finds features that the kernel has named, and that are not here.
+fn named<'a>(flags: &'a [String], cpuid: &[kvm_cpuid_entry2]) -> Vec<&'a str> {
     // Without these two, an AMD kernel has its “ssbd” from a register of family 23 that CPUID does not show.
     // A guest's kernel that writes there reports so in its log, and goes on.
     let has_control = flags.iter().any(|flag| ["ibrs", "stibp"].contains(&flag.as_str()));
@@ -158,9 +256,63 @@ mod tests {
         let flags: Vec<String> =
             ["sse2", "avx", "svm", "rep_good", "ssbd", "stibp", "aperfmperf"].map(str::to_owned).to_vec();
         let without = [entry(1, 0, 1 << 26)];
+        let missing = named;
         assert_eq!(missing(&flags, &without), ["avx", "ssbd", "stibp"]);
         let with = [entry(1, 1 << 28, 1 << 26), entry(7, 0, 3 << 30 | 1 << 27)];
         assert_eq!(missing(&flags, &with), [""; 0]);
         assert_eq!(missing(&["ssbd".to_owned()], &[]), [""; 0]);
+    }
+
+    fn processor(flags: &[&str], leaves: &[Leaf]) -> Processor {
+        let flags = flags.iter().copied().map(str::to_owned).collect();
+        Processor { flags, leaves: leaves.to_vec(), ..Processor::default() }
+    }
+
+    fn subleaf(function: u32, index: u32, words: [u32; 4]) -> kvm_cpuid_entry2 {
+        let [eax, ebx, ecx, edx] = words;
+        kvm_cpuid_entry2 { function, index, eax, ebx, ecx, edx, ..kvm_cpuid_entry2::default() }
+    }
+
+    /// Names features that no kernel lists, if a program could use them.
+    #[test]
+    fn features_that_programs_find_by_themselves_are_compared_too() {
+        let words = [1 << 23 | 1 << 21 | 1 << 4 | 1 << 12, 0, 0, 1 << 4 | 1 << 21 | 1 << 14];
+        let theirs = processor(&["avx", "avx_vnni"], &[Leaf { function: 7, index: 1, words }]);
+        let here = [entry(1, 1 << 28, 0)];
+        // Tiles are not enabled, nor are APX's registers; the rest are hints and kernels' own.
+        assert_eq!(missing(&theirs, &here), ["avx_vnni", "avx_ifma", "avx_vnni_int8"]);
+        assert_eq!(missing(&theirs, &[here[0], subleaf(7, 1, words)]), [""; 0]);
+        let tiles = processor(&["avx", "avx_vnni", "amx_tile"], &theirs.leaves);
+        let all = [here[0], entry(7, 0, 1 << 24), subleaf(7, 1, [1 << 23 | 1 << 4, 0, 0, 1 << 4])];
+        assert_eq!(missing(&tiles, &all), ["amx_fp16"]);
+        assert_eq!(missing(&processor(&["avx"], &[]), &here), [""; 0], "an image of an earlier Mercury");
+    }
+
+    #[test]
+    fn a_version_and_its_vectors_are_compared() {
+        let theirs = |version| {
+            let avx10 = Leaf { function: 7, index: 1, words: [0, 0, 0, 1 << 19] };
+            processor(&["avx"], &[avx10, Leaf { function: 0x24, index: 0, words: [0, version, 0, 0] }])
+        };
+        let here =
+            [entry(1, 1 << 28, 0), subleaf(7, 1, [0, 0, 0, 1 << 19]), subleaf(0x24, 0, [0, 0x3_0001, 0, 0])];
+        assert_eq!(missing(&theirs(0x3_0001), &here), [""; 0]);
+        assert_eq!(missing(&theirs(0x1_0001), &here), [""; 0]);
+        assert_eq!(missing(&theirs(0x3_0002), &here), ["avx10"]);
+        assert_eq!(missing(&theirs(0x7_0001), &here), ["avx10"]);
+    }
+
+    #[test]
+    fn a_guest_is_shown_no_feature_that_the_machine_has_not() {
+        let words = [0xF00, 0, 1 << 28, 1 << 26];
+        let theirs = processor(&[], &[Leaf { function: 1, index: 0, words }]);
+        // Virtualization and the hypervisor's bit are no features of programs.
+        let mut first = subleaf(1, 0, [0x800, 0x55, 1 << 28 | 1 << 12 | 1 << 5 | 1 << 31, u32::MAX]);
+        hide(&mut first, &theirs);
+        assert_eq!((first.eax, first.ebx, first.ecx), (0x800, 0x55, 1 << 28 | 1 << 5 | 1 << 31));
+        assert_eq!(first.edx & (1 << 26 | 1 << 25 | 1), 1 << 26);
+        let mut other = subleaf(7, 0, [0, u32::MAX, 0, 0]);
+        hide(&mut other, &theirs);
+        assert_eq!(other.ebx, u32::MAX, "the image does not say what the machine had there");
     }
 }

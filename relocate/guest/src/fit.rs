@@ -1,6 +1,11 @@
 //! Reasons for which this host cannot run the machine as a guest. All are found before memory is touched.
 
-use crate::{acpi::Tables, entry, features, layout::Layout, time};
+use crate::{
+    acpi::Tables,
+    entry, features,
+    layout::Layout,
+    time::{self, Clock},
+};
 use kvm_bindings::kvm_cpuid_entry2;
 use mercury_abi::{code::Code, restart::SavedCpu};
 use mercury_control::{
@@ -81,6 +86,8 @@ pub struct Host<'a> {
     pub available: u64,
     /// Drivers of the devices that the guest will find.
     pub drivers: &'a [&'static str],
+    /// Its time-stamp counter.
+    pub clock: Clock,
 }
 
 /// Returns every reason for which the machine cannot go on here as a guest.
@@ -100,8 +107,10 @@ pub fn reasons(
     }
     devices(machine, &mut found);
     drivers(machine, host.drivers, &mut found);
-    let late = machine.timers.as_ref().and_then(time::obstacle);
-    found.extend(late.map(|why| Reason::new(Code::GuestTimers, why)));
+    if let Some(timers) = &machine.timers {
+        let all = [time::obstacle(timers), host.clock.obstacle(timers)].into_iter().flatten();
+        found.extend(all.map(|why| Reason::new(Code::GuestTimers, why)));
+    }
     match tables {
         Ok(tables) if tables.ioapic_phys.is_some_and(|phys| phys != IOAPIC) => {
             found.push(Reason::new(
@@ -157,7 +166,7 @@ fn processor(machine: &Machine, host: &Host<'_>, found: &mut Vec<Reason>) {
         found.push(Reason::new(Code::GuestProcessor, text));
         return;
     }
-    let missing = features::missing(&theirs.flags, host.cpuid);
+    let missing = features::missing(theirs, host.cpuid);
     if !missing.is_empty() {
         let text = format!("its kernel uses features that KVM does not offer here: {}", missing.join(" "));
         found.push(Reason::new(Code::GuestFeatures, text));
@@ -325,8 +334,9 @@ mod tests {
         change(&mut machine);
         let layout = Layout::of(&machine);
         let cpuid = cpuid();
-        let host =
-            Host { cpuid: &cpuid, cpus_max: 8, available: 1 << 20, drivers: &["virtio_mmio", "virtio_net"] };
+        let drivers = &["virtio_mmio", "virtio_net"];
+        let clock = Clock { khz: 3_000_000, scales: false };
+        let host = Host { cpuid: &cpuid, cpus_max: 8, available: 1 << 20, drivers, clock };
         reasons(&machine, &layout, &tables, &host)
     }
 
@@ -364,7 +374,7 @@ mod tests {
             ..Device::default()
         };
         type Change = Box<dyn FnOnce(&mut Machine)>;
-        let changes: [(Change, &str); 21] = [
+        let changes: [(Change, &str); 22] = [
             (Box::new(|one| one.processor.vendor = "GenuineIntel".into()), "GenuineIntel (family 23)"),
             (Box::new(|one| one.processor.signature[0] = 25), "this host's is AuthenticAMD (family 23)"),
             (Box::new(|one| one.processor.flags.push("avx2".into())), "does not offer here: avx2"),
@@ -399,6 +409,10 @@ mod tests {
             (
                 Box::new(|one| one.timers = Some(Timers { apic_hz: 2_000_000_000, ..Timers::default() })),
                 "would be late",
+            ),
+            (
+                Box::new(|one| one.timers = Some(Timers { tsc_khz: 2_000_000, ..Timers::default() })),
+                "runs at 2000000 kHz",
             ),
         ];
         for (change, expected) in changes {

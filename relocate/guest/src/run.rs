@@ -15,8 +15,8 @@ use crate::{
         local::{self, Worker},
     },
     sandbox,
-    time::{self, Able},
-    wires::Wire,
+    time::{self, Able, Clock},
+    wires::{Wire, Wires},
 };
 use kvm_bindings::{CpuId, KVM_MEM_LOG_DIRTY_PAGES, KVM_PIT_SPEAKER_DUMMY, kvm_msi, kvm_pit_config};
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
@@ -41,7 +41,7 @@ use std::{
     path::{Path, PathBuf},
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock},
     thread::{self, JoinHandle},
-    time::Duration,
+    time::{Duration, SystemTime},
 };
 
 /// File about this process's memory.
@@ -114,8 +114,8 @@ impl Plan {
         let layout = Layout::of(&machine);
         let kvm = open_kvm()?;
         let cpuid = cpu::offered(&kvm, &machine)?;
-        let (cpus_max, available) = (kvm.get_max_vcpus(), available_memory()?);
-        let host = Host { cpuid: cpuid.as_slice(), cpus_max, available, drivers };
+        let (cpus_max, available, clock) = (kvm.get_max_vcpus(), available_memory()?, Clock::of(&kvm)?);
+        let host = Host { cpuid: cpuid.as_slice(), cpus_max, available, drivers, clock };
         let taken = layout.as_ref().map_or(Vec::new(), |layout| [layout.ranges(), &TAKEN].concat());
         let own = disks::Plan::of(&machine, own, &taken, cpu::addresses_end(cpuid.as_slice()))?;
         let mut reasons = fit::reasons(&machine, &layout, &tables, &host);
@@ -148,34 +148,81 @@ impl Plan {
         self.prepare_with(view, options, witness)
     }
 
-    /// Opens the guest's devices, for memory that has the firmware's content.
-    fn prepare_with(self, view: View, options: &Options, witness: Option<Witness>) -> Result<Prepared> {
+    /// Makes the guest, for memory that has the firmware's content. What the host can refuse, it refuses here:
+    /// a machine that moves here has not stopped yet.
+    fn prepare_with(mut self, view: View, options: &Options, witness: Option<Witness>) -> Result<Prepared> {
         let bell = Arc::new(Bell::new().map_err(failed)?);
         let ring = Arc::clone(&bell);
         let waker: Waker = Arc::new(move || ring.ring());
         let (devices, rings) = open_devices(options, witness, &waker)?;
-        let wires = open_wires(&options.console, &waker)?;
-        let orders = Wire::socket(&options.orders, Arc::clone(&waker))?;
+        let mut wires = Wires::default();
+        let ports = open_wires(&options.console, &waker, &mut wires)?;
+        let orders = wires.add(Wire::socket(&options.orders, Arc::clone(&waker))?);
+        let vm = Arc::new(make_vm(&self.kvm, &view)?);
+        time::prepare(&vm, &self.machine, Able::of(&self.kvm))?;
+        let lines: Arc<dyn Lines> = Arc::new(Chip(Arc::clone(&vm)));
+        let controllers = std::mem::take(&mut self.controllers).into_iter();
+        let started = controllers.map(|one| local::start(one, &view, &lines));
+        let (locals, workers) = started.collect::<Result<Vec<_>>>()?.into_iter().unzip();
+        let platform = Platform::new(lines, self.board(locals), ports, orders, devices, view.clone())?;
+        let tables = entry::Tables::make(&view, &self.machine)?;
+        let make = |one| cpu::make(&vm, &self.cpuid, &tables, &self.machine, one);
+        let processors = self.machine.cpus.iter().map(make).collect::<Result<Vec<VcpuFd>>>()?;
+        let calls = Calls::new(view.clone(), Box::new(Slots { vm: Arc::clone(&vm), view: view.clone() }));
+        let calls = calls.map_err(|error| {
+            Error::new(Exit::Impossible, format!("cannot prepare for a move of the guest: {error}"))
+        })?;
+        let smaps = fs::File::open(SMAPS).ok().map(Arc::new);
         let is_at_terminal = matches!(options.console, Console::Terminal { .. });
-        Ok(Prepared { plan: self, bell, devices, rings, wires, orders, view, is_at_terminal })
+        let machine = self.machine;
+        let prepared = Prepared {
+            machine,
+            processors,
+            platform,
+            calls,
+            bell,
+            rings,
+            wires,
+            workers,
+            view,
+            smaps,
+            is_at_terminal,
+            vm,
+        };
+        Ok(prepared)
+    }
+
+    fn board(&self, locals: Vec<local::Local>) -> Board<'_> {
+        Board {
+            tables: &self.tables,
+            devices: &self.machine.devices,
+            hpet_hz: self.machine.timers.as_ref().map_or(0, |timers| timers.hpet_hz),
+            zeros: unbacked(&self.machine, &self.layout, &self.tables),
+            locals,
+            clock_ahead_ms: self.machine.timers.as_ref().map_or(0, |timers| timers.rtc_ahead_ms),
+        }
     }
 }
 
-/// A guest whose devices are open. Its memory is still to be filled.
+/// A guest that has devices and processors. Its memory is still to be filled.
 pub struct Prepared {
-    plan: Plan,
+    machine: Machine,
+    processors: Vec<VcpuFd>,
+    platform: Platform,
+    calls: Calls,
     bell: Arc<Bell>,
-    devices: Vec<Box<dyn Device>>,
     rings: Vec<RawFd>,
-    wires: [Arc<Wire>; 2],
-    orders: Arc<Wire>,
+    wires: Wires,
+    workers: Vec<Worker>,
     view: View,
+    smaps: Option<Arc<fs::File>>,
     is_at_terminal: bool,
+    vm: Arc<VmFd>,
 }
 
 impl std::fmt::Debug for Prepared {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Prepared").field("plan", &self.plan).finish_non_exhaustive()
+        f.debug_struct("Prepared").field("machine", &self.machine).finish_non_exhaustive()
     }
 }
 
@@ -186,10 +233,14 @@ impl Prepared {
         &self.view
     }
 
-    /// Takes the values of clocks at the instant, which a machine that moves has only then.
+    /// Takes the values of clocks at the instant, which a machine that moves has only then, and which has just
+    /// been.
     pub fn set_timers(&mut self, timers: Option<Timers>) {
-        let (Some(own), Some(timers)) = (&mut self.plan.machine.timers, timers) else { return };
+        let (Some(own), Some(timers)) = (&mut self.machine.timers, timers) else { return };
         own.tsc = timers.tsc;
+        if let Some(ahead) = time::clock_ahead_ms(&timers, SystemTime::now()) {
+            self.platform.set_clock(ahead);
+        }
     }
 
     /// Lets the machine go on, whose memory is complete. It runs until [`Running::wait`] returns.
@@ -197,45 +248,21 @@ impl Prepared {
     /// # Errors
     /// KVM is in the way. The machine has not gone on.
     pub fn start(self) -> Result<Running> {
-        let Self { mut plan, bell, devices, rings, wires, orders, view, is_at_terminal } = self;
-        let controllers = std::mem::take(&mut plan.controllers);
-        let machine = &plan.machine;
-        image::sow_seeds(machine, &view)?;
-        let vm = Arc::new(make_vm(&plan.kvm, &view)?);
-        time::prepare(&vm, machine, Able::of(&plan.kvm))?;
-        let lines: Arc<dyn Lines> = Arc::new(Chip(Arc::clone(&vm)));
-        let started = controllers.into_iter().map(|one| local::start(one, &view, &lines));
-        let (locals, workers) = started.collect::<Result<Vec<_>>>()?.into_iter().unzip();
-        let board = Board {
-            tables: &plan.tables,
-            devices: &machine.devices,
-            hpet_hz: machine.timers.as_ref().map_or(0, |timers| timers.hpet_hz),
-            zeros: unbacked(machine, &plan.layout, &plan.tables),
-            locals,
-        };
-        let platform =
-            Platform::new(lines, board, wires.clone(), Arc::clone(&orders), devices, view.clone())?;
+        let Self { machine, processors, platform, view, .. } = self;
+        image::sow_seeds(&machine, &view)?;
         describe(&view, &platform.description())?;
-        let tables = entry::Tables::make(&view, machine)?;
-        let make = |one| cpu::make(&vm, &plan.cpuid, &tables, machine, one);
-        let processors = machine.cpus.iter().map(make).collect::<Result<Vec<VcpuFd>>>()?;
         time::go_on(&processors, machine.timers.as_ref())?;
-        let calls = Calls::new(view.clone(), Box::new(Slots { vm: Arc::clone(&vm), view: view.clone() }));
-        let calls = calls.map_err(|error| {
-            Error::new(Exit::Impossible, format!("cannot prepare for a move of the guest: {error}"))
-        })?;
+        let (bell, calls) = (self.bell, self.calls);
         let platform = Mutex::new(platform);
         let shared = Arc::new(Shared { platform, has_ended: Condvar::new(), bell, calls });
         listen(&shared)?;
         ignore_call();
         let threads = begin(processors, &shared)?;
-        if is_at_terminal {
+        if self.is_at_terminal {
             terminal::make_raw();
         }
-        let smaps = fs::File::open(SMAPS).ok().map(Arc::new);
-        let [first, second] = wires;
-        let wires = [first, second, orders];
-        Ok(Running { shared, threads, workers, wires, rings, view, smaps, _vm: vm })
+        let (workers, wires, rings, smaps) = (self.workers, self.wires, self.rings, self.smaps);
+        Ok(Running { shared, threads, workers, wires, rings, view, smaps, _vm: self.vm })
     }
 }
 
@@ -291,7 +318,7 @@ pub struct Running {
     threads: Vec<JoinHandle<()>>,
     workers: Vec<Worker>,
     /// Both serial ports, and orders.
-    wires: [Arc<Wire>; 3],
+    wires: Wires,
     rings: Vec<RawFd>,
     view: View,
     smaps: Option<Arc<fs::File>>,
@@ -449,6 +476,7 @@ impl Shared {
     fn end(&self, end: End) {
         self.platform().end(end);
         self.has_ended.notify_all();
+        self.bell.ring();
     }
 }
 
@@ -551,15 +579,17 @@ pub(crate) fn failed(error: mercury_devices::error::Error) -> Error {
     }
 }
 
-fn open_wires(console: &Console, waker: &Waker) -> Result<[Arc<Wire>; 2]> {
-    let socket = |path: &Path| Wire::socket(path, Arc::clone(waker));
-    Ok(match console {
-        Console::Terminal { second } => {
-            let second = socket(second)?;
-            [Wire::terminal(Arc::clone(waker))?, second]
-        }
-        Console::Sockets { first, second } => [socket(first)?, socket(second)?],
-    })
+fn open_wires(console: &Console, waker: &Waker, wires: &mut Wires) -> Result<[Arc<Wire>; 2]> {
+    let (first, second) = match console {
+        Console::Terminal { second } => (None, second),
+        Console::Sockets { first, second } => (Some(first), second),
+    };
+    let second = wires.add(Wire::socket(second, Arc::clone(waker))?);
+    let first = match first {
+        Some(path) => Wire::socket(path, Arc::clone(waker))?,
+        None => Wire::terminal(Arc::clone(waker))?,
+    };
+    Ok([wires.add(first), second])
 }
 
 /// Returns reserved memory of the firmware that the guest does not have, without PCI's configuration space.

@@ -5,9 +5,10 @@ use kvm_bindings::{
     KVM_CAP_X86_APIC_BUS_CYCLES_NS, KVM_CAP_X86_DISABLE_EXITS, KVM_X86_DISABLE_EXITS_MWAIT, Msrs,
     kvm_enable_cap, kvm_msr_entry,
 };
-use kvm_ioctls::{Kvm, VcpuFd, VmFd};
+use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
 use mercury_control::error::Result;
 use mercury_image::{Machine, Timers};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 /// The register of the time-stamp counter (SDM volume 3, 18.17).
 const TSC: u32 = 0x10;
@@ -15,6 +16,9 @@ const TSC: u32 = 0x10;
 const APIC_HZ: u64 = 1_000_000_000;
 /// Difference of two rates that a kernel's own calibration may have, in parts of APIC_HZ.
 const TOLERANCE: u64 = 100;
+/// Difference of clocks that a kernel does not notice, in parts of a million: its own calibration is no
+/// better.
+const CLOCK_TOLERANCE: u64 = 1000;
 /// Flag of a processor that can wait for a write to memory.
 const MONITOR: &str = "monitor";
 
@@ -38,6 +42,72 @@ impl Able {
             waits_itself: exits & KVM_X86_DISABLE_EXITS_MWAIT != 0,
         }
     }
+}
+
+/// The time-stamp counter of this host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Clock {
+    /// Its rate in kHz.
+    pub khz: u64,
+    /// True if the processor can give a guest another rate. Without that, KVM may take a faster rate all the
+    /// same, and time would go back between processors.
+    pub scales: bool,
+}
+
+impl Clock {
+    /// Asks KVM, by a processor that executes nothing.
+    ///
+    /// # Errors
+    /// KVM makes no guest.
+    pub fn of(kvm: &Kvm) -> Result<Self> {
+        let asked = kvm.create_vm().and_then(|vm| vm.create_vcpu(0)).and_then(|vcpu| vcpu.get_tsc_khz());
+        let khz = asked.map_err(|error| kvm_refused("say how fast its clock is", error))?;
+        Ok(Self { khz: khz.into(), scales: kvm.check_extension(Cap::TscControl) })
+    }
+
+    /// Returns the reason why the machine's time-stamp counter could not go on at its rate here.
+    #[must_use]
+    pub fn obstacle(self, timers: &Timers) -> Option<String> {
+        let wanted = timers.tsc_khz;
+        (wanted != 0 && !self.scales && differ(wanted, self.khz)).then(|| {
+            format!(
+                "its time-stamp counter runs at {wanted} kHz, this host's at {} kHz, and the processor cannot \
+                 scale it",
+                self.khz
+            )
+        })
+    }
+}
+
+fn differ(wanted: u64, here: u64) -> bool {
+    wanted.abs_diff(here)
+        > wanted / 1_000_000 * CLOCK_TOLERANCE + wanted % 1_000_000 * CLOCK_TOLERANCE / 1_000_000
+}
+
+/// Gives a processor's time-stamp counter the rate of the machine's, which its kernel goes on to use.
+///
+/// # Errors
+/// KVM does not scale it.
+pub fn set_rate(vcpu: &VcpuFd, machine: &Machine) -> Result<()> {
+    let wrong = |error| kvm_refused("take the rate of the machine's time-stamp counter", error);
+    let Some(wanted) = machine.timers.as_ref().map(|timers| timers.tsc_khz).filter(|khz| *khz != 0) else {
+        return Ok(());
+    };
+    if !differ(wanted, vcpu.get_tsc_khz().map_err(wrong)?.into()) {
+        return Ok(());
+    }
+    // A rate that is no number for KVM is refused by it.
+    vcpu.set_tsc_khz(u32::try_from(wanted).unwrap_or(u32::MAX)).map_err(wrong)
+}
+
+/// Returns the milliseconds by which the RTC of a machine is ahead of this host's time, whose instant has just
+/// been. So its kernel finds that no time has gone by since, whatever the time of this host is. `None`: an
+/// earlier Mercury did not record the machine's time.
+#[must_use]
+pub fn clock_ahead_ms(timers: &Timers, now: SystemTime) -> Option<i64> {
+    let now = i64::try_from(now.duration_since(UNIX_EPOCH).ok()?.as_millis()).ok()?;
+    let theirs = i64::try_from(timers.real_ms).ok().filter(|ms| *ms != 0)?;
+    Some(theirs.saturating_add(timers.rtc_ahead_ms).saturating_sub(now))
 }
 
 /// Returns the reason why the machine's timers would be late here.
@@ -110,6 +180,38 @@ mod tests {
 
     fn timers(apic_hz: u64) -> Timers {
         Timers { apic_hz, ..Timers::default() }
+    }
+
+    #[test]
+    fn clocks_differ_by_more_than_a_thousandth() {
+        assert!(!differ(3_000_000, 3_002_999) && !differ(3_000_000, 2_997_001) && !differ(999_000, 999_900));
+        assert!(differ(3_000_000, 3_003_001) && differ(3_000_000, 2_400_000) && differ(1_000, 1_002));
+    }
+
+    /// Refuses what KVM alone would take, by catching up with a faster clock.
+    #[test]
+    fn a_counter_of_another_rate_needs_a_processor_that_scales() {
+        let timers = |tsc_khz| Timers { tsc_khz, ..Timers::default() };
+        let clock = |scales| Clock { khz: 2_500_000, scales };
+        for khz in [2_000_000, 3_000_000] {
+            let why = clock(false).obstacle(&timers(khz)).expect("refused");
+            assert!(why.contains(&format!("runs at {khz} kHz, this host's at 2500000 kHz")), "{why}");
+            assert_eq!(clock(true).obstacle(&timers(khz)), None);
+        }
+        assert_eq!([0, 2_500_100].map(|khz| clock(false).obstacle(&timers(khz))), [None, None]);
+    }
+
+    #[test]
+    fn the_rtc_of_a_machine_that_moves_goes_on_from_its_own_time() {
+        let now = UNIX_EPOCH + std::time::Duration::from_millis(5_000_500);
+        let ahead = |real_ms, rtc_ahead_ms| {
+            clock_ahead_ms(&Timers { real_ms, rtc_ahead_ms, ..Timers::default() }, now)
+        };
+        assert_eq!(ahead(5_000_500, 0), Some(0));
+        assert_eq!(ahead(5_000_400, 7_200_000), Some(7_199_900));
+        assert_eq!(ahead(1_400_500, -2000), Some(-3_602_000));
+        assert_eq!(ahead(0, 9), None);
+        assert_eq!(ahead(u64::MAX, i64::MAX), None);
     }
 
     #[test]

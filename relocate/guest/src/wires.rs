@@ -48,6 +48,31 @@ pub struct Wire {
     is_open: AtomicBool,
     /// True after the person at the terminal has left the guest.
     was_left: AtomicBool,
+    /// True if the thread that carries the bytes has to end.
+    is_closed: AtomicBool,
+}
+
+/// Wires whose threads end with this value.
+#[derive(Debug, Default)]
+pub struct Wires(Vec<Arc<Wire>>);
+
+impl Wires {
+    /// Keeps a wire, and returns it.
+    pub fn add(&mut self, wire: Arc<Wire>) -> Arc<Wire> {
+        self.0.push(Arc::clone(&wire));
+        wire
+    }
+
+    /// Returns the wires, in the order in which they were added.
+    pub fn iter(&self) -> std::slice::Iter<'_, Arc<Wire>> {
+        self.0.iter()
+    }
+}
+
+impl Drop for Wires {
+    fn drop(&mut self) {
+        self.iter().for_each(|wire| wire.close());
+    }
 }
 
 impl Wire {
@@ -60,6 +85,7 @@ impl Wire {
             listener: None,
             is_open: AtomicBool::new(false),
             was_left: AtomicBool::new(false),
+            is_closed: AtomicBool::new(false),
         }
     }
 
@@ -96,10 +122,11 @@ impl Wire {
             listener: end.listener(),
             is_open,
             was_left: AtomicBool::new(false),
+            is_closed: AtomicBool::new(false),
         });
         let shared = Arc::clone(&wire);
         start_thread("console", move || {
-            loop {
+            while !shared.is_closed.load(Ordering::Acquire) {
                 end.carry(&shared, &waker);
             }
         })
@@ -152,6 +179,12 @@ impl Wire {
     /// Receives bytes for the guest.
     pub fn receive(&self, bytes: &[u8]) {
         self.buffers().received.extend(bytes);
+    }
+
+    /// Ends the thread that carries the bytes. The socket is closed when the thread has noticed.
+    fn close(&self) {
+        self.is_closed.store(true, Ordering::Release);
+        self.ring();
     }
 
     /// Returns true if the person at the terminal has left the guest.
@@ -369,6 +402,20 @@ mod tests {
             wire.finish(PATIENCE);
         }
         assert!(woken.load(Ordering::SeqCst) >= 2);
+    }
+
+    #[test]
+    fn a_wire_that_is_dropped_leaves_no_thread_and_no_socket() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("console.sock");
+        let mut wires = Wires::default();
+        let weak = Arc::downgrade(&wires.add(Wire::socket(&path, Arc::new(|| {})).unwrap()));
+        let client = UnixStream::connect(&path).unwrap();
+        wait_for(|| weak.upgrade().is_some_and(|wire| wire.is_open.load(Ordering::Acquire)));
+        drop(wires);
+        wait_for(|| weak.upgrade().is_none());
+        wait_for(|| UnixStream::connect(&path).is_err());
+        drop(client);
     }
 
     #[test]

@@ -63,8 +63,8 @@ pub use firmware::FirmwareMemory;
 pub use hashes::{Hash, Hashes, Key, Run, order};
 pub use machine::{
     AhciController, AhciDisk, AhciPort, Bar, Cpu, Device, DiskPart, FileSystem, FirmwareRange, Iommu, Kind,
-    Machine, NvmeController, NvmeDisk, Piece, Processor, Range, Resume, StateComponent, SwapArea, Timers,
-    VmCoreInfo,
+    Leaf, Machine, NvmeController, NvmeDisk, Piece, Processor, Range, Resume, StateComponent, SwapArea,
+    Timers, VmCoreInfo,
 };
 pub use pack::Packer;
 pub use parent::Parent;

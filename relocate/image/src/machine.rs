@@ -98,6 +98,21 @@ pub struct Processor {
     /// none, or an earlier Mercury made the image.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub xsave: Vec<StateComponent>,
+    /// Leaves of CPUID with features that programs find by themselves. Empty: an earlier Mercury made the
+    /// image.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub leaves: Vec<Leaf>,
+}
+
+/// A leaf of CPUID as programs read it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Leaf {
+    /// EAX of the request.
+    pub function: u32,
+    /// ECX of the request.
+    pub index: u32,
+    /// The answer: EAX, EBX, ECX and EDX.
+    pub words: [u32; 4],
 }
 
 /// A component of the extended state that XSAVE writes, as a subleaf of CPUID Dh describes it.
@@ -228,6 +243,19 @@ pub struct Timers {
     /// Rate of the HPET in Hz. 0: the kernel has none, or does not say.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub hpet_hz: u64,
+    /// Milliseconds by which the RTC is ahead of the machine's time; below zero if it is behind. The kernel
+    /// finds out by the RTC how long it has stood still.
+    #[serde(default, skip_serializing_if = "is_none")]
+    pub rtc_ahead_ms: i64,
+    /// The machine's time right after the instant, in milliseconds since 1970. 0: an earlier Mercury did not
+    /// record it.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub real_ms: u64,
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_none(number: &i64) -> bool {
+    *number == 0
 }
 
 #[allow(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]

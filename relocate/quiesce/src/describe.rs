@@ -1,7 +1,7 @@
 //! The description of a machine in its image: the part from /proc and /sys, without the driver's
 //! part.
 
-use super::{boot_map, guest, xsave};
+use super::{boot_map, cpuid, guest, xsave};
 use mercury_abi::restart::{MERCURY_RANGE_KEPT, MERCURY_RESTART_FIVE_LEVEL, MERCURY_RESTART_X2APIC};
 use mercury_control::{device::Restart, sysroot::Sysroot};
 use mercury_image::{Cpu, Device, FirmwareRange, Iommu, Kind, Machine, Processor, Range, Resume, VmCoreInfo};
@@ -20,7 +20,11 @@ pub fn describe(sysroot: &Sysroot) -> Machine {
         command_line: text("proc/cmdline"),
         boot_id: text("proc/sys/kernel/random/boot_id"),
         mercury: env!("CARGO_PKG_VERSION").to_owned(),
-        processor: Processor { xsave: xsave::components(), ..processor(&text("proc/cpuinfo")) },
+        processor: Processor {
+            xsave: xsave::components(),
+            leaves: cpuid::leaves(),
+            ..processor(&text("proc/cpuinfo"))
+        },
         firmware: firmware(sysroot),
         vmcoreinfo: vmcoreinfo(&text("sys/kernel/vmcoreinfo")),
         devices: devices(sysroot),
@@ -71,6 +75,7 @@ fn processor(cpuinfo: &str) -> Processor {
         microcode: value("microcode"),
         flags: flags.into_iter().collect(),
         xsave: Vec::new(),
+        leaves: Vec::new(),
     }
 }
 

@@ -4,7 +4,12 @@
 use super::{ahci, firmware, nvme};
 use mercury_control::{device::Device, driver::Driver, error::Result, sysroot::Sysroot};
 use mercury_image::{Bar, Machine, Timers};
-use std::{fs::File, io::Read, path::Path};
+use std::{
+    fs::File,
+    io::Read,
+    path::Path,
+    time::{Duration, SystemTime},
+};
 
 /// Class of bridges between PCI buses and to others.
 const BRIDGE: &str = "06";
@@ -41,6 +46,8 @@ pub fn add_hardware(machine: &mut Machine, sysroot: &Sysroot, device: &Device) -
         tsc: 0,
         apic_hz: rate(&list, "lapic").map_or(0, |hz| hz * APIC_DIVISOR),
         hpet_hz: rate(&list, "hpet").unwrap_or(0),
+        rtc_ahead_ms: rtc_ahead_ms(sysroot, now()),
+        real_ms: 0,
     });
     Ok(())
 }
@@ -50,7 +57,29 @@ pub fn note_instant(machine: &mut Machine) {
     if let Some(timers) = &mut machine.timers {
         // SAFETY: Each processor that Mercury knows has the counter, and Linux lets programs read it.
         timers.tsc = unsafe { std::arch::x86_64::_rdtsc() };
+        timers.real_ms = now().as_millis() as u64;
     }
+}
+
+/// Returns the time since 1970 by this machine's own clock.
+fn now() -> Duration {
+    SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default()
+}
+
+/// Returns the milliseconds by which the RTC is ahead of the machine's time, in whole seconds, because the
+/// RTC has no others. 0 if the kernel shows no RTC of a PC.
+fn rtc_ahead_ms(sysroot: &Sysroot, now: Duration) -> i64 {
+    const CLOCKS: &str = "sys/class/rtc";
+    let text = |name: &str, file| sysroot.text(&format!("{CLOCKS}/{name}/{file}")).unwrap_or_default();
+    let names = sysroot.names(CLOCKS);
+    let found = names.iter().find(|name| text(name, "name").starts_with("rtc_cmos"));
+    let Some(rtc) = found.and_then(|name| text(name, "since_epoch").trim().parse::<i64>().ok()) else {
+        return 0;
+    };
+    let seconds = now.as_secs() as i64;
+    // The RTC cuts its time off, too. So equal clocks show the same second, or the machine's is the next.
+    let ahead = rtc.saturating_sub(seconds);
+    if ahead == -1 { 0 } else { ahead.saturating_mul(1000) }
 }
 
 /// Finds the rate of a clock event device in the kernel's list of timers. The kernel multiplies nanoseconds
@@ -133,6 +162,20 @@ mod tests {
         for (mult, shift) in [(0, 32), (u64::MAX, 0), (5, 200)] {
             assert_eq!(rate(&device("hpet", mult, shift), "hpet"), None);
         }
+    }
+
+    #[test]
+    fn the_rtc_of_a_pc_is_compared_with_the_machine_s_time() {
+        let root = tempfile::tempdir().expect("a folder");
+        let ahead = |seconds| rtc_ahead_ms(&Sysroot::at(root.path()), Duration::from_secs(seconds));
+        assert_eq!(ahead(1000), 0);
+        for (clock, name, since_epoch) in [("rtc0", "other", "5"), ("rtc1", "rtc_cmos 00:03\n", "8200\n")] {
+            let folder = root.path().join("sys/class/rtc").join(clock);
+            std::fs::create_dir_all(&folder).expect("a folder");
+            std::fs::write(folder.join("name"), name).expect("a file");
+            std::fs::write(folder.join("since_epoch"), since_epoch).expect("a file");
+        }
+        assert_eq!([1000, 8200, 8201, 8202].map(ahead), [7_200_000, 0, 0, -2000]);
     }
 
     #[test]

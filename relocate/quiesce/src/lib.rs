@@ -23,6 +23,7 @@ pub mod attached;
 pub mod block_devices;
 mod boot_map;
 mod claims;
+mod cpuid;
 pub mod culprit;
 pub mod describe;
 pub mod devices;

@@ -1,7 +1,7 @@
 //! Controllers of the machine's own disks: the registers that processors reach, and the thread that works
 //! for each.
 
-use super::{Lines, pci::place};
+use super::{Lines, place};
 use crate::disks::{self, Kind};
 use mercury_control::{
     error::{Error, Result},
@@ -112,7 +112,8 @@ pub struct Worker {
     address: String,
     bell: Arc<Bell>,
     ends: Arc<AtomicBool>,
-    thread: JoinHandle<std::result::Result<(), String>>,
+    /// `None`: the controller has ended.
+    thread: Option<JoinHandle<std::result::Result<(), String>>>,
 }
 
 impl std::fmt::Debug for Local {
@@ -200,7 +201,7 @@ pub fn start(planned: disks::Controller, view: &View, lines: &Arc<dyn Lines>) ->
     };
     let thread = without_signals(|| spawn("disk", work));
     let thread = thread.map_err(|error| wrong(&error.to_string()))?;
-    let worker = Worker { address: address.clone(), bell: Arc::clone(&bell), ends, thread };
+    let worker = Worker { address: address.clone(), bell: Arc::clone(&bell), ends, thread: Some(thread) };
     Ok((Local { place, line, function, bar, registers, bell, lines: Arc::clone(lines) }, worker))
 }
 
@@ -223,12 +224,23 @@ fn make(kind: Kind, ram: Ram, vectors: Vectors) -> (Box<dyn Work>, Arc<dyn Regis
 impl Worker {
     /// Ends the controller's work in order, after the processors' end. Returns the reason if a disk did not
     /// take its last writes.
-    pub fn finish(self) -> Option<String> {
+    pub fn finish(mut self) -> Option<String> {
+        let why = self.end().err()?;
+        Some(format!("the disks of the controller {} are not safe: {why}", self.address))
+    }
+
+    fn end(&mut self) -> std::result::Result<(), String> {
+        let Some(thread) = self.thread.take() else { return Ok(()) };
         self.ends.store(true, Ordering::Release);
         self.bell.ring();
-        let result =
-            self.thread.join().unwrap_or_else(|_| Err("its thread has failed: this is a bug".into()));
-        result.err().map(|why| format!("the disks of the controller {} are not safe: {why}", self.address))
+        thread.join().unwrap_or_else(|_| Err("its thread has failed: this is a bug".into()))
+    }
+}
+
+/// Ends the controller of a guest that has not begun: no disk has been written to.
+impl Drop for Worker {
+    fn drop(&mut self) {
+        let _ = self.end();
     }
 }
 
@@ -352,6 +364,21 @@ mod tests {
         memory::read(&view, DATA + 24, &mut model).unwrap();
         assert_eq!(&model, b"MODEL");
         assert_eq!(worker.finish(), None);
+    }
+
+    /// A guest that does not start leaves no thread, and its disk is free again.
+    #[test]
+    fn a_controller_that_is_dropped_lets_go_of_its_disk() {
+        let view = View::from_ranges(&[(GuestAddress(0), 0x1_0000)]).unwrap();
+        let lines: Arc<dyn Lines> = Arc::new(Sent::default());
+        let (file, controller) = planned();
+        let (local, worker) = start(controller, &view, &lines).unwrap();
+        assert!(mercury_devices::open_disk(file.path(), false).is_err(), "the disk is in use");
+        let ends = Arc::downgrade(&worker.ends);
+        drop(local);
+        drop(worker);
+        assert!(ends.upgrade().is_none(), "the thread is left");
+        mercury_devices::open_disk(file.path(), false).unwrap();
     }
 
     #[derive(Default)]

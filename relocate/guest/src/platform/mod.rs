@@ -33,6 +33,7 @@ use mercury_devices::{
 };
 use mercury_image::Device as PciDevice;
 use pci::Pci;
+pub(crate) use pci::place;
 use power::Power;
 use std::{ops::Range, sync::Arc};
 
@@ -95,6 +96,8 @@ pub struct Board<'a> {
     pub zeros: Vec<Range<u64>>,
     /// Controllers of the machine's own disks.
     pub locals: Vec<Local>,
+    /// Milliseconds by which the clock (RTC) is ahead of the host's time.
+    pub clock_ahead_ms: i64,
 }
 
 /// A virtio device and its interrupt.
@@ -192,7 +195,7 @@ impl Platform {
         Ok(Self {
             lines,
             power: Power::new(tables.ports.clone()),
-            clock: Clock::default(),
+            clock: Clock::ahead_by(board.clock_ahead_ms),
             keyboard: Keyboard::default(),
             serials: serials.collect(),
             pci: Pci::new(board.devices, board.locals),
@@ -203,6 +206,11 @@ impl Platform {
             view,
             ended: None,
         })
+    }
+
+    /// Sets the milliseconds by which the clock (RTC) is ahead of the host's time.
+    pub fn set_clock(&mut self, ahead_ms: i64) {
+        self.clock = Clock::ahead_by(ahead_ms);
     }
 
     /// Returns the description of the virtio devices for the driver.
@@ -406,7 +414,9 @@ mod tests {
         let view = View::from_ranges(&[(GuestAddress(0), 0x1000)]).unwrap();
         let devices = (0..devices).map(|_| Box::new(Rng) as Box<dyn Device>).collect();
         let zeros = std::iter::once(0x7FF_0000..0x7FF_1000).collect();
-        let board = Board { tables: &tables, devices: &[], hpet_hz: 100_000_000, zeros, locals: Vec::new() };
+        let (metal, locals) = (&[][..], Vec::new());
+        let board =
+            Board { tables: &tables, devices: metal, hpet_hz: 100_000_000, zeros, locals, clock_ahead_ms: 0 };
         let made = Platform::new(
             Arc::new(lines.clone()),
             board,
