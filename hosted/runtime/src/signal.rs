@@ -286,6 +286,7 @@ pub unsafe extern "C" fn handle_signal(
     save_registers(machine, registers, fs);
     match is_notice {
         true => {
+            machine.end_step(false);
             machine.finish_return();
             if machine.is_debugger_wanted() {
                 machine.restart_exit();
@@ -302,8 +303,12 @@ pub unsafe extern "C" fn handle_signal(
         // SAFETY: The kernel has put it on the stack for us.
         false => answer(machine, unsafe { Fault::of_signal(signal, registers, information) }),
     }
+    let goes_on_elsewhere = machine.is_program_elsewhere() || machine.is_left();
+    if !goes_on_elsewhere {
+        machine.begin_step();
+    }
     load_registers(machine, registers);
-    if machine.is_program_elsewhere() || machine.is_left() {
+    if goes_on_elsewhere {
         enter_monitor(registers, entry::hosted_enter_program);
         return 0;
     }
@@ -393,7 +398,7 @@ impl Fault {
             is_call: is_call && is_64_bits && !is_virtual,
             is_interrupt: is_call && !is_64_bits,
             virtual_call: is_virtual.then_some(called_at),
-            is_step: field(CODE) == TRAP_TRACE,
+            is_step: signal == libc::SIGTRAP && field(CODE) == TRAP_TRACE,
             number: registers[libc::REG_TRAPNO as usize],
             error: registers[libc::REG_ERR as usize] as u32,
             address: registers[libc::REG_CR2 as usize].cast_unsigned(),
@@ -403,6 +408,8 @@ impl Fault {
 
 /// Does for the guest what its processor would do at a fault or a system call.
 pub fn answer(machine: &mut Machine, fault: Fault) {
+    let is_step = fault.is_step && fault.number == trap::DEBUG;
+    let step = machine.end_step(is_step);
     if fault.is_call {
         return machine.system_call();
     }
@@ -424,7 +431,7 @@ pub fn answer(machine: &mut Machine, fault: Fault) {
         trap::BREAKPOINT
             if machine.privilege() == Privilege::Kernel
                 && (machine.breakpoint() || machine.user_access_trap()) => {}
-        trap::DEBUG => machine.debug_trap(fault.is_step),
+        trap::DEBUG => machine.debug_trap(is_step.then_some(step)),
         number @ (trap::DIVISION | trap::BREAKPOINT | 4 | 5 | 16 | 19) => {
             machine.inject(simple(number as u8))
         }

@@ -1,6 +1,8 @@
 //! The parts of a processor that a process lacks: control registers, descriptor tables,
 //! model-specific registers.
 
+use crate::machine::Step;
+
 /// A descriptor table's register.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Table {
@@ -16,8 +18,11 @@ pub struct Vcpu {
     pub cr3: u64,
     pub cr4: u64,
     pub cr8: u64,
-    /// Debug registers. They have no effect.
+    /// Debug registers. They have an effect on programs only.
     pub debug: [u64; 8],
+    /// The program's instruction that runs while breakpoints are set. The guest was left if it is the
+    /// default.
+    pub step: Step,
     /// The table of segment descriptors.
     pub gdt: Table,
     /// The table of interrupt gates.
@@ -48,7 +53,7 @@ pub const TRAP: u64 = 1 << 8;
 /// EFLAGS.NT: a nested task.
 pub const NESTED: u64 = 1 << 14;
 /// EFLAGS.RF: no breakpoint at the next instruction.
-const RESUME: u64 = 1 << 16;
+pub const RESUME: u64 = 1 << 16;
 /// EFLAGS.AC: a fault at an unaligned access.
 pub const ALIGNMENT: u64 = 1 << 18;
 /// EFLAGS.ID: free for programs to change.

@@ -6,6 +6,7 @@
  *	odd stress SEED COUNT [FILE]	random instructions: a number for each hundred. The cases in the file are left out
  *	odd show SEED FIRST COUNT [FILE]	the same, with each result
  *	odd selectors		loads of segments, each with its result
+ *	odd breakpoints		stops at breakpoints, each one
  *	odd segments		ends with the selectors that a new program has
  */
 #define _GNU_SOURCE
@@ -418,6 +419,229 @@ static void traced_selector(void)
 	printf("odd: traced: selector %#x\n", status);
 }
 
+/* Starts a function in a traced child, which has stopped before it. */
+static pid_t start_traced(void (*what)(void))
+{
+	int status;
+	pid_t child;
+
+	fflush(stdout);
+	child = fork();
+	if (child == 0) {
+		ptrace(PTRACE_TRACEME, 0, 0, 0);
+		raise(SIGSTOP);
+		what();
+		_exit(0);
+	}
+	waitpid(child, &status, 0);
+	return child;
+}
+
+static long set_debug(pid_t child, int number, unsigned long value)
+{
+	return ptrace(PTRACE_POKEUSER, child, offsetof(struct user, u_debugreg[number]), value) ? errno : 0;
+}
+
+/* The bits of DR7 for a breakpoint: EXECUTED, WRITTEN or USED, and the number of bytes. */
+enum { EXECUTED = 0, WRITTEN = 1, USED = 3 };
+
+static unsigned long breakpoint_bits(int number, int kind, int length)
+{
+	const unsigned long lengths[] = { 0, 0, 1, 0, 3, 0, 0, 0, 2 };
+
+	return 1UL << number * 2 | (kind | lengths[length] << 2) << (16 + number * 4);
+}
+
+/* Lets a child go on by this request until it ends, and prints its traps. */
+static void follow(const char *name, pid_t child, int request, int shows)
+{
+	unsigned long sum = 0, count = 0, hits[5] = { 0 };
+	int status = 0, signo = 0;
+
+	while (count < 100000) {
+		struct user_regs_struct r;
+		siginfo_t info;
+		unsigned long dr6;
+
+		if (ptrace(request, child, 0, signo) || waitpid(child, &status, 0) != child || !WIFSTOPPED(status))
+			break;
+		signo = WSTOPSIG(status) == SIGTRAP ? 0 : WSTOPSIG(status);
+		if (signo)
+			continue;
+		ptrace(PTRACE_GETREGS, child, 0, &r);
+		ptrace(PTRACE_GETSIGINFO, child, 0, &info);
+		dr6 = ptrace(PTRACE_PEEKUSER, child, offsetof(struct user, u_debugreg[6]), 0) & 0x400F;
+		count++;
+		for (int i = 0; i < 4; i++)
+			hits[i] += dr6 >> i & 1;
+		hits[4] += dr6 >> 14 & 1;
+		sum = add(add(sum, info.si_code), r.rip);
+		sum = add(add(sum, dr6), r.eflags & (TF | NT | AC | ID));
+		if (shows)
+			printf("odd: %s: at %#llx code %#x DR6 %#lx flags %#llx\n", name, r.rip, info.si_code, dr6, r.eflags & TF);
+	}
+	printf("odd: %s: %lu stops, breakpoints %lu %lu %lu %lu, steps %lu, status %#x, %lx\n", name, count, hits[0], hits[1], hits[2], hits[3], hits[4], status, sum);
+	kill(child, SIGKILL);
+	waitpid(child, &status, 0);
+}
+
+/* Memory with breakpoints, of a child's own. */
+static volatile unsigned char watched[64] __attribute__((aligned(64)));
+
+/* Labels of code with breakpoints, in an order that the compiler does not change. */
+extern char looped[], loop_end[];
+
+static void loop_to_trace(void)
+{
+	asm volatile(".global looped, loop_end\nmov $7, %%ecx\nlooped: nop\nmov $39, %%eax\npush %%rcx\nsyscall\npop %%rcx\n"
+		     "loop_end: dec %%ecx\njnz looped" : : : "rax", "rcx", "r11", "memory");
+}
+
+/* Uses all bytes around a breakpoint, with each size and each kind of access. */
+static void use_watched(void)
+{
+	for (int at = 0; at < 40; at++) {
+		volatile unsigned char *byte = watched + at;
+
+		*byte = 1;
+		*(volatile unsigned short *)byte;
+		*(volatile unsigned int *)byte = 2;
+		*(volatile unsigned long *)byte |= 4;
+		asm volatile("movdqu (%0), %%xmm0; movdqu %%xmm0, (%0)" : : "r"(byte) : "xmm0", "memory");
+		asm volatile("lea (%0), %%rax; prefetcht0 (%0); testb $1, (%0)" : : "r"(byte) : "rax", "memory", "cc");
+	}
+}
+
+/* Instructions with memory that no operand names, or that use the flags. */
+static void use_otherwise(void)
+{
+	unsigned long before = 0, within = 0, after = 0;
+
+	asm volatile("mov %%rsp, %%r8; lea 24(%3), %%rsp\n"
+		     "pushfq; pop %0\n"
+		     "push $1; call 1f; 1: pop %%rax; pop %%rax\n"
+		     "lea 16(%3), %%rsi; lea 8(%3), %%rdi; movsq; cld; mov $3, %%ecx; rep stosb; xor %%ecx, %%ecx; rep stosb\n"
+		     "lea 16(%3), %%rdi; mov %%rdi, %%rbx; mov $0, %%eax; cmpsb; xlatb\n"
+		     "pushfq; orl %4, (%%rsp); popfq; pushfq; pop %1; andl %5, -8(%%rsp); sub $8, %%rsp; popfq\n"
+		     "pushfq; pop %2; pushfw; popfw; mov %%r8, %%rsp"
+		     : "=&r"(before), "=&r"(within), "=&r"(after) : "r"(watched), "i"(TF), "i"(~TF)
+		     : "rax", "rbx", "rcx", "rsi", "rdi", "r8", "memory", "cc");
+	if ((before | after) & TF || !(within & TF))
+		_exit(1);
+}
+
+/* Memory that the kernel writes, a fault of the memory, and children that are not traced. */
+static void use_indirectly(void)
+{
+	volatile char *const late = (volatile char *)0x10800000;
+	int ends[2], status;
+	pid_t child;
+
+	if (pipe(ends) || write(ends[1], "text", 4) != 4 || read(ends[0], (void *)(watched + 8), 4) != 4)
+		_exit(1);
+	watched[8]++;
+	mmap((void *)late, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+	late[8] = 1;
+	late[8] = 1;
+	child = fork();
+	if (child == 0) {
+		watched[8]++;
+		late[8]++;
+		_exit(0);
+	}
+	if (waitpid(child, &status, 0) != child || status)
+		_exit(1);
+}
+
+/* Breakpoints in a child's debug registers, as a debugger sets them. */
+static void breakpoints(int shows)
+{
+	const unsigned long all = breakpoint_bits(0, WRITTEN, 1) | breakpoint_bits(1, WRITTEN, 2) | breakpoint_bits(2, USED, 4) | breakpoint_bits(3, USED, 8);
+	static const struct { int kind, length; } ways[] = { { WRITTEN, 1 }, { WRITTEN, 2 }, { WRITTEN, 4 }, { WRITTEN, 8 }, { USED, 1 }, { USED, 8 } };
+	pid_t child;
+
+	child = start_traced(loop_to_trace);
+	set_debug(child, 0, (unsigned long)looped);
+	set_debug(child, 1, (unsigned long)loop_end);
+	printf("odd: breakpoints: %ld", set_debug(child, 7, breakpoint_bits(0, EXECUTED, 1) | breakpoint_bits(1, EXECUTED, 1)));
+	printf(" %ld %ld", set_debug(child, 0, -4096L), set_debug(child, 7, breakpoint_bits(0, WRITTEN, 2) | 2UL << 20));
+	printf(" %ld\n", set_debug(child, 4, 0));
+	set_debug(child, 0, (unsigned long)looped);
+	set_debug(child, 7, breakpoint_bits(0, EXECUTED, 1) | breakpoint_bits(1, EXECUTED, 1));
+	follow("breakpoints in code", child, PTRACE_CONT, shows);
+	child = start_traced(loop_to_trace);
+	set_debug(child, 2, (unsigned long)looped);
+	set_debug(child, 7, breakpoint_bits(2, EXECUTED, 1));
+	follow("breakpoints in code, stepped", child, PTRACE_SINGLESTEP, shows);
+	for (unsigned int i = 0; i < sizeof(ways) / sizeof(*ways); i++) {
+		char name[64];
+
+		child = start_traced(use_watched);
+		set_debug(child, 3, (unsigned long)watched + 16);
+		set_debug(child, 7, breakpoint_bits(3, ways[i].kind, ways[i].length));
+		snprintf(name, sizeof(name), "watched memory, kind %d, %d bytes", ways[i].kind, ways[i].length);
+		follow(name, child, PTRACE_CONT, shows);
+	}
+	for (int stepped = 0; stepped < 2; stepped++) {
+		child = start_traced(use_otherwise);
+		for (int i = 0; i < 4; i++)
+			set_debug(child, i, (unsigned long)watched + 8);
+		set_debug(child, 0, (unsigned long)watched + 16);
+		set_debug(child, 7, all);
+		follow(stepped ? "watched stack, stepped" : "watched stack", child, stepped ? PTRACE_SINGLESTEP : PTRACE_CONT, shows);
+	}
+	child = start_traced(use_indirectly);
+	set_debug(child, 0, (unsigned long)watched + 8);
+	set_debug(child, 1, 0x10800008);
+	set_debug(child, 7, breakpoint_bits(0, WRITTEN, 4) | breakpoint_bits(1, WRITTEN, 1));
+	follow("watched memory, used indirectly", child, PTRACE_CONT, shows);
+	child = start_traced(use_watched);
+	set_debug(child, 0, (unsigned long)watched);
+	set_debug(child, 7, breakpoint_bits(0, USED, 8));
+	set_debug(child, 7, 0);
+	follow("watched memory no more", child, PTRACE_CONT, shows);
+}
+
+/* Replaces a byte of a child's code. Returns the old byte. */
+static long replace_code(pid_t child, char *at, long byte)
+{
+	long word = ptrace(PTRACE_PEEKTEXT, child, at, 0);
+
+	ptrace(PTRACE_POKETEXT, child, at, (word & ~0xFFL) | byte);
+	return word & 0xFF;
+}
+
+/* Sets INT3 in a child's loop, and goes on at each stop as a debugger does: the old byte, one step, INT3 again. */
+static void software_breakpoints(void)
+{
+	pid_t child = start_traced(loop_to_trace);
+	const long old[2] = { replace_code(child, looped, 0xCC), replace_code(child, loop_end, 0xCC) };
+	unsigned long sum = 0, count = 0;
+	int status;
+
+	while (!ptrace(PTRACE_CONT, child, 0, 0) && waitpid(child, &status, 0) == child && WIFSTOPPED(status) && count < 100) {
+		struct user_regs_struct r;
+		siginfo_t info;
+		int which;
+
+		ptrace(PTRACE_GETREGS, child, 0, &r);
+		ptrace(PTRACE_GETSIGINFO, child, 0, &info);
+		sum = add(add(add(sum, r.rip), status), info.si_code);
+		count++;
+		r.rip--;
+		which = r.rip == (unsigned long)loop_end;
+		ptrace(PTRACE_SETREGS, child, 0, &r);
+		replace_code(child, (char *)r.rip, old[which]);
+		ptrace(PTRACE_SINGLESTEP, child, 0, 0);
+		waitpid(child, &status, 0);
+		sum = add(add(sum, status), ptrace(PTRACE_PEEKUSER, child, offsetof(struct user_regs_struct, rip), 0));
+		replace_code(child, (char *)r.rip, 0xCC);
+	}
+	printf("odd: software breakpoints: %lu stops, status %#x, %lx\n", count, status, sum);
+	kill(child, SIGKILL);
+	waitpid(child, &status, 0);
+}
+
 /* Keeps the flags of two programs apart that yield to one another. */
 static void kept_flags(void)
 {
@@ -629,6 +853,8 @@ static void checks(int hosted)
 	flags_in_calls();
 	traced_flags();
 	traced_selector();
+	breakpoints(0);
+	software_breakpoints();
 	kept_flags();
 	kept_selectors();
 	selectors();
@@ -1220,6 +1446,10 @@ int main(int count, char **words)
 	if (count > 1 && !strcmp(words[1], "selectors")) {
 		shows_loads = 1;
 		selectors();
+		return 0;
+	}
+	if (count > 1 && !strcmp(words[1], "breakpoints")) {
+		breakpoints(1);
 		return 0;
 	}
 	if (count > 1 && !strcmp(words[1], "segments"))

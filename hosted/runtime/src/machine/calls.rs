@@ -39,7 +39,7 @@ impl Machine {
     /// Rewrites a site after enough traps, if the program cannot write there.
     fn rewrite(&mut self, site: u64) {
         let mask = VISIBLE | IF;
-        let is_stepped = self.block().registers.rflags.get() & TRAP != 0;
+        let is_stepped = self.block().registers.rflags.get() & TRAP != 0 || self.has_breakpoints();
         if is_stepped
             || self.resident.copies.is_none()
             || self.vcpu.syscall_mask & mask != mask

@@ -104,7 +104,8 @@ impl Machine {
                 return self.set(instruction, 0, value);
             }
             Kind::WriteDebug => {
-                self.vcpu.debug[instruction.op0_register().number() & 7] = self.get(instruction, 1)?;
+                let value = self.get(instruction, 1)?;
+                self.set_debug_register(instruction.op0_register().number() & 7, value);
             }
             Kind::LoadSegment => return self.load_segment(instruction),
             Kind::StoreSegment => return self.store_segment(instruction),

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use super::{End, Exception, Machine, pending};
+use super::{End, Exception, Machine, Step, pending};
 use crate::{
     block,
     block::IF,
@@ -11,7 +11,7 @@ use crate::{
     signal,
     smp::{self, apic::Apic},
     thunks,
-    vcpu::{ALIGNMENT, DEBUG_STATUS, DEBUG_STEP, PROGRAMS_OWN},
+    vcpu::{ALIGNMENT, PROGRAMS_OWN},
 };
 
 impl Machine {
@@ -189,16 +189,18 @@ impl Machine {
         self.inject(Exception { error: Some(u32::from(vector) * 8 + 2), ..Exception::PROTECTION });
     }
 
-    /// Answers a trap of a program: after a stepped instruction, or by INT1.
-    pub fn debug_trap(&mut self, is_step: bool) {
+    /// Answers a trap of a program: after a step, or by INT1.
+    pub fn debug_trap(&mut self, step: Option<Step>) {
         let rip = self.block().registers.rip.get();
         let visible = self.visible(rip);
-        if is_step && visible != rip {
-            // The program has made the jump of a rewritten site. The jump is not in its own code.
-            self.block().registers.rip.set(visible);
-            return self.show_stepped_code();
+        match step {
+            Some(_) if visible != rip => {
+                // The program has made the jump of a rewritten site. The jump is not in its own code.
+                self.block().registers.rip.set(visible);
+                self.show_stepped_code();
+            }
+            Some(step) => self.stepped(step),
+            None => self.debug_exception(0),
         }
-        self.vcpu.debug[6] = DEBUG_STATUS | if is_step { DEBUG_STEP } else { 0 };
-        self.inject(Exception { vector: 1, error: None, address: None });
     }
 }

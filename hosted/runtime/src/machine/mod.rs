@@ -1,5 +1,6 @@
 //! The machine: a processor, its memory and its devices, and the answers to the guest's exits.
 
+mod breakpoints;
 mod calls;
 mod debugging;
 mod emulate;
@@ -40,6 +41,7 @@ use crate::{
     user_access::UserAccesses,
     vcpu::{PROGRAMS_OWN, Vcpu},
 };
+pub use breakpoints::Step;
 pub use resident::Resident;
 use retry::Faulted;
 pub use saving::Saving;
@@ -153,6 +155,9 @@ pub struct LoadedCode {
     accesses: UserAccesses,
     kernel_root: u64,
     returning: Range<u64>,
+    /// The addresses to which slots jump to return from a system call: into the program, and out of
+    /// the guest.
+    system_returns: [u64; 2],
 }
 
 impl LoadedCode {
@@ -162,7 +167,8 @@ impl LoadedCode {
         let slots = exits.len().saturating_sub(1);
         let exit_jumps = exits[..slots].iter().map(Exit::jump).collect();
         let [from, end] = gates.returning;
-        Self { exits, exit_jumps, accesses, kernel_root, returning: from..end }
+        let system_returns = [gates.system_return, gates.leaving];
+        Self { exits, exit_jumps, accesses, kernel_root, returning: from..end, system_returns }
     }
 
     fn is_exit_jump(&self, address: u64) -> bool {
@@ -352,6 +358,7 @@ impl Machine {
             Some(space) if space.is_first() => machine.serve_space_processes(space),
             Some(_) => machine.receive_guest(),
         }
+        machine.begin_step();
         drop(machine);
         // SAFETY: The block holds a stack, a base of FS, and the registers of a guest that is ready.
         unsafe { entry::hosted_resume() };
@@ -499,12 +506,19 @@ impl Machine {
                 self.service();
                 continue;
             }
+            self.begin_step();
+            if self.privilege() == Privilege::Kernel {
+                return;
+            }
             let block = self.block();
             let Some(isolated) = self.placement.isolated_mut() else { return };
             match isolated.run(&self.memory, self.vcpu.cr3, block) {
                 Ok(Stop::Fault(fault)) => signal::answer(self, fault),
-                Ok(Stop::Interrupted | Stop::Refused) => {}
-                Ok(Stop::Astray) => self.inject(Exception::PROTECTION),
+                Ok(Stop::Interrupted | Stop::Refused) => _ = self.end_step(false),
+                Ok(Stop::Astray) => {
+                    self.end_step(false);
+                    self.inject(Exception::PROTECTION);
+                }
                 Err(error) => self.end(End::Broken, error.message()),
             }
         }
@@ -645,6 +659,7 @@ pub extern "C" fn handle_exit() {
     machine.exit();
     machine.run_programs();
     machine.resume_or_hand_over();
+    machine.begin_step();
 }
 
 /// Goes on with a program, after the guest's kernel has returned to it without a slot.
@@ -652,13 +667,16 @@ pub extern "C" fn handle_program() {
     let mut machine = Turn::expect();
     machine.run_programs();
     machine.resume_or_hand_over();
+    machine.begin_step();
 }
 
 /// Answers a call of another processor, or delivers an interrupt that the guest now takes.
 pub extern "C" fn handle_pending() {
     let mut machine = Turn::expect();
+    machine.end_step(false);
     machine.deliver_pending();
     machine.resume_or_hand_over();
+    machine.begin_step();
 }
 
 #[cfg(test)]

@@ -91,6 +91,7 @@ impl Machine {
         self.block().data.set(data);
         set_extended(self.block(), from.bytes()?)?;
         *self.vcpu = load_vcpu(&mut from)?;
+        self.route_system_returns();
         let count: u64 = from.number()?;
         for _ in 0..count {
             let (number, value) = (from.number()?, from.number()?);
