@@ -130,7 +130,7 @@ static union request *scratch;
 
 static u32 facts_on_cpu(struct mercury_cpu *m)
 {
-	mercury_read_facts(&scratch->facts);
+	mercury_read_facts(&scratch->facts, scratch->facts.cpu & MERCURY_FACTS_REGISTERS);
 	return MERCURY_CODE_OK;
 }
 
@@ -171,7 +171,7 @@ static u32 on_named_cpu(u32 cpu, union request *request, u32 (*run)(struct mercu
 static int run_facts(union request *request, struct mercury_outcome *outcome)
 {
 	mercury.iomem_end = mercury_iomem_end();
-	return on_named_cpu(request->facts.cpu, request, facts_on_cpu);
+	return on_named_cpu(request->facts.cpu & ~MERCURY_FACTS_REGISTERS, request, facts_on_cpu);
 }
 
 static int run_measure(union request *request, struct mercury_outcome *outcome)

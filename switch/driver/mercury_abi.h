@@ -346,6 +346,11 @@
 #define MERCURY_IOC_SYSTEM _UL(0xc130f500)
 /* Fills a CpuFacts for the CPU that it names. Returns ENXIO if that CPU is offline. */
 #define MERCURY_IOC_FACTS _UL(0xc2c8f501)
+/*
+ * Bit of CpuFacts::cpu, in: control and table registers and the MSRs of system calls
+ * alone. Reading these causes no exit of an attached CPU. All other fields are zero.
+ */
+#define MERCURY_FACTS_REGISTERS _UL(0x80000000)
 /* Pre-caches the hypervisor in memory. Argument: a LoadRequest. */
 #define MERCURY_IOC_LOAD _UL(0xc028f502)
 /* Frees the pre-cached hypervisor; all CPUs must be native. Argument: a LoadRequest. */
@@ -916,7 +921,10 @@ static_assert(offsetof(struct mercury_table_register, limit) == 8);
 struct mercury_cpu_facts {
 	/* Size and version of this structure. */
 	struct mercury_header header;
-	/* In: the CPU to read, by Linux's number. */
+	/*
+	 * In: the CPU to read, by Linux's number, and MERCURY_FACTS_REGISTERS. Out: the
+	 * CPU.
+	 */
 	u32 cpu;
 	/* Initial identifier of the local APIC. */
 	u32 apic_id;

@@ -103,7 +103,7 @@ pub struct TableRegister {
 pub struct CpuFacts {
     /// Size and version of this structure.
     pub header: Header,
-    /// In: the CPU to read, by Linux's number.
+    /// In: the CPU to read, by Linux's number, and `MERCURY_FACTS_REGISTERS`. Out: the CPU.
     pub cpu: u32,
     /// Initial identifier of the local APIC.
     pub apic_id: u32,

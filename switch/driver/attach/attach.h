@@ -120,7 +120,7 @@ static __always_inline u64 mercury_ask_efer(void)
 
 /* facts.c */
 u64 mercury_iomem_end(void);
-void mercury_read_facts(struct mercury_cpu_facts *facts);
+void mercury_read_facts(struct mercury_cpu_facts *facts, bool registers_alone);
 u32 mercury_can_enter(u64 detail[2]);
 
 /* control.c: under mercury.lock */

@@ -287,7 +287,7 @@ u32 mercury_check_cpu(struct mercury_cpu *m)
 	code = mercury_can_enter(m->detail);
 	if (code != MERCURY_CODE_OK)
 		return code;
-	mercury_read_facts(facts);
+	mercury_read_facts(facts, false);
 	mercury_fault(MERCURY_FAULT_POINT_FACTS);
 	return mercury_vendor->native_call(m, MERCURY_NATIVE_OP_PREFLIGHT, (u64)facts);
 }
@@ -318,11 +318,11 @@ static u32 self_test_cpu(struct mercury_cpu *m)
 	unsigned int i;
 	u32 code;
 
-	mercury_read_facts(&facts_before);
+	mercury_read_facts(&facts_before, false);
 	code = mercury_vendor->attach_cpu(m);
 	if (code != MERCURY_CODE_OK || !m->switched)
 		return code;
-	mercury_read_facts(&facts_after);
+	mercury_read_facts(&facts_after, false);
 	mercury_vendor->hide(&facts_after);
 	for (i = 0; i < sizeof(facts_before) / sizeof(u32); i++) {
 		if (before[i] == after[i])

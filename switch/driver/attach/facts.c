@@ -209,11 +209,9 @@ static int read_vmx(struct mercury_cpu_facts *facts)
 	return err;
 }
 
-static void read_msrs(struct mercury_cpu_facts *facts)
+/* MSRs by which programs enter the kernel. */
+static void read_entries(struct mercury_cpu_facts *facts)
 {
-	unsigned int i;
-
-	rdmsrl_safe(MSR_EFER, &facts->efer);
 	rdmsrl_safe(MSR_STAR, &facts->star);
 	rdmsrl_safe(MSR_LSTAR, &facts->lstar);
 	rdmsrl_safe(MSR_CSTAR, &facts->cstar);
@@ -221,6 +219,13 @@ static void read_msrs(struct mercury_cpu_facts *facts)
 	rdmsrl_safe(MSR_IA32_SYSENTER_CS, &facts->sysenter_cs);
 	rdmsrl_safe(MSR_IA32_SYSENTER_ESP, &facts->sysenter_esp);
 	rdmsrl_safe(MSR_IA32_SYSENTER_EIP, &facts->sysenter_eip);
+}
+
+static void read_msrs(struct mercury_cpu_facts *facts)
+{
+	unsigned int i;
+
+	rdmsrl_safe(MSR_EFER, &facts->efer);
 	rdmsrl_safe(MSR_GS_BASE, &facts->gs_base);
 	rdmsrl_safe(MSR_IA32_APICBASE, &facts->apic_base);
 	for (i = 0; i < ARRAY_SIZE(optional); i++) {
@@ -261,18 +266,21 @@ static u64 system_bits(void)
 	return bits;
 }
 
-/* Fills everything but the header, on this CPU, which must not change meanwhile. */
-void mercury_read_facts(struct mercury_cpu_facts *facts)
+/* Fills everything, or the registers alone, on this CPU, which must not change meanwhile. */
+void mercury_read_facts(struct mercury_cpu_facts *facts, bool registers_alone)
 {
 	memset(facts, 0, sizeof(*facts));
 	facts->header.size = sizeof(*facts);
 	facts->header.version = MERCURY_ABI_VERSION;
 	facts->cpu = smp_processor_id();
+	read_registers(facts);
+	read_entries(facts);
+	if (registers_alone)
+		return;
 	facts->system = system_bits();
 	facts->iomem_end_phys = mercury.iomem_end;
 	facts->kernel_version = LINUX_VERSION_MAJOR << 16 | LINUX_VERSION_PATCHLEVEL << 8;
 	read_leaves(facts);
-	read_registers(facts);
 	read_msrs(facts);
 	mercury_fault_facts(facts);
 }

@@ -1,14 +1,16 @@
-//! Integrity: code and constants of the kernel and of its modules are compared with a copy, and mended.
+//! Integrity: code and constants of the kernel and of its modules are compared with a copy, and mended. CPUs'
+//! registers are compared with what they were.
 //!
 //! * [`memory`]: the kernel's memory; [`layout`]: the places of code and constants;
 //! * [`copy`]: the copy; [`sites`]: changes that the kernel makes itself;
-//! * [`scrub`]: a pass over all; [`report`]: what was found.
+//! * [`registers`]: registers of the CPUs; [`scrub`]: a pass over all; [`report`]: what was found.
 //!
 //! All of it runs in user space. The driver writes the bytes that are mended (`switch/driver/watch/mend.c`).
 
 pub mod copy;
 pub mod layout;
 pub mod memory;
+pub mod registers;
 pub mod report;
 pub mod scrub;
 pub mod sites;
@@ -129,5 +131,8 @@ fn run(mends: bool, every: Duration, say: &Sender<Said>, stop: &AtomicBool) {
         while began.elapsed() < every && !stop.load(Ordering::Relaxed) {
             thread::sleep(NAP);
         }
+    }
+    if !stop.load(Ordering::Relaxed) {
+        say(Said::Failed("the copy of code and constants was removed, and nothing is compared".into()));
     }
 }

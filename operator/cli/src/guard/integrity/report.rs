@@ -11,6 +11,8 @@ use std::{
 /// Findings that are kept.
 const KEPT: usize = 16;
 const FILE: &str = "state";
+/// [`Finding::kind`] of a register.
+pub const KIND_OF_REGISTERS: &str = "register";
 
 /// The end of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -29,13 +31,13 @@ pub enum End {
 /// Bytes that nobody is known to have changed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Finding {
-    /// Address of the first byte, in hexadecimal.
+    /// Address of the first byte, in hexadecimal; of a register its CPU.
     pub address: String,
-    /// Symbol and offset, and the module.
+    /// Symbol and offset, and the module; or the register.
     pub symbol: String,
-    /// Part: `kernel`, or the module.
+    /// Part: `kernel`, `registers`, or the module.
     pub part: String,
-    /// Kind: `code` or `constants`.
+    /// Kind: `code`, `constants` or `register`.
     pub kind: String,
     /// Bytes of the copy, in hexadecimal.
     pub before: String,
@@ -72,6 +74,7 @@ impl Finding {
     #[must_use]
     pub fn event(&self) -> &'static str {
         match self.end {
+            _ if self.kind == KIND_OF_REGISTERS => "register-changed",
             End::Mended => "code-mended",
             End::Reported => "code-changed",
             End::NotMended => "code-not-mended",
@@ -97,6 +100,9 @@ pub struct State {
     pub last_pass_ms: u64,
     /// Bytes that differ, last time, because the kernel has changed them itself.
     pub own_changes: u64,
+    /// CPUs whose registers were compared last time; 0: the driver is not loaded.
+    #[serde(default)]
+    pub cpus: usize,
     /// Number of findings.
     pub found: u64,
     /// Number of findings that were mended.
@@ -157,6 +163,10 @@ impl Render for State {
                 thousands(self.last_pass_ms),
                 thousands(self.own_changes)
             ),
+        });
+        to.line(match self.cpus {
+            0 => "registers are not compared: the driver is not loaded".to_owned(),
+            cpus => format!("CPUs whose registers are compared: {cpus}"),
         });
         let tone = if self.found == 0 { Tone::Good } else { Tone::Bad };
         let found = to.tone(tone, &thousands(self.found));

@@ -4,6 +4,7 @@ use super::{
     copy::{self, Block, Copy, Hash, hash},
     layout::{self, Files},
     memory::Kcore,
+    registers::{self, Registers},
     report::{End, Finding, State, now},
     sites::{Sites, Verdict, View, probe_addresses},
 };
@@ -38,6 +39,7 @@ pub struct Scrubber {
     memory: Kcore,
     copy: Copy,
     old_probes: Vec<u64>,
+    registers: Registers,
     /// Places at which the kernel changes its code, as they were when they were needed last.
     sites: Option<Sites>,
     /// Hashes of blocks whose differences are all the kernel's own.
@@ -91,6 +93,7 @@ impl Scrubber {
             folder: folder.to_owned(),
             state: State::read(folder).unwrap_or_default(),
             old_probes: Vec::new(),
+            registers: Registers::open(folder),
             sites: None,
             accepted: BTreeMap::new(),
             reported: BTreeSet::new(),
@@ -157,6 +160,9 @@ impl Scrubber {
         } else {
             findings = self.look_closely(suspects, mends)?;
         }
+        let (changed, cpus) = self.registers.compare(registers::read, || thread::sleep(SECOND_LOOK))?;
+        findings.extend(changed);
+        self.state.cpus = cpus;
         self.state.passes += 1;
         self.state.last_pass = now();
         self.state.last_pass_ms = u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX);
