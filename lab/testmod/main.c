@@ -2,6 +2,7 @@
 #include <linux/cpu.h>
 #include <linux/fs.h>
 #include <linux/miscdevice.h>
+#include <linux/delay.h>
 #include <linux/module.h>
 #include <linux/slab.h>
 #include <linux/string.h>
@@ -173,8 +174,13 @@ no_device:
 	return err;
 }
 
+/* The seconds for which the module's end keeps whoever removes it waiting. */
+static uint slow_exit;
+module_param(slow_exit, uint, 0600);
+
 static void __exit test_exit(void)
 {
+	ssleep(slow_exit);
 	misc_deregister(&device);
 	test_flip_exit();
 	test_refuse_exit();

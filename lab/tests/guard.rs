@@ -273,16 +273,14 @@ fn a_stateless_machine_goes_back_and_keeps_a_snapshot() -> Result<()> {
     Ok(())
 }
 
-/// Dies twice in a module. The daemon removes it in the third life.
-#[test]
-#[ignore = "long"]
-fn a_machine_that_died_of_the_same_twice_avoids_it() -> Result<()> {
+/// Boots a machine that avoids the module in which it died, and lets it die there twice.
+fn died_twice_in_a_module(prepare: &str) -> Result<Machine> {
     need_qemu()?;
     let machine = Machine::boot(spec(2).qemu_version(Qemu::Newer))?;
     load_test_module(&machine)?;
     let rules = b"profile = 'stateless'\n[avoid]\nmodule = 'unload'\ntask = 'stop'\n";
     machine.put("/run/guard.toml", rules, 0o644)?;
-    machine.sh("dmesg -n 8; sync; mount -o remount,ro /")?;
+    machine.sh(&format!("{prepare} dmesg -n 8; sync; mount -o remount,ro /"))?;
     let daemon = "exec mercury daemon --rules /run/guard.toml --socket /run/socket";
     machine.sh(&format!("setsid sh -c '{daemon}' > /dev/kmsg 2>&1 < /dev/null &"))?;
     machine.wait_serial("a snapshot is kept", 2 * MINUTE)?;
@@ -293,6 +291,14 @@ fn a_machine_that_died_of_the_same_twice_avoids_it() -> Result<()> {
     assert_eq!(machine.sh("ls -d /sys/module/mercury_test")?, "/sys/module/mercury_test");
 
     machine.sh(die)?;
+    Ok(machine)
+}
+
+/// Dies twice in a module. The daemon removes it in the third life.
+#[test]
+#[ignore = "long"]
+fn a_machine_that_died_of_the_same_twice_avoids_it() -> Result<()> {
+    let machine = died_twice_in_a_module("")?;
     machine.wait_serial("died of the same twice: the module mercury_test was removed", 2 * MINUTE)?;
     let status = machine.mercury("status")?;
     assert_eq!(
@@ -304,7 +310,23 @@ fn a_machine_that_died_of_the_same_twice_avoids_it() -> Result<()> {
     Ok(())
 }
 
-/// Starts and ends with the daemon, which reports to standard error here.
+/// A module that does not come to its end holds who removes it, and not the daemon.
+#[test]
+#[ignore = "long"]
+fn a_module_that_does_not_end_does_not_hold_the_daemon() -> Result<()> {
+    let slow = "echo 60 > /sys/module/mercury_test/parameters/slow_exit;";
+    let machine = died_twice_in_a_module(slow)?;
+    // The agent must not be spoken to while the machine goes back.
+    machine.wait_serial("is not avoided within 30 s", 2 * MINUTE)?;
+    let going = "test \"$(cat /sys/module/mercury_test/initstate)\" = going";
+    machine.sh(&format!("mercury evacuate --status --socket /run/socket && {going}"))?;
+    machine.wait_serial("died of the same twice: the module mercury_test was removed", 2 * MINUTE)?;
+    Ok(())
+}
+
+/// Starts and ends with the daemon, which reports to standard error here. Nobody else may end its watch, and
+/// a driver that is loaded anew watches again.
+
 #[test]
 #[ignore = "long"]
 fn the_daemon_guards_by_its_rules() -> Result<()> {
@@ -321,9 +343,17 @@ fn the_daemon_guards_by_its_rules() -> Result<()> {
     load_test_module(&machine)?;
     // It is reported, and ends by itself.
     machine.sh("echo hold 1 3000 > /dev/mercury_test; sleep 7")?;
+    for command in ["mercury guard off", "mercury guard on --rules /run/guard.toml"] {
+        let refused = machine.command(command).run()?;
+        assert!(!refused.success() && refused.stderr.contains("mercuryd (process"), "{refused:?}");
+    }
+    machine.sh(&format!("{is_on}; rmmod mercury_test; mercury unload; sleep 7; mercury load"))?;
+    machine.sh(&format!("for _ in $(seq 60); do {is_on} && exit 0; sleep 1; done; exit 1"))?;
     daemon.kill(15)?;
     let said = daemon.wait(MINUTE)?;
     assert!(said.stderr.contains("watching 2 CPUs") && said.stderr.contains("CPU 1 hangs"), "{said:?}");
+    assert!(said.stderr.contains("no hang was noticed: the driver was removed"), "{said:?}");
+    assert_eq!(said.stderr.matches("watching 2 CPUs").count(), 2, "{said:?}");
     assert_eq!(machine.sh(switches)?.trim(), "0 0");
     assert!(machine.sh("mercury guard status")?.contains("the watch is off"));
     Ok(())
@@ -440,6 +470,46 @@ fn a_flipped_bit_in_code_is_mended() -> Result<()> {
 #[ignore = "long"]
 fn a_flipped_bit_in_code_is_mended_on_6_12() -> Result<()> {
     flipped_bits_are_mended(Kernel::TrixieCloud)
+}
+
+/// MSR of the flags that SYSCALL clears, and a flag there that harms nobody: ID.
+const SFMASK: &str = "0xc0000084";
+const FLAG: u64 = 1 << 21;
+
+/// Returns the exits of attached CPUs so far, but for the calls of Mercury's own programs.
+fn exits(machine: &Machine) -> Result<u64> {
+    let status = machine.mercury("status")?;
+    let of = |cpu: &Value| {
+        let calls = cpu["exits"]["hypercall"].as_u64().unwrap_or(0);
+        cpu["exits_total"].as_u64().unwrap_or(0) - calls
+    };
+    Ok(status["cpus"].as_array().unwrap().iter().map(of).sum())
+}
+
+/// A register of one CPU that changes is reported, with its values. Passes cause no exits meanwhile.
+#[test]
+#[ignore = "long"]
+fn a_register_that_changes_is_reported() -> Result<()> {
+    let (machine, daemon) = scrubbed(Kernel::BookwormCloud)?;
+    machine.mercury("attach")?;
+    assert_eq!(passes(&machine, 1)?["cpus"], 2);
+    let before = exits(&machine)?;
+    assert_eq!(passes(&machine, 3)?["found"], 0);
+    assert_eq!(exits(&machine)?, before, "exits for passes");
+    let msr = |line: &str| machine.sh(&format!("mercury-workload kernel {line}"));
+    let answer: Value = serde_json::from_str(&msr(&format!("rdmsr 1 {SFMASK}"))?).unwrap();
+    let text = answer["value"].as_str().unwrap().trim_start_matches("0x");
+    let value = u64::from_str_radix(text, 16).unwrap();
+    msr(&format!("wrmsr 1 {SFMASK} {:#x}", value ^ FLAG))?;
+    let state = passes(&machine, 2)?;
+    let finding = &state["findings"][0];
+    assert_eq!((&state["found"], &finding["kind"]), (&1.into(), &"register".into()), "{state}");
+    assert_eq!((&finding["address"], &finding["symbol"]), (&"CPU 1".into(), &"SFMASK".into()), "{state}");
+    assert_eq!(finding["found"], format!("{:x}", value ^ FLAG), "{state}");
+    daemon.kill(15)?;
+    let said = daemon.wait(MINUTE)?;
+    assert!(said.stderr.contains("register changed at SFMASK (CPU 1)"), "{said:?}");
+    Ok(())
 }
 
 /// All that the kernel changes in its code: ftrace, trampolines, kprobes, static keys and calls, modules.

@@ -105,15 +105,25 @@ fn time(line: &str) -> Option<f64> {
 /// Beginning of each event's text.
 const TWICE: &str = "this machine has died of the same twice";
 
-/// Acts after a death, in the next life; a dry run only tells. Returns the events, and the reason if the
-/// machine is to move.
-#[must_use]
-pub fn avoid(rules: Avoid, is_dry: bool, report: &Report, sysroot: &Sysroot) -> (Vec<Event>, Option<String>) {
+/// A step of an escalation.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Step {
+    Tell(Event),
+    /// The machine is to move, for this reason.
+    Order(String),
+}
+
+/// Acts after a death, in the next life; a dry run only tells. The order to move is said before the act, which
+/// may never end.
+pub fn avoid(rules: Avoid, is_dry: bool, report: &Report, sysroot: &Sysroot, say: &dyn Fn(Step)) {
     if report.rollback.same < DEATHS || rules == Avoid::default() {
-        return (Vec::new(), None);
+        return;
     }
     let act = Act::choose(rules, Cause::of(report));
-    let order = (rules.machine == OfMachine::Evacuate).then(|| TWICE.to_owned());
+    let moves = rules.machine == OfMachine::Evacuate;
+    if moves && !is_dry {
+        say(Step::Order(TWICE.to_owned()));
+    }
     let event = match act {
         Some(act) if is_dry => {
             Event::new(4, "would-avoid", format!("{TWICE}: {act} would be {}", act.done()))
@@ -124,10 +134,10 @@ pub fn avoid(rules: Avoid, is_dry: bool, report: &Report, sysroot: &Sysroot) -> 
                 Event::new(2, "not-avoided", format!("{TWICE}: {act} could not be {}: {why}", act.done()))
             }
         },
-        None if order.is_some() => return (Vec::new(), order),
+        None if moves => return,
         None => Event::new(2, "not-avoided", format!("{TWICE}, and the cause is none that the rules avoid")),
     };
-    (vec![event], order)
+    say(Step::Tell(event));
 }
 
 /// An act that avoids a cause.
@@ -219,6 +229,7 @@ mod tests {
     use crate::postmortem;
     use mercury_abi::snapshot::RollbackReport;
     use mercury_control::rollback::Rollback;
+    use std::cell::RefCell;
 
     const FAULT: &str = "[   30.100000] RIP: 0010:crash+0x1c/0x30 [broken]";
 
@@ -253,8 +264,16 @@ mod tests {
         let all = Avoid { module: OfModule::Unload, task: OfTask::Stop, machine: OfMachine::Keep };
         let nowhere = Sysroot::at("/nowhere");
         let names = |rules, is_dry, report: &Report| {
-            let (events, order) = avoid(rules, is_dry, report, &nowhere);
-            (events.iter().map(|event| (event.name, event.text.clone())).collect::<Vec<_>>(), order)
+            let (mut events, mut order) = (Vec::new(), None);
+            let steps = RefCell::new(Vec::new());
+            avoid(rules, is_dry, report, &nowhere, &|step| steps.borrow_mut().push(step));
+            for step in steps.into_inner() {
+                match step {
+                    Step::Tell(event) => events.push((event.name, event.text)),
+                    Step::Order(reason) => order = Some(reason),
+                }
+            }
+            (events, order)
         };
         let faulted = [FAULT, "[   31.000000] Kernel panic"];
         assert_eq!(names(all, false, &report(1, &faulted, 1)), (vec![], None), "the first death");
@@ -272,6 +291,7 @@ mod tests {
         assert!(names(all, false, &report(2, &[], 0)).0[0].1.contains("none that the rules avoid"));
         let moves = Avoid { machine: OfMachine::Evacuate, ..Avoid::default() };
         assert_eq!(names(moves, false, &report(2, &faulted, 1)), (vec![], Some(TWICE.into())));
+        assert_eq!(names(moves, true, &report(2, &faulted, 1)), (vec![], None), "a dry run");
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! The guard in mercuryd: starts the watch, and reports what the driver has seen.
 
 use super::{
-    avoid::{self, Avoid},
+    avoid::Avoid,
+    escalation::Escalation,
     integrity::{Passes, Said, report::End},
     outlook::{Outlook, Wish},
     report::Report,
@@ -9,10 +10,11 @@ use super::{
     start,
     switches::Switches,
 };
-use crate::postmortem;
 use libsystemd::logging::Priority;
 use mercury_abi::code::Code;
-use mercury_control::{access, journal, status::Status, sysroot::Sysroot, watch::Watch};
+use mercury_control::{
+    access, device::Device, error::Result, journal, status::Status, sysroot::Sysroot, watch::Watch,
+};
 use std::{
     path::Path,
     process::{Command, Stdio},
@@ -104,11 +106,39 @@ pub fn events(before: &Seen, watch: &Watch, status: &Status) -> (Vec<Event>, See
     (events, now)
 }
 
+/// The watch in the driver, as the daemon knows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Standing {
+    /// The driver watches by the daemon's rules.
+    Watching,
+    /// The driver refused to.
+    Refused,
+    /// The driver was removed.
+    Gone,
+}
+
+impl Standing {
+    /// Compares the acts that the driver has in force with those of the rules; none: there is no driver.
+    /// Returns the standing, what is wrong with it since, and true if the watch has to be started anew.
+    fn after(self, acts: Option<u32>, wanted: u32) -> (Self, Option<&'static str>, bool) {
+        match (self, acts) {
+            (_, Some(acts)) if acts == wanted => (Self::Watching, None, false),
+            (Self::Watching, Some(0)) => (self, Some("the watch was ended by another program"), true),
+            (Self::Watching, Some(_)) => (self, Some("the watch was changed by another program"), true),
+            (Self::Watching, None) => (Self::Gone, Some("the driver was removed"), false),
+            // It was loaded again.
+            (Self::Gone, Some(_)) => (self, None, true),
+            (Self::Refused | Self::Gone, _) => (self, None, false),
+        }
+    }
+}
+
 /// The guard of a running daemon.
 #[derive(Debug)]
 pub struct Keeper {
     rules: Rules,
     outlook: Outlook,
+    standing: Standing,
     reported: Option<Report>,
     seen: Option<Seen>,
     asked: Option<Instant>,
@@ -120,6 +150,8 @@ pub struct Keeper {
     keeping: Option<JoinHandle<String>>,
     /// A command that goes back to the snapshot. It ends only if the machine does not.
     going_back: Option<JoinHandle<String>>,
+    /// Acts after a second death of the same.
+    escalation: Option<Escalation>,
     /// Comparisons of code and constants with their copy.
     passes: Option<Passes>,
 }
@@ -129,31 +161,22 @@ impl Keeper {
     /// watched all the same.
     #[must_use]
     pub fn begin(rules: Rules, module: Option<&Path>) -> Self {
-        let watching = access::controlled(module, "guard").and_then(|(device, _)| start(&device, &rules));
-        tell(
-            &rules,
-            &match watching {
-                Ok((watch, _)) => {
-                    let text = format!("watching {} CPUs, profile {}", watch.cpus, rules.profile.name());
-                    Event::new(6, "watching", text)
-                }
-                Err(error) => {
-                    let event = Event::new(2, "not-watching", format!("no hang is noticed: {error}"));
-                    error.code.into_iter().fold(event, Event::code)
-                }
-            },
-        );
+        // From now on other commands leave the watch alone.
+        let report = Report { pid: std::process::id(), ..Report::default() };
+        let _ = report.write(&Sysroot::default());
+        let standing = begin_to_watch(&rules, access::controlled(module, "guard").map(|(device, _)| device));
         let outlook = Outlook::begin(&Sysroot::default(), &rules);
         let integrity = &rules.integrity;
         let passes = (integrity.scrub != Scrub::Off)
             .then(|| Passes::begin(integrity.scrub == Scrub::Mend, integrity.every()));
-        Self { passes, ..Self::of(rules, outlook) }
+        Self { passes, standing, ..Self::of(rules, outlook) }
     }
 
     fn of(rules: Rules, outlook: Outlook) -> Self {
         Self {
             rules,
             outlook,
+            standing: Standing::Refused,
             reported: None,
             seen: None,
             asked: None,
@@ -161,6 +184,7 @@ impl Keeper {
             rollbacks_before: None,
             keeping: None,
             going_back: None,
+            escalation: None,
             passes: None,
         }
     }
@@ -190,9 +214,9 @@ impl Keeper {
         if self.asked.is_none_or(|asked| now.duration_since(asked) >= INTERVAL) {
             self.asked = Some(now);
             self.publish();
-            order = self.look_at_driver().or(order);
+            self.look_at_driver();
         }
-        order
+        self.look_at_escalation(now).or(order)
     }
 
     /// Writes the state, if it has changed, for other commands.
@@ -203,13 +227,40 @@ impl Keeper {
         }
     }
 
-    /// Asks the driver, and reports what has changed. Returns the reason if this machine is to move.
-    fn look_at_driver(&mut self) -> Option<String> {
+    /// Reports how far an escalation is. Returns the reason if this machine is to move.
+    fn look_at_escalation(&mut self, now: Instant) -> Option<String> {
+        let news = self.escalation.as_mut()?.news(now);
+        news.events.iter().for_each(|event| tell(&self.rules, event));
+        if news.has_ended {
+            self.escalation = None;
+        }
+        news.order
+    }
+
+    /// Starts the watch again if another program has ended or changed it, or the driver was loaded again.
+    fn keep_watching(&mut self, acts: Option<u32>) {
+        let (standing, wrong, starts) = self.standing.after(acts, self.rules.acts());
+        self.standing = standing;
+        if let Some(why) = wrong {
+            tell(&self.rules, &Event::new(2, "not-watching", format!("no hang was noticed: {why}")));
+        }
+        if starts && let Some(device) = access::control_if_loaded().transpose() {
+            self.standing = begin_to_watch(&self.rules, device);
+        }
+    }
+
+    /// Asks the driver, and reports what has changed.
+    fn look_at_driver(&mut self) {
         if let Some(ended) = self.going_back.take_if(|command| command.is_finished()) {
             self.report_going_back(&ended.join().unwrap_or_default());
         }
-        let watch = access::observe().and_then(|device| device.watch_status()).ok()?;
-        let status = access::current_status().ok()?;
+        let watch = match access::observe().and_then(|device| device.watch_status()) {
+            Ok(watch) => watch,
+            Err(error) if error.code == Some(Code::NotLoaded) => return self.keep_watching(None),
+            Err(_) => return,
+        };
+        self.keep_watching(Some(watch.acts));
+        let Ok(status) = access::current_status() else { return };
         let watch = Watch::new(&watch);
         let (events, now) = match &self.seen {
             Some(before) => events(before, &watch, &status),
@@ -227,26 +278,21 @@ impl Keeper {
         if let Some(ended) = self.keeping.take_if(|keeping| keeping.is_finished()) {
             self.report_snapshot(&ended.join().unwrap_or_default());
         }
-        events.iter().any(|event| event.name == ROLLED_BACK).then(|| self.escalate()).flatten()
+        if events.iter().any(|event| event.name == ROLLED_BACK) {
+            self.escalate();
+        }
     }
 
-    /// Avoids the cause of the last death, if the machine has died of it before. Returns the reason if it is
-    /// to move.
-    fn escalate(&self) -> Option<String> {
-        let rules = &self.rules;
-        if rules.avoid == Avoid::default() {
-            return None;
+    /// Begins to avoid the cause of the last death, if the machine has died of it before.
+    fn escalate(&mut self) {
+        if self.rules.avoid == Avoid::default() {
+            return;
         }
-        match postmortem::report() {
-            Ok(report) => {
-                let (events, order) = avoid::avoid(rules.avoid, rules.dry_run, &report, &Sysroot::default());
-                events.iter().for_each(|event| tell(rules, event));
-                order.filter(|_| !rules.dry_run)
-            }
+        match Escalation::begin(&self.rules) {
+            Ok(escalation) => self.escalation = Some(escalation),
             Err(error) => {
-                let text = format!("the life that ended tells nothing: {error}");
-                tell(rules, &Event::new(4, "not-avoided", text));
-                None
+                let text = format!("no thread for what would avoid the last death: {error}");
+                tell(&self.rules, &Event::new(2, "not-avoided", text));
             }
         }
     }
@@ -354,6 +400,22 @@ impl Keeper {
     }
 }
 
+/// Starts the watch by the rules, and reports how that went.
+fn begin_to_watch(rules: &Rules, device: Result<Device>) -> Standing {
+    let (event, standing) = match device.and_then(|device| start(&device, rules)) {
+        Ok((watch, _)) => {
+            let text = format!("watching {} CPUs, profile {}", watch.cpus, rules.profile.name());
+            (Event::new(6, "watching", text), Standing::Watching)
+        }
+        Err(error) => {
+            let event = Event::new(2, "not-watching", format!("no hang is noticed: {error}"));
+            (error.code.into_iter().fold(event, Event::code), Standing::Refused)
+        }
+    };
+    tell(rules, &event);
+    standing
+}
+
 /// Converts news of the passes.
 fn integrity_event(said: Said) -> Event {
     match said {
@@ -456,6 +518,26 @@ mod tests {
         let state = if lost_because.is_some() { "lost" } else { "kept" };
         let snapshot = Some(Snapshot { state, lost_because, copied_pages: 0, free_bytes: 0 });
         Status { rollback, snapshot, ..Status::without_driver(&Sysroot::default()) }
+    }
+
+    #[test]
+    fn a_watch_that_another_program_ends_begins_again() {
+        use Standing::{Gone, Refused, Watching};
+        let wanted = Rules::default().acts();
+        let after = |standing: Standing, acts| standing.after(acts, wanted);
+        assert_eq!(after(Watching, Some(wanted)), (Watching, None, false));
+        for (acts, word) in [(0, "ended"), (wanted ^ 2, "changed")] {
+            let (standing, why, starts) = after(Watching, Some(acts));
+            assert!(standing == Watching && why.is_some_and(|why| why.contains(word)) && starts, "{acts}");
+        }
+        // It is told once that the driver is gone, and the watch begins with the next driver.
+        let (gone, why, starts) = after(Watching, None);
+        assert_eq!((gone, why, starts), (Gone, Some("the driver was removed"), false));
+        assert_eq!(after(Gone, None), (Gone, None, false));
+        assert_eq!(after(Gone, Some(0)), (Gone, None, true));
+        // A driver that refused is not asked again, unless somebody else had more luck.
+        assert_eq!(after(Refused, Some(0)), (Refused, None, false));
+        assert_eq!(after(Refused, Some(wanted)), (Watching, None, false));
     }
 
     #[test]

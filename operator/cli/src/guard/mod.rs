@@ -3,11 +3,13 @@
 //! * [`integrity`]: code and constants are compared with a copy, and mended;
 //! * [`rules`]: the file; [`switches`]: the kernel's own detectors;
 //! * [`check`]: the help that this machine gives; [`drill`]: a panic on purpose;
-//! * [`keeper`]: the guard in mercuryd; [`avoid`]: its acts after a machine has died of the same twice.
+//! * [`keeper`]: the guard in mercuryd; [`avoid`]: its acts after a machine has died of the same twice;
+//!   [`escalation`]: these acts, in a thread.
 
 pub mod avoid;
 pub mod check;
 pub mod drill;
+pub mod escalation;
 pub mod integrity;
 pub mod keeper;
 pub mod outlook;
@@ -107,6 +109,7 @@ struct State {
 pub fn run(command: &GuardCommand, say: Say<'_>) -> Result<Exit> {
     match command {
         GuardCommand::On(args) => {
+            need_no_daemon(&Sysroot::default(), "guard on")?;
             let (device, _) = access::controlled(args.module.module.as_deref(), "guard on")?;
             let rules = Rules::read(&args.rules.rules)?;
             let (watch, switches) = start(&device, &rules)?;
@@ -137,9 +140,19 @@ fn start(device: &Device, rules: &Rules) -> Result<(Watch, Vec<Change>)> {
     Ok((watch, changes?))
 }
 
+/// Refuses while mercuryd guards: it would not learn that its watch, its switches or its copy are others.
+fn need_no_daemon(sysroot: &Sysroot, action: &str) -> Result<()> {
+    let Some(daemon) = Report::read(sysroot) else { return Ok(()) };
+    let why = format!("mercuryd (process {}) guards this machine, and {action} would interfere", daemon.pid);
+    Err(Error::new(Exit::State, why).hint(
+        "`systemctl stop mercuryd` ends the watch; after a change of the rules use `systemctl restart mercuryd`",
+    ))
+}
+
 /// Stops the watch, and puts the kernel's switches back.
 fn off() -> Result<Watch> {
     access::need_root("guard off")?;
+    need_no_daemon(&Sysroot::default(), "guard off")?;
     integrity::forget()?;
     Switches::system().put_back()?;
     match access::control_if_loaded()? {
@@ -194,5 +207,23 @@ impl Render for State {
             Some(integrity) => integrity.render(to),
             None => to.line("integrity: code and constants are not compared"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sensors::testing::Fake;
+
+    #[test]
+    fn a_daemon_that_guards_is_not_interfered_with() {
+        let fake = Fake::new();
+        need_no_daemon(&fake.sysroot(), "guard off").expect("no daemon");
+        Report { pid: 77, ..Report::default() }.write(&fake.sysroot()).expect("written");
+        need_no_daemon(&fake.sysroot(), "guard off").expect("a daemon that has died");
+        fake.put("proc/77/comm", "mercury\n");
+        let refused = need_no_daemon(&fake.sysroot(), "guard off").expect_err("a daemon");
+        assert_eq!(refused.exit, Exit::State);
+        assert!(refused.message.contains("mercuryd (process 77)"), "{refused}");
     }
 }
