@@ -61,17 +61,43 @@ static FIVE_LEVEL: AtomicBool = AtomicBool::new(false);
 static WANTED_PAGES: AtomicUsize = AtomicUsize::new(0);
 
 /// The tables of one format. Each vendor has a static one; those of the machine's vendor are filled.
-pub struct Tables<F>(Mutex<Option<Nested<F>>>);
+pub struct Tables<F>(Mutex<Slot<F>>);
+
+/// A place for tables. The tag makes an empty place all zeros, which take no room in the image; an `Option`
+/// would have another pattern for none.
+#[repr(u8)]
+#[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "it is static, and there is no heap")]
+pub(crate) enum Slot<F> {
+    Empty = 0,
+    Filled(Nested<F>) = 1,
+}
+
+impl<F> Slot<F> {
+    pub(crate) const fn as_ref(&self) -> Option<&Nested<F>> {
+        match self {
+            Self::Empty => None,
+            Self::Filled(nested) => Some(nested),
+        }
+    }
+
+    pub(crate) const fn as_mut(&mut self) -> Option<&mut Nested<F>> {
+        match self {
+            Self::Empty => None,
+            Self::Filled(nested) => Some(nested),
+        }
+    }
+}
 
 impl<F> Tables<F> {
     /// Returns tables that are yet to be planned.
     #[must_use]
     pub const fn new() -> Self {
-        Self(Mutex::new(None))
+        Self(Mutex::new(Slot::Empty))
     }
 
     /// Locks the tables. `None` if the holder of the lock does not release it in time.
-    pub(crate) fn lock(&self) -> Option<spin::MutexGuard<'_, Option<Nested<F>>>> {
+    pub(crate) fn lock(&self) -> Option<spin::MutexGuard<'_, Slot<F>>> {
         for _ in 0..LOCK_ATTEMPTS {
             if let Some(guard) = self.0.try_lock() {
                 return Some(guard);
@@ -177,7 +203,7 @@ pub fn init<V: Vendor>(boot: &BootInfo, boot_virt: u64, hardware: &mut impl Hard
     };
     let top_of_memory_2 = V::top_of_memory_2(hardware);
     let map = IdentityMap::new(layout, read_mtrrs(hardware, physical_bits, top_of_memory_2));
-    *V::tables().0.lock() = Some(Nested { map, pool, boot_virt, live: Live::new() });
+    *V::tables().0.lock() = Slot::Filled(Nested { map, pool, boot_virt, live: Live::new() });
     Ok(())
 }
 
@@ -393,7 +419,7 @@ pub(crate) mod tests {
 
     /// Makes the nested tables of tests those of this machine.
     pub fn install<V: Vendor>() {
-        *V::tables().0.lock() = Some(small());
+        *V::tables().0.lock() = Slot::Filled(small());
     }
 
     /// Two CPUs write to one hidden page: the second finds it sunk.

@@ -72,6 +72,17 @@ pub(super) struct Target {
     pub repeat_ticks: u64,
 }
 
+/// A flat data segment as the descriptor has it, without the limit: present, writable, accessed, 32 bits wide
+/// and counted in pages. Its privilege level is in bits 6:5.
+const FLAT_DATA: u16 = 0xC093;
+
+/// Returns the rights of a data segment of 64-bit mode by its selector, in the format of Intel's control
+/// structure: bits 15:8 of AMD's are four lower. A null selector has none.
+#[inline]
+pub(crate) fn data_rights(selector: u16) -> Option<u16> {
+    (selector & !3 != 0).then_some(FLAT_DATA | (selector & 3) << 5)
+}
+
 /// Has the events that start a rollback exit on this CPU, or no longer.
 pub(super) fn watch<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, watch: Watch) {
     if V::rolls_back(area) {

@@ -24,8 +24,6 @@ use crate::{machine_check, publish};
 const KERNEL_GS_BASE: usize = 4;
 /// DR6 with nothing to report.
 const DR6_CLEAR: u64 = 0xFFFF_0FF0;
-/// A flat data segment, present, writable and accessed; its privilege level is in bits 6:5.
-const FLAT_DATA: u16 = 0xC93;
 
 pub(super) fn watch(area: &mut Area, watch: Watch) {
     let intercepts = &mut area.control.intercept_misc1;
@@ -127,10 +125,10 @@ pub(super) fn put_back(area: &mut Area, saved: &SavedCpu, root: HostPhys) {
 /// Returns a data segment of 64-bit mode, by its selector.
 fn data_segment(selector: u64) -> Segment {
     let selector = selector as u16;
-    if selector & !3 == 0 {
+    let Some(rights) = rollback::data_rights(selector) else {
         return Segment { selector, ..Segment::default() };
-    }
-    Segment { selector, attributes: FLAT_DATA | (selector & 3) << 5, limit: u32::MAX, base: 0 }
+    };
+    Segment { selector, attributes: rights & 0xFF | rights >> 4 & 0xF00, limit: u32::MAX, base: 0 }
 }
 
 #[cfg(test)]

@@ -26,9 +26,6 @@ use crate::snapshot::rollback::{self, Watch};
 use crate::x86::{DR7_CLEAR, Hardware, msr};
 use crate::{machine_check, nested, publish};
 
-/// A flat data segment, present, writable and accessed; its privilege level is in bits 6:5.
-const FLAT_DATA: u16 = 0xC093;
-
 pub(super) fn watch(area: &mut Area, hardware: &mut impl Hardware, watch: Watch) {
     let mut controls = area.own.controls.pin;
     unwatch(area);
@@ -189,10 +186,10 @@ fn put_segment(hardware: &mut impl Hardware, number: u32, segment: &Segment, bas
 /// Returns a data segment of 64-bit mode, by its selector.
 fn data_segment(selector: u64) -> Segment {
     let selector = selector as u16;
-    if selector & !3 == 0 {
-        return Segment { selector, ..Segment::default() };
+    match rollback::data_rights(selector) {
+        Some(attributes) => Segment { selector, attributes, limit: u32::MAX, base: 0 },
+        None => Segment { selector, ..Segment::default() },
     }
-    Segment { selector, attributes: FLAT_DATA | (selector & 3) << 5, limit: u32::MAX, base: 0 }
 }
 
 #[cfg(test)]

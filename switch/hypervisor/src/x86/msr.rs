@@ -102,7 +102,7 @@ fn read_noting(index: u32, failed: &mut u32) -> u64 {
             "xor edx, edx",
             "jmp 4b",
             ".popsection",
-            ".pushsection .rodata.fixup, \"a\"",
+            ".pushsection .fixup, \"a\"",
             ".long 2b - .",
             ".long 3b - .",
             ".popsection",
@@ -125,7 +125,7 @@ pub fn write(index: u32, value: u64) -> bool {
     unsafe {
         asm!(
             "2: wrmsr",
-            ".pushsection .rodata.fixup, \"a\"",
+            ".pushsection .fixup, \"a\"",
             ".long 2b - .",
             ".long {failed} - .",
             ".popsection",

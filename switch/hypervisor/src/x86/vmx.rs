@@ -28,7 +28,7 @@ pub fn vmxon(region_phys: u64) -> bool {
         asm!(
             "2: vmxon [{region}]",
             "jna {failed}",
-            ".pushsection .rodata.fixup, \"a\"",
+            ".pushsection .fixup, \"a\"",
             ".long 2b - .",
             ".long {failed} - .",
             ".popsection",
@@ -180,7 +180,7 @@ pub fn xsetbv(index: u32, value: u64) -> bool {
             "jmp 4f",
             "3: mov {failed:e}, 1",
             "4: mov cr4, {saved}",
-            ".pushsection .rodata.fixup, \"a\"",
+            ".pushsection .fixup, \"a\"",
             ".long 2b - .",
             ".long 3b - .",
             ".popsection",
