@@ -233,8 +233,8 @@ impl Prepared {
         &self.view
     }
 
-    /// Takes the values of clocks at the instant, which a machine that moves has only then, and which has just
-    /// been.
+    /// Takes the values of clocks that a machine which moves has only after the instant, from its last
+    /// description, which has just come.
     pub fn set_timers(&mut self, timers: Option<Timers>) {
         let (Some(own), Some(timers)) = (&mut self.machine.timers, timers) else { return };
         own.tsc = timers.tsc;

@@ -100,9 +100,9 @@ pub fn set_rate(vcpu: &VcpuFd, machine: &Machine) -> Result<()> {
     vcpu.set_tsc_khz(u32::try_from(wanted).unwrap_or(u32::MAX)).map_err(wrong)
 }
 
-/// Returns the milliseconds by which the RTC of a machine is ahead of this host's time, whose instant has just
-/// been. So its kernel finds that no time has gone by since, whatever the time of this host is. `None`: an
-/// earlier Mercury did not record the machine's time.
+/// Returns the milliseconds by which the RTC of a machine is ahead of this host's time, whose description has
+/// just come. So it goes on as the RTC of the source does, whatever the time of this host is. `None`: an earlier
+/// Mercury did not record the machine's time.
 #[must_use]
 pub fn clock_ahead_ms(timers: &Timers, now: SystemTime) -> Option<i64> {
     let now = i64::try_from(now.duration_since(UNIX_EPOCH).ok()?.as_millis()).ok()?;

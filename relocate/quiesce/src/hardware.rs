@@ -57,6 +57,12 @@ pub fn note_instant(machine: &mut Machine) {
     if let Some(timers) = &mut machine.timers {
         // SAFETY: Each processor that Mercury knows has the counter, and Linux lets programs read it.
         timers.tsc = unsafe { std::arch::x86_64::_rdtsc() };
+    }
+}
+
+/// Notes the machine's time for a destination that gets the description now.
+pub fn note_time(machine: &mut Machine) {
+    if let Some(timers) = &mut machine.timers {
         timers.real_ms = now().as_millis() as u64;
     }
 }

@@ -32,7 +32,10 @@ use mercury_migration::{
     session::PairingToken,
     wire::Ledger,
 };
-use mercury_quiesce::ethernet::{Card, Mac};
+use mercury_quiesce::{
+    ethernet::{Card, Mac},
+    hardware,
+};
 use std::{
     collections::VecDeque,
     net::SocketAddr,
@@ -468,14 +471,18 @@ impl<'a> Mover<'a> {
         if self.is_in_doubt() && matches!(word, Word::Commit | Word::Cancel) {
             self.announcements.say(word);
         }
-        let text = match word {
-            Word::Offer | Word::Final(_) => self.offer.pack(),
-            _ => Ok(Vec::new()),
-        };
         let Some(link) = self.link.as_mut() else { return Step::None };
         let ended = match word {
             Word::Final(_) => self.page_streams.iter().try_for_each(|page_stream| page_stream.end(word)),
             _ => Ok(()),
+        };
+        let text = match word {
+            Word::Offer => self.offer.pack(),
+            Word::Final(_) => {
+                hardware::note_time(&mut self.offer.machine);
+                self.offer.pack()
+            }
+            _ => Ok(Vec::new()),
         };
         match ended.and(text).and_then(|text| link.say(word, &text)) {
             Ok(()) => Step::None,
