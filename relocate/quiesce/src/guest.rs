@@ -11,13 +11,10 @@ use crate::{
     metal::{Metal, Rescan},
     patient::{self, PROGRAM_PATIENCE},
 };
-use mercury_abi::guest::{
-    MERCURY_GUEST_LEAF, MERCURY_GUEST_LEAF_DESCRIPTION, MERCURY_GUEST_SIGNATURE_EBX,
-    MERCURY_GUEST_SIGNATURE_ECX, MERCURY_GUEST_SIGNATURE_EDX,
-};
+pub use mercury_control::monitor::{is_guest, ports};
 use mercury_control::sysroot::Sysroot;
 use rustix::fs::OFlags;
-use std::{arch::x86_64::__cpuid, ffi::CString, io, process::Command};
+use std::{ffi::CString, io, process::Command};
 
 /// Drivers of the devices that come, with their folders in /sys/bus.
 const DRIVERS: [(&str, &str); 4] = [
@@ -144,21 +141,6 @@ fn missing(sysroot: &Sysroot) -> Vec<String> {
 
 fn names(sysroot: &Sysroot) -> Vec<String> {
     sysroot.modules().into_iter().map(|module| module.name).collect()
-}
-
-/// Returns the first port for calls of the monitor that runs this machine as a guest, if it answers calls.
-#[must_use]
-pub fn ports() -> Option<u16> {
-    let port = __cpuid(MERCURY_GUEST_LEAF_DESCRIPTION).ecx as u16;
-    (is_guest() && port != 0).then_some(port)
-}
-
-/// Returns true if Mercury's monitor runs this machine as a guest.
-#[must_use]
-pub fn is_guest() -> bool {
-    let leaf = __cpuid(MERCURY_GUEST_LEAF);
-    [leaf.ebx, leaf.ecx, leaf.edx]
-        == [MERCURY_GUEST_SIGNATURE_EBX, MERCURY_GUEST_SIGNATURE_ECX, MERCURY_GUEST_SIGNATURE_EDX]
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use crate::{
     driver::Driver,
     error::{Error, Result},
     exit::Exit,
-    module, processor, progress,
+    module, monitor, processor, progress,
     status::Status,
     sudo,
     switch::{self, Prepared},
@@ -99,9 +99,10 @@ pub fn observe() -> Result<Device> {
 
 /// Reads the status, also without a driver.
 pub fn current_status() -> Result<Status> {
-    match observe() {
+    let status = match observe() {
         Ok(device) => Status::collect(&device),
         Err(error) if error.code == Some(Code::NotLoaded) => Ok(Status::without_driver(&Sysroot::default())),
         Err(error) => Err(error),
-    }
+    };
+    Ok(Status { guest: monitor::is_guest(), ..status? })
 }

@@ -30,6 +30,7 @@ pub mod journal;
 pub mod lockdown;
 pub mod log;
 pub mod module;
+pub mod monitor;
 pub mod msr;
 pub mod output;
 pub mod processor;

@@ -43,6 +43,9 @@ pub struct Status {
     /// Evidence for a hypervisor that a removed driver left beneath.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub suspicion: Option<&'static str>,
+    /// True if Mercury's monitor runs this machine as a guest of another one.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub guest: bool,
     /// Version of the hypervisor, empty without a driver.
     pub version: String,
     /// TSC frequency in kHz.
@@ -219,6 +222,7 @@ impl Status {
         Self {
             state: state_name(system.state),
             suspicion: None,
+            guest: false,
             version: nul_padded(&system.version),
             tsc_khz: system.tsc_khz,
             controller_pid: (system.controller_pid != 0).then_some(system.controller_pid),
@@ -357,6 +361,9 @@ fn guest_registers(record: &CrashRecord) -> BTreeMap<&'static str, Hex> {
 impl Render for Status {
     fn render(&self, to: &mut Text) {
         to.line(self.headline(to));
+        if self.guest {
+            to.line("Mercury's monitor runs this machine as a guest of another one");
+        }
         if let Some(suspicion) = self.suspicion {
             to.line(to.tone(Tone::Doubtful, suspicion));
             to.line("`mercury doctor` asks the CPUs if a hypervisor is beneath them");
@@ -396,6 +403,9 @@ impl Status {
         let attached = self.in_mode("attached");
         let state = match self.state {
             "no-driver" if self.suspicion.is_some() => "not loaded".into(),
+            // A guest's CPUs are the host's monitor's, and not native.
+            "no-driver" if self.guest => "not loaded".into(),
+            "unloaded" if self.guest => "driver loaded, hypervisor not".into(),
             "no-driver" => "not loaded: every CPU is native".into(),
             "unloaded" => "driver loaded, hypervisor not: every CPU is native".into(),
             "loaded" => to.tone(Tone::Good, "loaded, every CPU native"),
@@ -630,6 +640,21 @@ mod tests {
             rendered(&Status::without_driver(&Sysroot::at("/nowhere"))),
             "Mercury not loaded: every CPU is native\n"
         );
+    }
+
+    #[test]
+    fn a_guest_of_mercury_s_monitor_is_no_native_machine() {
+        let there = Status { guest: true, ..Status::without_driver(&Sysroot::at("/nowhere")) };
+        let unloaded = SystemInfo { state: MERCURY_STATE_UNLOADED, ..SystemInfo::default() };
+        let loaded = Status { guest: true, ..Status::new(&unloaded, &[], &[]) };
+        for status in [there, loaded] {
+            let text = rendered(&status);
+            assert!(text.contains("monitor runs this machine as a guest"), "{text}");
+            assert!(
+                !text.contains("native") && json("status", &status).contains("\"guest\": true"),
+                "{text}"
+            );
+        }
     }
 
     #[test]

@@ -10,7 +10,7 @@ use mercury_control::{
     device::{Access, Device},
     driver::Driver,
     error::{Error, Result},
-    lockdown, module,
+    lockdown, module, monitor,
     processor::cpuid_facts,
     sysroot::{Module, Sysroot},
 };
@@ -92,6 +92,22 @@ pub struct Machine {
     pub answers: Option<Vec<(Operation, Vec<Answer>)>>,
     /// True if local file systems are mounted for writing.
     pub local_disks: bool,
+    /// Mercury's monitor, if it runs this machine as a guest of another one.
+    pub monitor: Option<Monitor>,
+}
+
+/// Mercury's monitor beneath a guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Monitor {
+    /// True if it stands in for the hypervisor when the guest moves away.
+    pub answers_calls: bool,
+}
+
+impl Monitor {
+    /// Asks the processor.
+    fn read() -> Option<Self> {
+        monitor::is_guest().then(|| Self { answers_calls: monitor::ports().is_some() })
+    }
 }
 
 impl Machine {
@@ -135,6 +151,7 @@ impl Machine {
             free_blocks: sysroot.free_blocks(IMAGE_ORDER),
             answers: None,
             local_disks: refusals::refuse_disks(sysroot).is_err(),
+            monitor: Monitor::read(),
             release,
         }
     }

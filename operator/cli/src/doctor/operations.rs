@@ -14,8 +14,8 @@ use mercury_relocation::refusals::{Answer, Operation};
 /// Makes a section for each operation.
 #[must_use]
 pub fn sections(machine: &Machine, can_attach: &'static str) -> Vec<Section> {
-    let section = |operation: &'static str, own: Vec<Item>| {
-        let mut items: Vec<_> = attach(can_attach).into_iter().chain(kept(machine)).collect();
+    let section = |operation: &'static str, needed: Option<Item>, own: Vec<Item>| {
+        let mut items: Vec<_> = needed.into_iter().chain(kept(machine)).collect();
         items.extend(own);
         if machine.answers.is_none() {
             items.push(
@@ -30,9 +30,9 @@ pub fn sections(machine: &Machine, can_attach: &'static str) -> Vec<Section> {
         Section { operation, possible: verdict_of(&items), items }
     };
     vec![
-        section("checkpoint", checkpoint(machine)),
-        section("snapshot", snapshot(machine)),
-        section("migrate", migrate(machine)),
+        section("checkpoint", attach(can_attach), checkpoint(machine)),
+        section("snapshot", attach(can_attach), snapshot(machine)),
+        section("migrate", monitor(machine).or_else(|| attach(can_attach)), migrate(machine)),
     ]
 }
 
@@ -45,6 +45,12 @@ fn attach(can_attach: &str) -> Option<Item> {
         }
         _ => Some(Item::new("attach", Grade::CannotTell, "it is unknown if attach is refused")),
     }
+}
+
+/// Makes the item for the monitor of a guest that moves away, which does what the hypervisor does otherwise.
+fn monitor(machine: &Machine) -> Option<Item> {
+    let answers = machine.monitor.is_some_and(|monitor| monitor.answers_calls);
+    answers.then(|| Item::new("monitor", Grade::Ok, "Mercury's monitor stands in for the hypervisor"))
 }
 
 /// Makes the item for a snapshot that is kept: each operation makes one, and there can be only one

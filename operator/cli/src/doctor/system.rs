@@ -19,6 +19,7 @@ pub fn items(machine: &Machine) -> Vec<Item> {
         departures(machine),
         registers(machine),
         attached(machine),
+        monitor(machine),
         offline(machine),
         kexec(machine),
         livepatch(machine),
@@ -26,6 +27,12 @@ pub fn items(machine: &Machine) -> Vec<Item> {
         iommu(machine),
     ];
     always.into_iter().chain(sometimes.into_iter().flatten()).collect()
+}
+
+fn monitor(machine: &Machine) -> Option<Item> {
+    machine.monitor?;
+    let text = "Mercury's monitor runs this machine as a guest of another one";
+    Some(Item::new("monitor", Grade::Note, text))
 }
 
 /// Returns the refusal of `mercury attach` without --force: a kernel of a major version that was

@@ -2,7 +2,7 @@
 
 use super::{
     Grade, Report, examine,
-    machine::{Asked, Machine},
+    machine::{Asked, Machine, Monitor},
     processor, system,
 };
 use mercury_abi::{code::Code, facts::CpuFacts};
@@ -47,6 +47,7 @@ fn good_machine() -> Machine {
         free_blocks: Some(100),
         answers: Some(good_answers()),
         local_disks: false,
+        monitor: None,
     }
 }
 
@@ -376,4 +377,24 @@ fn every_refusal_of_attach_shows() {
             assert!(processor::shows(*code), "{code:?}");
         }
     }
+}
+
+/// A host without nested virtualization refuses attach to its guest. The guest can move away all the same.
+#[test]
+fn a_guest_of_mercury_s_monitor_can_move_away() {
+    let guest = |answers_calls| Machine {
+        monitor: Some(Monitor { answers_calls }),
+        ..with_facts(|facts| facts.vm_cr = 0x18)
+    };
+    let possible = |report: &Report| report.operations.iter().map(|one| one.possible).collect::<Vec<_>>();
+    let report = examine(&guest(true), false);
+    assert_eq!(report.can_attach, "no", "{report:?}");
+    assert_eq!(possible(&report), ["no", "no", "yes"]);
+    let text = rendered(&report);
+    for words in
+        ["monitor runs this machine as a guest", "stands in for the hypervisor", "`mercury migrate` is"]
+    {
+        assert!(text.contains(words), "{words}: {text}");
+    }
+    assert_eq!(possible(&examine(&guest(false), false)), ["no", "no", "no"]);
 }
