@@ -480,6 +480,30 @@ impl Machine {
         ended.map(meaning).map_err(|error| self.blame_silent(error))
     }
 
+    /// Waits until the machine is off, which this command moves elsewhere.
+    ///
+    /// # Errors
+    /// If `limit` passes, or the command ends and the machine runs on.
+    pub fn wait_moved(&self, moving: &mut Background, limit: Duration) -> Result<()> {
+        /// The machine powers itself off after the command's end.
+        const GOES: Duration = Duration::from_secs(20);
+        let mut ended = None;
+        let moved = wait_for("the machine to move", patient(limit), || {
+            if self.process.lock().try_wait().context(|| "wait for the emulator".into())?.is_some() {
+                return Ok(Some(()));
+            }
+            let since: &mut Option<Instant> = &mut ended;
+            if moving.has_ended().unwrap_or(true)
+                && since.get_or_insert_with(Instant::now).elapsed() > patient(GOES)
+            {
+                let said = moving.output_so_far()? + &moving.errors_so_far()?;
+                return Err(Error::Unhealthy(format!("the machine has not moved: {said}")));
+            }
+            Ok(None)
+        });
+        moved.map_err(|error| self.blame_silent(error))
+    }
+
     /// Powers the machine off from inside.
     ///
     /// # Errors

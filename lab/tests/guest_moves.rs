@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used)]
 
 use mercury_lab::{
-    Background, Bus, Kernel, Machine, Platform, Result, Spec, System, Vendor,
+    Background, Bus, Kernel, Machine, Platform, Qemu, Release, Result, Spec, System, Vendor,
     as_guest::{self, Guest, NAME, disk},
     moving::{LIMIT, PEER, Switch, migrate, receive, said},
     restart::{
@@ -13,6 +13,7 @@ use mercury_lab::{
         start,
     },
 };
+use std::time::SystemTime;
 
 fn need_kvm() -> Result<()> {
     Platform::need(Vendor::Amd, "the lab has no host with KVM on Intel")
@@ -32,14 +33,19 @@ fn metal(kernel: Kernel, cpus: u32) -> Spec {
 
 impl Scene {
     fn new(kernel: Kernel, cpus: u32) -> Result<Self> {
-        Self::of(as_guest::in_ram(metal(kernel, cpus)), |host| host)
+        Self::of(kernel, as_guest::in_ram(metal(kernel, cpus)), |host| host)
     }
 
-    /// Boots this source, and a host with what `add` adds to it.
-    fn of(source: Spec, add: impl FnOnce(Spec) -> Spec) -> Result<Self> {
-        let switch = Switch::boot()?;
+    /// Boots this source with some kernel, and a host of the same release with what `add` adds to it.
+    fn of(kernel: Kernel, source: Spec, add: impl FnOnce(Spec) -> Spec) -> Result<Self> {
+        let switch = Switch::boot_for(kernel)?;
+        let hosts = match kernel.release() {
+            Release::Bookworm => Kernel::BookwormCloud,
+            Release::Trixie => Kernel::TrixieCloud,
+        };
         let source = switch.boot_other(switch.plug_metal(source))?;
-        let host = add(switch.plugged(Kernel::BookwormCloud, 2, 1800, 3));
+        set_time(&source)?;
+        let host = add(switch.plugged(hosts, 2, 1800, 3));
         let host = switch.boot_other(as_guest::with_ports(host))?;
         as_guest::bridge(&host, "10.9.0.3")?;
         plug_metal_in(&source, "10.9.0.2")?;
@@ -47,6 +53,12 @@ impl Scene {
         start(&source, "talk", TALK, PEER)?;
         Ok(Self { switch, source, host })
     }
+}
+
+/// Sets the machine's time, and not its RTC.
+fn set_time(machine: &Machine) -> Result<()> {
+    let now = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs_f64();
+    machine.sh(&format!("date -s @{now:.3}")).map(drop)
 }
 
 fn plug_metal_in(machine: &Machine, address: &str) -> Result<()> {
@@ -64,7 +76,7 @@ fn moves_in<'a>(source: &Machine, host: &'a Machine, boot_id: &str) -> Result<Gu
 /// Moves the machine by this command to a host that waits.
 fn arrives<'a>(source: &Machine, mut guest: Guest<'a>, command: &str, boot_id: &str) -> Result<Guest<'a>> {
     let mut moving = source.spawn(command)?;
-    if let Err(error) = source.wait_shutdown(LIMIT) {
+    if let Err(error) = source.wait_moved(&mut moving, LIMIT) {
         println!("{:?} {:?}", moving.output_so_far(), moving.errors_so_far());
         println!("{:?}\n{}\n{}", guest.printed(), guest.console(), said(source));
         return Err(error);
@@ -98,6 +110,46 @@ fn a_bare_machine_moves_to_a_host_in_use() -> Result<()> {
     host.check_health()
 }
 
+/// Moves a machine like metal to a host in use, and from there to another one, by an order of the first. The
+/// machine's RTC is years behind its time, and those of the hosts are right.
+#[test]
+#[ignore = "long"]
+fn a_guest_moves_on_to_another_host_in_use() -> Result<()> {
+    need_kvm()?;
+    let metal = as_guest::in_ram(as_guest::metal(Kernel::BookwormGeneric, 1));
+    let metal = metal.qemu_arg("-rtc").qemu_arg("base=2020-01-01T00:00:00");
+    let Scene { switch, source, host } = Scene::of(Kernel::BookwormGeneric, metal, |host| host)?;
+    assert!(source.sh("cat /sys/class/rtc/rtc0/date")?.starts_with("2020-"));
+    let boot_id = boot_id(&source)?;
+    let guest = moves_in(&source, &host, &boot_id)?;
+    talks(&guest, &switch.peer)?;
+
+    drop(source);
+    let other = Spec::new(Kernel::BookwormCloud).cpus(2).memory_mib(1800).qemu_version(Qemu::Newer);
+    let other = switch.boot_other(as_guest::with_ports(switch.plug_instead(other)))?;
+    as_guest::bridge(&other, "10.9.0.4")?;
+    let work = other.start_work()?;
+    let (mut there, words) = Guest::receive(&other, "--net tap=tap0 --listen 10.9.0.4")?;
+    let mut moving = order(&host, &guest, &words, "--max-throttle 0 --pool 150M")?;
+    if let Err(error) = there.wait() {
+        println!("{:?} {:?}", moving.output_so_far(), moving.errors_so_far());
+        println!("{}\n{}", guest.console(), there.console());
+        return Err(error);
+    }
+    println!("{}\n{}", guest.ends()?, there.printed()?);
+    let said = moving.wait(LIMIT)?.check()?.stdout;
+    assert!(said.contains("has moved") && said.contains("found by a dirty log"), "{said}");
+    is_well(&there, &boot_id)?;
+    talks(&there, &switch.peer)?;
+    there.check_log()?;
+    println!("{}", there.sh("ip address; ip route; dmesg | tail -40")?);
+    assert_eq!(host.mercury("guests list")?["guests"].as_array().unwrap().len(), 0);
+    host.check_health()?;
+    is_seen_and_stopped(&other, there)?;
+    work.finish()?;
+    other.check_health()
+}
+
 /// The place where a move of a guest is ordered.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Ordered {
@@ -117,7 +169,7 @@ fn order(host: &Machine, guest: &Guest<'_>, words: &str, options: &str) -> Resul
 /// Moves a machine like metal to a host in use, and from there back to its own hardware: there are the same
 /// devices, names and addresses again, and it is native. The host's KVM offers no virtualization to its
 /// guests, so the monitor stands in for the hypervisor.
-fn there_and_back(kernel: Kernel, cpus: u32, ordered: Ordered) -> Result<()> {
+fn there_and_back(kernel: Kernel, cpus: u32, ordered: Ordered, more: &str) -> Result<()> {
     need_kvm()?;
     let Scene { switch, source, host } = Scene::new(kernel, cpus)?;
     host.sh("modprobe kvm_amd nested=0 && grep -E '^(0|N)$' /sys/module/kvm_amd/parameters/nested")?;
@@ -127,16 +179,17 @@ fn there_and_back(kernel: Kernel, cpus: u32, ordered: Ordered) -> Result<()> {
     let before = source.sh(devices)?;
     let guest = moves_in(&source, &host, &boot_id)?;
     talks(&guest, &switch.peer)?;
+    knows_its_monitor(&guest)?;
 
     // The root in RAM has no kernel for a restore environment.
     let repaired = source.start_as(switch.plug_metal(metal(kernel, cpus)))?;
     plug_metal_in(&repaired, "10.9.0.4")?;
     let words = receive(&repaired, "10.9.0.4")?;
     let boots = repaired.boots();
-    let options = "--max-throttle 0 --pool 300M";
+    let options = format!("--max-throttle 0 --pool 300M {more}");
     let mut moving = match ordered {
-        Ordered::InGuest => guest.link().spawn(&migrate(&words, options))?,
-        Ordered::ByHost => order(&host, &guest, &words, options)?,
+        Ordered::InGuest => guest.link().spawn(&migrate(&words, &options))?,
+        Ordered::ByHost => order(&host, &guest, &words, &options)?,
     };
     if let Err(error) = repaired.wait_other(boots) {
         println!("{:?} {:?} {}", moving.output_so_far(), moving.errors_so_far(), guest.console());
@@ -144,8 +197,11 @@ fn there_and_back(kernel: Kernel, cpus: u32, ordered: Ordered) -> Result<()> {
     }
     println!("{}", guest.ends()?);
     if ordered == Ordered::ByHost {
-        let said = moving.wait(LIMIT)?.check()?.stdout;
-        for words in ["applications stand still now", "has moved", "found by a dirty log"] {
+        let output = moving.wait(LIMIT)?.check()?;
+        let said = output.stdout + &output.stderr;
+        let verified = more.contains("--verify-log").then_some("0 pages were missing in the dirty log");
+        let words = ["applications stand still now", "has moved", "found by a dirty log"];
+        for words in words.into_iter().chain(verified) {
             assert!(said.contains(words), "{said}");
         }
     }
@@ -161,14 +217,26 @@ fn there_and_back(kernel: Kernel, cpus: u32, ordered: Ordered) -> Result<()> {
 #[test]
 #[ignore = "long"]
 fn a_machine_comes_back_from_a_host_in_use() -> Result<()> {
-    there_and_back(Kernel::BookwormGeneric, 1, Ordered::InGuest)
+    there_and_back(Kernel::BookwormGeneric, 1, Ordered::InGuest, "")
 }
 
 /// The same with two processors, by an order of the host.
 #[test]
 #[ignore = "long"]
 fn a_host_in_use_sends_a_machine_back() -> Result<()> {
-    there_and_back(Kernel::BookwormGeneric, 2, Ordered::ByHost)
+    there_and_back(Kernel::BookwormGeneric, 2, Ordered::ByHost, "")
+}
+
+/// Checks that the commands in a guest name the monitor, and that a move is possible without attach.
+fn knows_its_monitor(guest: &Guest<'_>) -> Result<()> {
+    const MONITOR: &str = "monitor runs this machine as a guest";
+    let status = guest.sh("mercury status")?;
+    assert!(status.contains(MONITOR), "{status}");
+    let said = guest.sh("mercury doctor || true")?;
+    for words in [MONITOR, "`mercury migrate` is possible", "`mercury checkpoint` would be refused"] {
+        assert!(said.contains(words), "{said}");
+    }
+    Ok(())
 }
 
 /// Prints each block device with its type, size and mount point.
@@ -182,7 +250,7 @@ fn a_bare_machine_moves_with_its_disks_to_a_host_in_use() -> Result<()> {
     need_kvm()?;
     let metal = as_guest::metal(Kernel::BookwormGeneric, 1).memory_mib(768);
     let Scene { switch, source, host } =
-        Scene::of(as_guest::on_nvme(metal), |host| host.disk(Bus::Virtio, 6144))?;
+        Scene::of(Kernel::BookwormGeneric, as_guest::on_nvme(metal), |host| host.disk(Bus::Virtio, 6144))?;
     host.sh("modprobe -a virtio_blk ext4; mkfs.ext4 -q /dev/vda && mount /dev/vda /srv")?;
     source.sh("echo before > /root/before && head -c 3000000 /dev/urandom > /root/noise && sync")?;
     let noise = source.sh("md5sum < /root/noise")?;
