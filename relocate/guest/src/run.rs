@@ -148,8 +148,8 @@ impl Plan {
         self.prepare_with(view, options, witness)
     }
 
-    /// Makes the guest, for memory that has the firmware's content. What the host can refuse, it refuses here:
-    /// a machine that moves here has not stopped yet.
+    /// Makes the guest, for memory that has the firmware's content. What the host can refuse, it refuses
+    /// here: a machine that moves here has not stopped yet.
     fn prepare_with(mut self, view: View, options: &Options, witness: Option<Witness>) -> Result<Prepared> {
         let bell = Arc::new(Bell::new().map_err(failed)?);
         let ring = Arc::clone(&bell);

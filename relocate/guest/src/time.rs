@@ -71,8 +71,8 @@ impl Clock {
         let wanted = timers.tsc_khz;
         (wanted != 0 && !self.scales && differ(wanted, self.khz)).then(|| {
             format!(
-                "its time-stamp counter runs at {wanted} kHz, this host's at {} kHz, and the processor cannot \
-                 scale it",
+                "its time-stamp counter runs at {wanted} kHz, this host's at {} kHz, and the processor \
+                 cannot scale it",
                 self.khz
             )
         })
@@ -101,8 +101,8 @@ pub fn set_rate(vcpu: &VcpuFd, machine: &Machine) -> Result<()> {
 }
 
 /// Returns the milliseconds by which the RTC of a machine is ahead of this host's time, whose description has
-/// just come. So it goes on as the RTC of the source does, whatever the time of this host is. `None`: an earlier
-/// Mercury did not record the machine's time.
+/// just come. So it goes on as the RTC of the source does, whatever the time of this host is. `None`: an
+/// earlier Mercury did not record the machine's time.
 #[must_use]
 pub fn clock_ahead_ms(timers: &Timers, now: SystemTime) -> Option<i64> {
     let now = i64::try_from(now.duration_since(UNIX_EPOCH).ok()?.as_millis()).ok()?;

@@ -247,8 +247,8 @@ pub struct Timers {
     /// finds out by the RTC how long it has stood still.
     #[serde(default, skip_serializing_if = "is_none")]
     pub rtc_ahead_ms: i64,
-    /// The machine's time when it sends this description to a destination, in milliseconds since 1970. 0: it is
-    /// written to an image, or an earlier Mercury did not record the time.
+    /// The machine's time when it sends this description to a destination, in milliseconds since 1970. 0: it
+    /// is written to an image, or an earlier Mercury did not record the time.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub real_ms: u64,
 }

@@ -171,6 +171,15 @@ mod tests {
     }
 
     #[test]
+    fn the_time_is_noted_for_a_machine_with_clocks() {
+        let mut machine = Machine { timers: Some(Timers::default()), ..Machine::default() };
+        let before = now().as_millis() as u64;
+        note_time(&mut machine);
+        let noted = machine.timers.expect("clocks").real_ms;
+        assert!((before..before + 60_000).contains(&noted), "{noted}");
+    }
+
+    #[test]
     fn the_rtc_of_a_pc_is_compared_with_the_machine_s_time() {
         let root = tempfile::tempdir().expect("a folder");
         let ahead = |seconds| rtc_ahead_ms(&Sysroot::at(root.path()), Duration::from_secs(seconds));
