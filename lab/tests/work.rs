@@ -5,6 +5,8 @@
 
 mod workloads;
 
+use std::time::Duration;
+
 use mercury_lab::{
     Bus, Kernel, Machine, Reservation, Result,
     ledger::{self, Ledger},
@@ -247,6 +249,56 @@ fn a_machine_on_nfs_goes_on() -> Result<()> {
     let boot_id = boot_id(&machine)?;
     checkpoint_to(&machine, "/root/image")?;
     is_well_on_nfs(machine.start_other(&boot)?, server, &boot_id, "builds")
+}
+
+/// A process that writes and reads a file on an NFS server all the time.
+const WRITES: &str = r#"
+import os
+file, count = os.open("/mnt/root/written", os.O_RDWR | os.O_CREAT), 0
+while True:
+    os.pwrite(file, b"%08d" % count, 0)
+    os.fsync(file)
+    count += 1
+    say(count)
+"#;
+
+/// Names a file system whose NFS server is gone, within a limit, when a task waits for the server. The root
+/// is on a disk.
+#[test]
+#[ignore = "long"]
+fn a_server_of_files_that_is_gone_is_named() -> Result<()> {
+    const LIMIT: Duration = Duration::from_secs(60);
+    need_qemu()?;
+    let both = Reservation::of(2, &[Kernel::BookwormCloud])?;
+    let port = free_port();
+    let server = wired(spec(Kernel::BookwormCloud).cpus(1).memory_mib(768), port, "listen");
+    let server = Machine::boot_reserved(server, &both)?;
+    let machine = Machine::boot_reserved(wired(spec(Kernel::BookwormCloud), port, "connect"), &both)?;
+    plug_in(&server, "10.9.0.1")?;
+    plug_in(&machine, "10.9.0.2")?;
+    start(&server, "exports", EXPORTS, "")?;
+    machine.sh("mount -i -t nfs4 10.9.0.1:/ /mnt -o vers=4.0,addr=10.9.0.1,clientaddr=10.9.0.2")?;
+    start(&machine, "writes", WRITES, "")?;
+    comes_further(&machine, "writes", 10)?;
+    machine.sh("modprobe -r kvm_amd 2> /dev/null || true")?;
+    server.qmp()?.human("stop")?;
+    machine.sh("sleep 3")?;
+    let silent = "the servers of these file systems do not answer: /mnt (10.9.0.1:/)";
+    for (line, reason) in [
+        ("mercury checkpoint /run/image", silent),
+        (&*format!("mercury checkpoint --poweroff --overwrite {DISK}"), silent),
+        ("mercury checkpoint /mnt/root/image", "/mnt/root/image cannot be reached: it has not answered for"),
+    ] {
+        let refused = machine.command(line).timeout(LIMIT).run()?;
+        println!("{line}: {}", refused.stderr);
+        assert!(!refused.success() && refused.stderr.contains(reason), "{line}: {refused:?}");
+        assert_ne!(machine.mercury("status")?["state"], "attached", "{line}");
+    }
+    let written = count(&machine, "writes")?;
+    server.qmp()?.human("cont")?;
+    comes_further(&machine, "writes", written)?;
+    machine.sh("pkill -f '^python3 /run/writes.py'; mercury checkpoint /run/image && rm /run/image")?;
+    machine.check_next_attach()
 }
 
 /// Checkpoints a running machine whose files are all on an NFS server. The machine runs on, reads

@@ -317,16 +317,27 @@ fn still_failed(error: io::Error) -> Error {
         .hint("nothing was changed; see /sys/fs/cgroup, and try again")
 }
 
-/// Makes the error that names the tasks of a group that do not come to rest.
+/// Makes the error that names the tasks of a group that do not come to rest, and file systems whose
+/// servers do not answer. Applications run meanwhile.
 fn restless(group: &Path, tasks: &[waits::Task]) -> Error {
+    restless_with(group, tasks, &waits::silent_servers())
+}
+
+fn restless_with(group: &Path, tasks: &[waits::Task], silent: &[waits::Silent]) -> Error {
     let name = group.file_name().unwrap_or_default().to_string_lossy();
     let named: Vec<_> = tasks.iter().map(ToString::to_string).collect();
     let who = match &named[..] {
         [] => format!("a task of the control group {name} does not come to rest"),
         some => format!("these tasks do not come to rest: {}", some.join("; ")),
     };
-    let hint = tasks.iter().find_map(waits::Task::remedy);
-    Error::new(Exit::Failed, format!("applications could not be held still: {who}"))
+    let of = silent.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+    let servers = match of.is_empty() {
+        true => of,
+        false => format!("; the servers of these file systems do not answer: {of}"),
+    };
+    let of_server = (!silent.is_empty()).then_some(waits::Silent::REMEDY);
+    let hint = of_server.or_else(|| tasks.iter().find_map(waits::Task::remedy));
+    Error::new(Exit::Failed, format!("applications could not be held still: {who}{servers}"))
         .hint(hint.unwrap_or("they run on; try again when these tasks have what they wait for, or end them"))
 }
 

@@ -2,8 +2,9 @@
 //! FUSE answers tasks that use its file system, a handler of userfaultfd gives pages to tasks that
 //! touch its memory.
 
+use super::{mounts::unescaped, patient};
 use std::{
-    fmt, fs,
+    fmt, fs, io,
     path::{Path, PathBuf},
     thread,
     time::{Duration, Instant},
@@ -78,9 +79,7 @@ impl Task {
                 "they run on; try again when the handler has given the page, \
                  or end the process (a virtual machine in the midst of a migration, a restore by CRIU)",
             ),
-            For::Nfs => {
-                Some("they run on; make the server answer again, or unmount its file systems (umount -f)")
-            }
+            For::Nfs => Some(Silent::REMEDY),
             For::Disk => Some(
                 "they run on; try again when the disk is less busy, and look at the kernel log for its \
                  errors",
@@ -103,6 +102,51 @@ impl fmt::Display for Task {
         };
         write!(f, "{name} ({number}), state {state}, which {what} ({function})")
     }
+}
+
+/// Time for a file system's server to tell its free space.
+const SERVER_PATIENCE: Duration = Duration::from_secs(3);
+/// File systems that are on another machine.
+const ON_SERVERS: [&str; 6] = ["nfs", "nfs4", "cifs", "smb3", "ceph", "9p"];
+
+/// A file system on another machine, which does not answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Silent {
+    at: PathBuf,
+    source: String,
+}
+
+impl Silent {
+    /// The remedy that lets its users go on.
+    pub const REMEDY: &str =
+        "they run on; make the server answer again, or unmount its file systems (umount -f)";
+}
+
+impl fmt::Display for Silent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({})", self.at.display(), self.source)
+    }
+}
+
+/// Asks the servers of all mounted file systems at the same time. Returns those that do not answer.
+#[must_use]
+pub fn silent_servers() -> Vec<Silent> {
+    let table = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+    silent(&table, |at| patient::ask_server(at, SERVER_PATIENCE))
+}
+
+fn silent(table: &str, ask: impl Fn(&Path) -> io::Result<()> + Sync) -> Vec<Silent> {
+    let mounts = table.lines().filter_map(|line| {
+        let fields: Vec<_> = line.split(' ').collect();
+        let is_on_server = fields.get(2).is_some_and(|kind| ON_SERVERS.contains(kind));
+        is_on_server.then(|| Silent { at: unescaped(fields[1]).into(), source: unescaped(fields[0]) })
+    });
+    let is_silent = |one: &Silent| ask(&one.at).is_err_and(|error| error.kind() == io::ErrorKind::TimedOut);
+    thread::scope(|scope| {
+        let asked = mounts.map(|one| scope.spawn(|| is_silent(&one).then_some(one)));
+        let asked: Vec<_> = asked.collect();
+        asked.into_iter().filter_map(|one| one.join().ok().flatten()).collect()
+    })
 }
 
 /// Returns the first few tasks in a group, and in those below it, that are not at rest.
@@ -245,6 +289,29 @@ mod tests {
         assert_eq!(said("0"), "dd (7), state D, which runs in the kernel");
         assert!(said("pipe_read").ends_with("which waits (pipe_read)"));
         assert!(waiting("request_wait_answer").remedy().is_some() && waiting("pipe_read").remedy().is_none());
+    }
+
+    #[test]
+    fn file_systems_of_silent_servers_are_named() {
+        let table = "/dev/sda1 / ext4 rw 0 0\n10.9.0.1:/ /mnt nfs4 rw 0 0\n\
+            //files/all /with\\040space cifs rw 0 0\n10.9.0.2:/ /other nfs rw 0 0\n";
+        let asked = std::sync::Mutex::new(Vec::new());
+        let found = silent(table, |at| {
+            asked.lock().expect("a list").push(at.to_owned());
+            match at.to_str() {
+                Some("/other") => Ok(()),
+                // An error is an answer.
+                Some("/with space") => Err(io::ErrorKind::PermissionDenied.into()),
+                _ => Err(io::ErrorKind::TimedOut.into()),
+            }
+        });
+        assert_eq!(found.iter().map(ToString::to_string).collect::<Vec<_>>(), ["/mnt (10.9.0.1:/)"]);
+        let mut asked = asked.into_inner().expect("a list");
+        asked.sort();
+        assert_eq!(asked, ["/mnt", "/other", "/with space"].map(PathBuf::from));
+        assert!(patient::ask_server(Path::new("/proc"), SERVER_PATIENCE).is_ok());
+        let error = patient::ask_server(Path::new("/no/such/place"), SERVER_PATIENCE).expect_err("none");
+        assert_eq!(error.kind(), io::ErrorKind::NotFound);
     }
 
     #[test]

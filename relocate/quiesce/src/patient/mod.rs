@@ -397,6 +397,23 @@ pub fn reach(file: &Path) -> Result<()> {
     })
 }
 
+/// Asks a file system for its free space, which a server of files has to tell.
+///
+/// # Errors
+///
+/// Returns the kernel's error, or a time-out after `patience`.
+pub fn ask_server(at: &Path, patience: Duration) -> io::Result<()> {
+    let path = c_path(at)?;
+    let work = || {
+        // SAFETY: all fields of the structure are numbers.
+        let mut space: libc::statfs = unsafe { std::mem::zeroed() };
+        // SAFETY: the path is a string that ends with NUL, and both outlive the call.
+        if unsafe { libc::statfs(path.as_ptr(), &raw mut space) } < 0 { failed() } else { 0 }
+    };
+    // SAFETY: `work` makes a system call, and there is nothing to undo.
+    unsafe { call(None, |elapsed| elapsed < patience, work, || ()) }
+}
+
 /// Opens a block device as its only owner, and closes it.
 ///
 /// # Errors
