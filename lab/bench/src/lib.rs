@@ -28,6 +28,7 @@ pub mod soak;
 mod stats;
 mod suite;
 pub mod switch;
+pub mod times;
 
 use std::{
     collections::BTreeMap,

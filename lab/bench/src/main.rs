@@ -20,7 +20,7 @@ use mercury_lab::{
 use mercury_lab_bench::{
     self as bench, Depth, Part,
     campaign::{self, Load, Moment, fault::Class},
-    demo, ltp, soak,
+    demo, ltp, soak, times,
 };
 
 #[derive(Parser)]
@@ -127,6 +127,12 @@ enum Command {
         /// machine as a guest; or two live moves
         #[arg(value_enum, default_value_t = demo::Subject::Switch)]
         subject: demo::Subject,
+    },
+    /// Run the demonstrations and the machines for people, and show the time and the space of each
+    Times {
+        /// Names of targets of make; all, if none is given
+        #[arg(value_parser = times::names())]
+        targets: Vec<String>,
     },
     /// Measure the paper's tables, and the numbers that Mercury promises
     Bench {
@@ -471,6 +477,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Soak { cycles, checkpoint: true, .. } => soak::restart::command(cycles.unwrap_or(100))?,
         Command::Soak { cycles, .. } => soak::command(cycles.unwrap_or(10_000))?,
         Command::Campaign(arguments) => arguments.run()?,
+        Command::Times { targets } => times::run(&targets)?,
         Command::Ltp(arguments) => {
             let explained = ltp::run(&arguments.plan())?;
             return Ok(if explained { ExitCode::SUCCESS } else { ExitCode::FAILURE });
