@@ -45,6 +45,8 @@ mod page;
 mod processors;
 #[path = "hosted/saved.rs"]
 mod saved;
+#[path = "hosted/subnet.rs"]
+mod subnet;
 #[path = "hosted/tap.rs"]
 mod tap;
 #[path = "hosted/terminal.rs"]
@@ -218,11 +220,15 @@ struct Machine {
 
 impl Machine {
     fn start(place: &Place, command: &mut Command) -> Self {
-        let log = place.directory.join("console");
-        let file = File::create(&log).expect("a log");
+        Self::with_log(command, &place.directory.join("console"))
+    }
+
+    /// Starts a machine whose console is written to this file.
+    fn with_log(command: &mut Command, log: &Path) -> Self {
+        let file = File::create(log).expect("a log");
         let errors = file.try_clone().expect("the same log");
         let child = command.stdin(Stdio::piped()).stdout(file).stderr(errors).spawn().expect("a machine");
-        Self { child, log }
+        Self { child, log: log.to_owned() }
     }
 
     fn said(&self) -> String {

@@ -1,5 +1,5 @@
-//! Virtio devices with registers in memory (virtio-mmio), for monitors of virtual machines: a disk, a
-//! network card and a source of randomness. Beside them, two devices of a PC: the clock and a serial port.
+//! Virtio devices with registers in memory (virtio-mmio), for monitors of virtual machines: a disk, network
+//! cards and a source of randomness. Beside them, two devices of a PC: the clock and a serial port.
 //!
 //! The devices know a guest's memory as [`memory::View`], which may have several regions. They know
 //! nothing of processors and interrupt controllers: [`virtio::Transport`] returns true when the driver
@@ -22,6 +22,7 @@ mod rng;
 pub mod serial;
 pub mod signals;
 pub mod state;
+mod subnet;
 pub mod terminal;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
@@ -33,4 +34,5 @@ pub use bell::Bell;
 pub use block::{Block, open_disk};
 pub use net::{Net, Witness};
 pub use rng::Rng;
+pub use subnet::{Joined as JoinedSubnet, SubnetCard, SubnetOption};
 pub use uplink::{NetOption, Opened as OpenUplink};

@@ -17,6 +17,8 @@ const MAGIC: u32 = 0x7472_6976;
 const VERSION: u32 = 2;
 const VENDOR: u32 = 0x4372_654D;
 const VERSION_1: u64 = 1 << 32;
+/// A feature: driver and device say by a position at which buffer they want to be told next.
+pub(crate) const EVENT_POSITIONS: u64 = 1 << 29;
 /// Why the driver is interrupted.
 mod interrupt {
     pub const USED_BUFFER: u32 = 1;
@@ -122,6 +124,15 @@ impl<'a> Ring<'a> {
         self.was_used |= self.is_valid && self.queue.add_used(self.view, head, written).is_ok();
     }
 
+    /// Returns the next buffer as [`Self::pop`] does. If there is none, the driver notifies the device of the next
+    /// one, although it may have accepted [`EVENT_POSITIONS`].
+    pub fn pop_or_await(&mut self) -> Option<DescriptorChain<&'a View>> {
+        let chain = self.pop();
+        let has_more =
+            chain.is_none() && self.is_valid && self.queue.enable_notification(self.view).unwrap_or(false);
+        if has_more { self.pop() } else { chain }
+    }
+
     fn wants_interrupt(&mut self) -> bool {
         self.was_used && self.queue.needs_notification(self.view).unwrap_or(true)
     }
@@ -211,7 +222,11 @@ impl Transport {
             register::ACKNOWLEDGE => self.interrupt &= !value,
             register::STATUS if value == 0 => self.reset(),
             register::STATUS if self.accepted & !self.features() != 0 => self.status = value & !FEATURES_OK,
-            register::STATUS => self.status = value,
+            register::STATUS => {
+                self.status = value;
+                let has_positions = self.accepted & EVENT_POSITIONS != 0;
+                self.queues.iter_mut().for_each(|queue| queue.set_event_idx(has_positions));
+            }
             _ => self.write_queue(offset, value),
         }
         false

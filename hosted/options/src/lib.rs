@@ -18,7 +18,7 @@ use std::{ffi::OsString, path::PathBuf};
 use clap::{Args, Subcommand, ValueEnum};
 
 use gdb::{Address, GdbOption};
-use net::{Forward, Mac, Uplink};
+use net::{Forward, Mac, Network, SubnetName};
 
 /// The commands below `mercury hosted`.
 #[derive(Debug, Subcommand)]
@@ -54,6 +54,28 @@ pub enum HostedCommand {
         machines do not go on."
     )]
     Restore(RestoreArgs),
+    /// Show the subnets of your machines
+    #[command(
+        long_about = "Shows the subnets of your machines (--net subnet=NAME), with the machines that are on \
+        them: their cards' addresses and their processes."
+    )]
+    Net(NetArgs),
+    /// Keep a subnet. The first machine of the subnet starts this
+    #[command(hide = true)]
+    KeepSubnet(KeepArgs),
+}
+
+/// The options of `mercury hosted net`.
+#[derive(Debug, Args)]
+pub struct NetArgs {
+    /// Only this subnet
+    pub name: Option<SubnetName>,
+}
+
+/// The options of the process that keeps a subnet.
+#[derive(Debug, Args)]
+pub struct KeepArgs {
+    pub name: SubnetName,
 }
 
 /// The options of `mercury hosted save`.
@@ -111,13 +133,16 @@ pub struct RunArgs {
     /// first one is /dev/vda
     #[arg(long, value_name = "FILE[,ro]")]
     pub disk: Vec<String>,
-    /// A network card, connected to a passt of its own or to a tap interface of yours. With
-    /// `passt,host` the guest reaches this host's 127.0.0.1 at its gateway's address
-    #[arg(long, value_name = "passt[,host]|tap=NAME")]
-    pub net: Option<Uplink>,
-    /// The card's address [default: one that is always the same on this host]
+    /// A network card, connected to a passt of its own, to a tap interface of yours, or to a subnet: a
+    /// network of machines of yours with the same NAME. With `passt,host` the guest reaches this host's
+    /// 127.0.0.1 at its gateway's address. A machine may have two cards: the first to the outside, the
+    /// second on a subnet
+    #[arg(long, value_name = "passt[,host]|tap=NAME|subnet=NAME")]
+    pub net: Vec<Network>,
+    /// The card's address [default: one that is always the same on this host]. With two cards the option
+    /// may be given twice, in the order of --net
     #[arg(long, value_name = "MAC", requires = "net")]
-    pub mac: Option<Mac>,
+    pub mac: Vec<Mac>,
     /// A port of this host that leads to one of the guest, in passt's words: 8080:80, udp:5353:53,
     /// 127.0.0.1/2222:22
     #[arg(long, value_name = "[udp:]PORT[:PORT]", requires = "net")]

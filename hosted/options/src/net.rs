@@ -1,4 +1,4 @@
-//! Options of a network card: the uplink, the card's address, and ports that lead to the guest.
+//! Options of network cards: the uplink or subnet, the card's address, and ports that lead to the guest.
 
 use std::{fmt, str::FromStr};
 
@@ -74,6 +74,51 @@ impl FromStr for Uplink {
     }
 }
 
+/// The name of a subnet: a network between machines of one user.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct SubnetName(String);
+
+impl FromStr for SubnetName {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        const LONGEST: usize = 32;
+        let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "-_".contains(letter);
+        if (1..=LONGEST).contains(&text.len()) && text.chars().all(is_plain) {
+            return Ok(Self(text.to_owned()));
+        }
+        Err("a subnet's name has 1 to 32 letters, digits, `-` and `_`".to_owned())
+    }
+}
+
+impl fmt::Display for SubnetName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// The network that a card of a hosted machine is on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Network {
+    Uplink(Uplink),
+    Subnet(SubnetName),
+}
+
+impl FromStr for Network {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        match text.strip_prefix("subnet=") {
+            Some(name) => name.parse().map(Self::Subnet),
+            None => match text.parse() {
+                Ok(uplink) => Ok(Self::Uplink(uplink)),
+                Err(why) if text.starts_with("tap") => Err(why),
+                Err(_) => Err("there are passt, `passt,host`, tap=NAME and subnet=NAME".to_owned()),
+            },
+        }
+    }
+}
+
 fn is_name(name: &str) -> bool {
     (1..IFNAMSIZ).contains(&name.len())
         && !matches!(name, "." | "..")
@@ -141,6 +186,21 @@ mod tests {
             .map(|(host, name)| Mac::of(host, name));
         assert!(one == same && one != other && one != elsewhere);
         assert_eq!(one.0[0], 2);
+    }
+
+    #[test]
+    fn networks_are_uplinks_and_subnets_with_plain_names() {
+        let subnet = |name: &str| Ok(Network::Subnet(SubnetName(name.to_owned())));
+        assert_eq!("subnet=web-1_a".parse(), subnet("web-1_a"));
+        assert_eq!("subnet=passt".parse(), subnet("passt"));
+        assert_eq!("tap=tap0".parse(), Ok(Network::Uplink(Uplink::Tap("tap0".to_owned()))));
+        let names = ["", ".", "a.b", "a/b", "ä", "a b", "a,b", &"x".repeat(33)];
+        for wrong in
+            names.map(|name| format!("subnet={name}")).iter().map(String::as_str).chain(["subnet", ""])
+        {
+            assert!(wrong.parse::<Network>().is_err(), "{wrong}");
+        }
+        assert!("bridge".parse::<Network>().is_err_and(|why| why.contains("subnet=NAME")));
     }
 
     #[test]

@@ -9,7 +9,9 @@ use crate::{
     boot::{self, Beginning},
     control::{self, Control},
     cpuid,
-    devices::{Block, Console, Devices, NetOption, OpenUplink, Slots, now, signal_waker},
+    devices::{
+        Block, Console, Devices, JoinedSubnet, NetOption, OpenUplink, Slots, SubnetOption, now, signal_waker,
+    },
     entry,
     error::{Error, Result},
     gdb::{self, Debugger, KernelCode, Opened},
@@ -40,6 +42,7 @@ pub struct Options {
     /// The address at which gdb may connect.
     pub gdb: Option<GdbOption>,
     pub net: Option<NetOption>,
+    pub subnet: Option<SubnetOption>,
     /// The size of its memory, in bytes.
     pub memory: u64,
     /// More for the command line.
@@ -114,6 +117,8 @@ impl Report {
     }
 }
 
+/// The command of this program that keeps a subnet.
+const KEEP_SUBNET: &str = "keep-subnet";
 /// A kernel of this kind does not start with less.
 pub const LEAST_MEMORY: u64 = 64 << 20;
 const STACK: u64 = 1 << 20;
@@ -222,6 +227,7 @@ struct Files {
     gdb: Option<Opened>,
     control: Option<control::Opened>,
     uplink: Option<OpenUplink>,
+    subnet: Option<JoinedSubnet>,
 }
 
 impl Files {
@@ -231,13 +237,20 @@ impl Files {
             gdb: options.gdb.as_ref().map(gdb::open).transpose()?,
             control: options.control.as_deref().map(control::open).transpose()?,
             uplink: options.net.as_ref().map(NetOption::open).transpose()?,
+            subnet: options.subnet.as_ref().map(join).transpose()?,
         })
     }
 
     /// Leaves the files to the process that serves the devices: closing them would end what goes on there.
+    /// The descriptors of a subnet are closed, because with them all of its rings could be mapped.
     fn leave(self) {
         std::mem::forget((self.disks, self.uplink, self.gdb, self.control));
     }
+}
+
+/// Takes a place on a subnet. This program keeps the subnet in another process, if none does.
+fn join(subnet: &SubnetOption) -> Result<JoinedSubnet> {
+    subnet.join(&[KEEP_SUBNET.into(), subnet.name.to_string().into()])
 }
 
 /// Gives up opening files.
@@ -366,7 +379,7 @@ impl Start<'_> {
     }
 
     fn run_first(self, files: Files, first: First) -> Result<Infallible> {
-        let Files { mut disks, gdb, control, uplink } = files;
+        let Files { mut disks, gdb, control, uplink, subnet } = files;
         let space = self.placement.per_space();
         if let Some(space) = space.filter(|space| space.are_few() && self.options.verbose) {
             eprintln!("mercury hosted: the host allows {} processes for address spaces", space.count());
@@ -385,7 +398,8 @@ impl Start<'_> {
             ..Special::default()
         };
         let net = uplink.map(|uplink| uplink.start(signal_waker())).transpose()?;
-        let slots = Slots::new(disks, net)?;
+        let subnet = subnet.map(|subnet| subnet.start(signal_waker())).transpose()?;
+        let slots = Slots::new(disks, net, subnet)?;
         if first.restored.is_none() {
             self.describe(&slots, first.clock_khz)?;
         }

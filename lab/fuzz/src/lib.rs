@@ -29,12 +29,13 @@ pub struct Target {
 }
 
 /// All targets, in the order of the list in docs/development.md.
-pub const TARGETS: [Target; 10] = [
+pub const TARGETS: [Target; 11] = [
     targets::image::TARGET,
     targets::wire::TARGET,
     targets::announcement::TARGET,
     targets::records::TARGET,
     targets::virtio::TARGET,
+    targets::subnet::TARGET,
     targets::controllers::TARGET,
     targets::gdb::TARGET,
     targets::guest::TARGET,

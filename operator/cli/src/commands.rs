@@ -117,6 +117,8 @@ fn command_name(command: &Command) -> &'static str {
         Command::Hosted(HostedCommand::Gdb(_)) => "hosted gdb",
         Command::Hosted(HostedCommand::Save(_)) => "hosted save",
         Command::Hosted(HostedCommand::Restore(_)) => "hosted restore",
+        Command::Hosted(HostedCommand::Net(_)) => "hosted net",
+        Command::Hosted(HostedCommand::KeepSubnet(_)) => "hosted keep-subnet",
         Command::Log(_) => "log",
         Command::Metrics(_) => "metrics",
         Command::Explain(_) => "explain",

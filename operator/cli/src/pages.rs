@@ -536,9 +536,13 @@ pub const PAGES: &[Page] = &[
                 "Run its programs in processes of their own",
                 "mercury hosted run --kernel vmlinux --disk root.img --isolation=process",
             ),
+            example(
+                "Connect it with other machines of yours, and with the outside",
+                "mercury hosted run --kernel vmlinux --disk root.img --net passt --net subnet=lab",
+            ),
         ],
     )
-    .see(&["afterburner(1)", "passt(1)"]),
+    .see(&["afterburner(1)", "mercury-hosted-net(8)", "passt(1)"]),
     Page::new(
         "hosted gdb",
         &[
@@ -564,6 +568,17 @@ pub const PAGES: &[Page] = &[
         "hosted restore",
         &[example("Let it go on", "mercury hosted restore machine.saved --kernel vmlinux")],
     ),
+    Page::new(
+        "hosted net",
+        &[
+            example("Show all subnets and their machines", "mercury hosted net"),
+            example(
+                "Show the processes on one",
+                "mercury --json hosted net lab | jq '.subnets[].machines[].pid'",
+            ),
+        ],
+    )
+    .see(&["mercury-hosted-run(8)"]),
     Page::of(
         "status",
         Group::Information,

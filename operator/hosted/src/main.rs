@@ -2,6 +2,8 @@
 //! pre-virtualized kernel (see the crate `mercury-hosted`), and `gdb` into a gdb that is connected
 //! to such a kernel.
 
+mod subnet;
+
 use std::{
     io::ErrorKind,
     os::unix::process::CommandExt,
@@ -18,11 +20,11 @@ use mercury_control::{
 };
 use mercury_hosted::{
     control,
-    devices::NetOption,
+    devices::{NetOption, SubnetOption},
     load::DISTANCE,
     run::{self, Isolation, Options, Report},
 };
-use mercury_hosted_options::{GdbArgs, HostedCommand, RunArgs, SaveArgs, gdb::Address};
+use mercury_hosted_options::{GdbArgs, HostedCommand, RunArgs, SaveArgs, gdb::Address, net::Network};
 use serde::Serialize;
 
 /// Runs a pre-virtualized Linux as an ordinary process
@@ -47,6 +49,10 @@ fn main() -> ExitCode {
         }
         HostedCommand::Save(args) => ("hosted save", save(args, Say { format, name: "hosted save" })),
         HostedCommand::Gdb(args) => ("hosted gdb", gdb(args)),
+        HostedCommand::Net(args) => {
+            ("hosted net", subnet::list(args.name.as_ref(), Say { format, name: "hosted net" }))
+        }
+        HostedCommand::KeepSubnet(args) => ("hosted keep-subnet", subnet::keep(&args.name)),
     };
     result.unwrap_or_else(|error| fail(&error, format, name)).into()
 }
@@ -54,15 +60,13 @@ fn main() -> ExitCode {
 /// Starts the machine, which this process is from then on. Returns if the kernel was only checked,
 /// or cannot be started.
 fn run(args: &RunArgs, restore: Option<&Path>, say: Say<'_>) -> Result<Exit> {
+    let (net, subnet) = cards(args)?;
     let options = Options {
         kernel: args.kernel.clone(),
         initramfs: args.initramfs.clone(),
         disks: args.disk.iter().map(|disk| disk.as_str().into()).collect(),
-        net: args.net.clone().map(|uplink| NetOption {
-            uplink,
-            mac: args.mac,
-            forwards: args.forward.clone(),
-        }),
+        net,
+        subnet,
         gdb: args.gdb.clone(),
         memory: args.memory << 20,
         cpus: args.cpus.into(),
@@ -83,6 +87,34 @@ fn run(args: &RunArgs, restore: Option<&Path>, say: Say<'_>) -> Result<Exit> {
         Ok(never) => match never {},
         Err(error) => Err(refused(error)),
     }
+}
+
+/// Returns the card to the outside, and the one on a subnet.
+fn cards(args: &RunArgs) -> Result<(Option<NetOption>, Option<SubnetOption>)> {
+    let (mut net, mut subnet) = (None, None);
+    let mut macs = args.mac.iter().copied();
+    for network in args.net.iter().cloned() {
+        let mac = macs.next();
+        let is_second = match network {
+            Network::Uplink(uplink) => {
+                net.replace(NetOption { uplink, mac, forwards: args.forward.clone() }).is_some()
+            }
+            Network::Subnet(name) => subnet.replace(SubnetOption { name, mac }).is_some(),
+        };
+        if is_second {
+            let text = "a machine has one card to the outside and one on a subnet at most";
+            return Err(Error::new(Exit::Usage, text).hint("leave out a --net"));
+        }
+    }
+    if macs.next().is_some() {
+        let text = "there are more --mac than --net";
+        return Err(Error::new(Exit::Usage, text).hint("give each card one address, in the order of --net"));
+    }
+    if net.is_none() && !args.forward.is_empty() {
+        let text = "only passt forwards ports";
+        return Err(Error::new(Exit::Usage, text).hint("add --net passt, or leave out --forward"));
+    }
+    Ok((net, subnet))
 }
 
 /// Writes a machine into a file.

@@ -13,7 +13,7 @@ use std::{
 };
 
 pub use console::Console;
-pub use mercury_devices::{Block, Net, NetOption, OpenUplink};
+pub use mercury_devices::{Block, JoinedSubnet, Net, NetOption, OpenUplink, SubnetCard, SubnetOption};
 use mercury_devices::{
     Rng,
     clock::Clock,
@@ -40,6 +40,8 @@ const SERIAL_LINE: u8 = 4;
 const DISK_LINES: [u8; 6] = [5, 7, 9, 10, 11, 12];
 /// The interrupt line of the network card: the second disk controller's.
 const NET_LINE: u8 = 15;
+/// The interrupt line of the card on a subnet: the first disk controller's.
+const SUBNET_LINE: u8 = 14;
 /// The interrupt line of the source of randomness: the second serial port's.
 const RNG_LINE: u8 = 3;
 /// The keyboard controller's command that pulls the processor's reset line.
@@ -65,17 +67,18 @@ pub struct Devices {
 pub struct Slots(Vec<(Box<dyn Device>, u8)>);
 
 impl Slots {
-    /// Disks in their order, a network card, a source of randomness.
+    /// Disks in their order, a network card, a card on a subnet, a source of randomness.
     ///
     /// # Errors
     /// If there are too many disks.
-    pub fn new(disks: Vec<Block>, net: Option<Net>) -> Result<Self> {
+    pub fn new(disks: Vec<Block>, net: Option<Net>, subnet: Option<SubnetCard>) -> Result<Self> {
         if disks.len() > DISK_LINES.len() {
             return Err(Error::new(format!("a machine has {} disks at most", DISK_LINES.len())));
         }
         let mut slots: Vec<(Box<dyn Device>, u8)> = Vec::new();
         slots.extend(disks.into_iter().zip(DISK_LINES).map(|(disk, line)| (Box::new(disk) as _, line)));
         slots.extend(net.map(|net| (Box::new(net) as _, NET_LINE)));
+        slots.extend(subnet.map(|card| (Box::new(card) as _, SUBNET_LINE)));
         slots.push((Box::new(Rng), RNG_LINE));
         Ok(Self(slots))
     }

@@ -8,5 +8,6 @@ pub mod guest;
 pub mod image;
 pub mod orders;
 pub mod records;
+pub mod subnet;
 pub mod virtio;
 pub mod wire;
