@@ -6,6 +6,7 @@
 #include <linux/kprobes.h>
 #include <linux/memory_hotplug.h>
 #include <linux/mm.h>
+#include <linux/moduleparam.h>
 #include <linux/prandom.h>
 #include <linux/sched/signal.h>
 #include <linux/sched/task_stack.h>
@@ -251,14 +252,20 @@ int test_flip_page_table(struct test_answer *answer, const u64 *arguments)
 
 static atomic_t registers_left = ATOMIC_INIT(0);
 
+/* True until a flip of a register has struck, for the campaign. */
+static bool pending;
+module_param(pending, bool, 0444);
+
 /* Flips a bit of one of the sixteen general registers, once. */
 static int flip_register(struct kprobe *probe, struct pt_regs *regs)
 {
 	unsigned int number = below(16);
 	unsigned long *word = number == 15 ? &regs->sp : &regs->r15 + number;
 
-	if (atomic_dec_if_positive(&registers_left) >= 0)
+	if (atomic_dec_if_positive(&registers_left) >= 0) {
 		*word ^= BIT(below(64));
+		WRITE_ONCE(pending, false);
+	}
 	return 0;
 }
 
@@ -274,10 +281,13 @@ int test_flip_register(struct test_answer *answer, const u64 *arguments)
 	prandom_seed_state(&random, arguments[0]);
 	registers.addr = (void *)hot_function();
 	atomic_set(&registers_left, 1);
+	pending = true;
 	pr_emerg("mercury_test: flips a bit of a register in %pS\n", registers.addr);
 	err = register_kprobe(&registers);
-	if (err)
+	if (err) {
 		registers.addr = NULL;
+		pending = false;
+	}
 	return err;
 }
 

@@ -107,7 +107,8 @@ fn crash_types(most: usize) -> Result<Vec<Record>> {
         time: None,
     };
     let results = campaign::run(&plan, Results::open(&plan.name())?)?;
-    Ok(results.all().iter().filter(|record| record.class == Class::Lkdtm).cloned().collect())
+    let counts = |record: &&Record| record.class == Class::Lkdtm && record.outcome != Outcome::Refused;
+    Ok(results.all().iter().filter(counts).cloned().collect())
 }
 
 /// Returns this part of the page.

@@ -251,7 +251,7 @@ struct CampaignArgs {
     /// The time of a fault
     #[arg(long, value_enum, default_value_t = Moment::JustBefore)]
     moment: Moment,
-    /// Classes of faults, by turns [default: all]
+    /// Classes of faults, by turns [default: all but `control`, which injects nothing]
     #[arg(long, value_enum, value_delimiter = ',')]
     classes: Vec<Class>,
     /// Faults in all, with those of earlier runs of the same campaign
@@ -274,7 +274,8 @@ impl CampaignArgs {
             return campaign::write_page();
         }
         let Self { kernel, cpus, load, moment, count, seed, .. } = self;
-        let classes = if self.classes.is_empty() { Class::value_variants() } else { &self.classes }.to_vec();
+        let faults = Class::value_variants().iter().copied().filter(|class| *class != Class::Control);
+        let classes = if self.classes.is_empty() { faults.collect() } else { self.classes.clone() };
         let time = self.minutes.map(|minutes| Duration::from_secs(60 * minutes));
         campaign::command(&campaign::Plan { kernel, cpus, load, moment, classes, count, seed, time })
     }

@@ -23,6 +23,8 @@ pub enum Class {
     Data,
     /// A bit of an entry, of any level, in the page tables of a process or of the kernel.
     PageTables,
+    /// No fault. Each death is a false alarm, or the deed of the emulator.
+    Control,
 }
 
 impl Class {
@@ -37,7 +39,14 @@ impl Class {
             Self::Slab => "slab",
             Self::Data => "data",
             Self::PageTables => "page tables",
+            Self::Control => "no fault",
         }
+    }
+
+    /// Returns true if the test module prints the places of these faults before it flips bits there.
+    #[must_use]
+    pub fn prints_places(self) -> bool {
+        !matches!(self, Self::Lkdtm | Self::Control)
     }
 }
 
@@ -81,6 +90,7 @@ impl Fault {
             Class::Slab => format!("flip-slab {seed} {SLAB_BITS}"),
             Class::Data => format!("flip-data {seed} {DATA_BITS}"),
             Class::PageTables => format!("flip-page-table {seed}"),
+            Class::Control => "nothing".to_owned(),
         };
         let is_late =
             class == Class::Lkdtm && ["LOCKUP", "LOOP", "HUNG"].iter().any(|word| name.contains(word));
@@ -91,6 +101,7 @@ impl Fault {
     #[must_use]
     pub fn line(&self) -> String {
         let file = match self.class {
+            Class::Control => return "true".to_owned(),
             Class::Lkdtm => "/sys/kernel/debug/provoke-crash/DIRECT",
             _ => "/dev/mercury_test",
         };
@@ -132,6 +143,7 @@ mod tests {
         assert_eq!(twice.matches("echo SPINLOCKUP").count(), 2);
         assert!(lockup.shows_within > fault(1, Class::Lkdtm, 2).shows_within);
         assert!(fault(1, Class::Slab, 0).line().ends_with(" 64 > /dev/mercury_test"));
+        assert_eq!(fault(1, Class::Control, 0).line(), "true");
     }
 
     #[test]

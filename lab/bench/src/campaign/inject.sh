@@ -1,16 +1,17 @@
 #!/bin/bash
-# inject NUMBER FAULT BEFORE AFTER LATER EVERY
+# inject NUMBER FAULT BEFORE AFTER LATER EVERY SETTLE
 #
 # Keeps a snapshot, lets the fault strike BEFORE seconds later, and lives on for AFTER seconds. Then it keeps
 # LATER more snapshots, and lives EVERY seconds after each. At last it looks at its sums, and goes back on
-# command. Each life reports on the console, since the host cannot ask meanwhile:
+# command. A life that was put back lives on for SETTLE seconds before it looks. Each life reports on the console, since the host cannot ask meanwhile:
 #
 #	campaign NUMBER: kept
 #	campaign NUMBER: complaint WORDS		the first line of the kernel's
 #	campaign NUMBER: alive COMPLAINTS SUMS		the fault has not ended this life
 #	campaign NUMBER: back COMPLAINTS SUMS REPORT	the life after a rollback
-#	campaign NUMBER: refused WORDS			no snapshot, or no fault
-number=$1 fault=$2 before=$3 after=$4 later=$5 every=$6
+#	campaign NUMBER: refused WORDS			no snapshot can be kept, or the way back is refused
+#	campaign NUMBER: not-injected WORDS		no fault
+number=$1 fault=$2 before=$3 after=$4 later=$5 every=$6 settle=$7
 
 say() {
 	echo "<3>campaign $number: $*" > /dev/kmsg
@@ -28,7 +29,10 @@ keep() {
 	said=$(tr -s ' \n' ' ' < /run/campaign/said)
 	case $said in
 	*'"kept"'*) return ;;
-	*'"rolled-back"'*) say "$(life back) $said" ;;
+	*'"rolled-back"'*)
+		sleep "$settle"
+		say "$(life back) $said"
+		;;
 	*) say "refused $said" ;;
 	esac
 	exit
@@ -39,8 +43,12 @@ sleep 0.5
 keep
 say kept
 sleep "$before"
-(eval "$fault" || say "refused: the fault could not be injected") > /dev/null 2>&1 &
+(eval "$fault" || say "not-injected by the command") > /dev/null 2>&1 &
 sleep "$after"
+if [ "$(< /sys/module/mercury_test/parameters/pending)" = Y ]; then
+	say "not-injected in this time"
+	exit
+fi
 while [ $((later--)) -gt 0 ]; do
 	keep
 	sleep "$every"

@@ -177,8 +177,8 @@ pub fn run(plan: &Plan, mut results: Results) -> Result<Results> {
         let seen = machine.inject(&fault, plan.moment);
         let record = Record::new(plan, &fault, &seen);
         println!("    {}", record.describe());
-        let keeps = record.outcome.keeps_machine();
-        if !keeps {
+        let keeps = record.outcome.keeps_machine(plan.moment);
+        if record.outcome.is_loss() || record.outcome == Outcome::Refused {
             results.keep_log(&record, &machine.last_words())?;
         }
         results.add(record)?;

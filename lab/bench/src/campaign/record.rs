@@ -41,29 +41,45 @@ pub enum Outcome {
     Right,
     /// The machine went back, and has wrong sums or a complaint.
     Wrong,
-    /// The machine died and did not go back: it restarted.
+    /// The kernel had an oops, and nothing put the machine back but the command at the end.
+    Missed,
+    /// The machine died and did not go back: it restarted, or it could not keep or reach a snapshot any more.
     Lost,
     /// The machine hung for good.
     Hung,
-    /// There was no snapshot, or the fault could not be injected.
+    /// There was no snapshot before the fault, or the fault could not be injected.
     Refused,
 }
 
 impl Outcome {
-    fn of(seen: &Seen) -> Self {
-        match (seen.end, &seen.alive, &seen.back) {
-            (End::Silent, ..) => Self::Hung,
-            (End::Off, ..) => Self::Lost,
-            (End::Back, _, Some(back)) if !back.is_right() || back.complaints > 0 => Self::Wrong,
-            (End::Back, Some(alive), _) if is_on_command(seen) => match alive.complaints {
-                _ if !alive.is_right() => Self::Unnoticed,
-                0 => Self::NoEffect,
-                _ => Self::Complaint,
+    /// Classifies what was seen of a fault of a class. In doubt the fault has won.
+    fn of(class: Class, seen: &Seen) -> Self {
+        let reason = reason(seen);
+        match (seen.end, &seen.back) {
+            (End::Silent, _) => Self::Hung,
+            (End::Off, _) => Self::Lost,
+            // It was to go back on command or to keep another snapshot, and did not.
+            (End::Refused, _) if seen.kept => Self::Lost,
+            (End::Refused | End::NotInjected, _) => Self::Refused,
+            // A death before the fault is not the fault's.
+            (End::Back, _) if class.prints_places() && seen.places.is_empty() => Self::Refused,
+            (End::Back, Some(back)) if back.is_right() && back.complaints == 0 => match reason.as_deref() {
+                Some("command") => Self::on_command(seen),
+                Some(_) => Self::Right,
+                // The machine does not say why it is where it is.
+                None => Self::Wrong,
             },
-            (End::Back, ..) => Self::Right,
-            // A machine that was to go back on command, and did not.
-            (End::Refused, Some(_), _) => Self::Lost,
-            (End::Refused, ..) => Self::Refused,
+            (End::Back, _) => Self::Wrong,
+        }
+    }
+
+    /// Classifies a life that no failure has ended. One that has not told its sums has none.
+    fn on_command(seen: &Seen) -> Self {
+        match &seen.alive {
+            _ if seen.oopses > 0 => Self::Missed,
+            Some(alive) if alive.is_right() && alive.complaints > 0 => Self::Complaint,
+            Some(alive) if alive.is_right() => Self::NoEffect,
+            _ => Self::Unnoticed,
         }
     }
 
@@ -82,19 +98,15 @@ impl Outcome {
     /// Returns true if the machine is not what it was before the fault.
     #[must_use]
     pub fn is_loss(self) -> bool {
-        matches!(self, Self::Wrong | Self::Lost | Self::Hung)
+        matches!(self, Self::Wrong | Self::Missed | Self::Lost | Self::Hung)
     }
 
-    /// Returns true if the machine can take the next fault.
+    /// Returns true if the machine can take the next fault. One that goes back to an instant at random may
+    /// have this fault for ever.
     #[must_use]
-    pub fn keeps_machine(self) -> bool {
-        !self.is_loss() && self != Self::Refused
+    pub fn keeps_machine(self, moment: Moment) -> bool {
+        moment == Moment::JustBefore && !self.is_loss() && self != Self::Refused
     }
-}
-
-/// Returns true if no failure has put the machine back.
-fn is_on_command(seen: &Seen) -> bool {
-    reason(seen).as_deref() == Some("command")
 }
 
 fn reason(seen: &Seen) -> Option<String> {
@@ -153,7 +165,7 @@ impl Record {
             number: fault.number,
             fault: fault.name.clone(),
             places: seen.places.clone(),
-            outcome: Outcome::of(seen),
+            outcome: Outcome::of(fault.class, seen),
             reason: reason(seen),
             message: report["message"].as_str().map(str::to_owned),
             alive: seen.alive.as_ref().map(|life| format!("{}; {} complaints", life.sums, life.complaints)),
@@ -173,6 +185,11 @@ impl Record {
     pub(crate) fn ms_per_1000_pages(&self) -> Option<f64> {
         let pages = self.pages.filter(|pages| *pages > 0 && self.outcome == Outcome::Right)?;
         Some((self.work_us? / 1e3 - SETTLE_MS) / (pages as f64 / 1e3))
+    }
+
+    /// Returns the key of the injection. Two results of one key are of the same fault.
+    fn key(&self) -> (String, u32, Load, Moment, u64, Class, u64) {
+        (self.kernel.clone(), self.cpus, self.load, self.moment, self.seed, self.class, self.number)
     }
 
     /// Returns the crash type, or the first place of a flip.
@@ -214,6 +231,8 @@ impl Record {
 pub struct Results {
     path: PathBuf,
     all: Vec<Record>,
+    /// The right to write the file.
+    _lock: File,
 }
 
 impl Results {
@@ -228,10 +247,15 @@ impl Results {
     /// Opens the results in a file, which may not exist yet.
     ///
     /// # Errors
-    /// If the file cannot be read.
+    /// If the file cannot be read, or the same campaign is under way: it would inject each fault twice.
     pub fn at(path: PathBuf) -> Result<Self> {
-        let all = if path.exists() { read_whole(&path)? } else { Vec::new() };
-        Ok(Self { path, all })
+        let lock = path.with_extension("lock");
+        let file = File::create(&lock).context(|| format!("write {}", lock.display()))?;
+        if file.try_lock().is_err() {
+            return Err(Error::Host(format!("this campaign is under way already: {}", lock.display())));
+        }
+        let all = if path.exists() { once(read_whole(&path)?) } else { Vec::new() };
+        Ok(Self { path, all, _lock: file })
     }
 
     /// Returns all results.
@@ -286,11 +310,24 @@ pub(super) fn read_all() -> Result<Vec<Record>> {
     files.retain(|path| path.extension().is_some_and(|extension| extension == "jsonl"));
     files.sort();
     let all: Vec<Vec<Record>> = files.iter().map(|path| read(path)).collect::<Result<_>>()?;
-    let all = all.concat();
+    let all = once(all.concat());
     if all.is_empty() {
         return Err(Error::Host(format!("{} has no results: `make campaign` makes some", dir.display())));
     }
     Ok(all)
+}
+
+/// Keeps one result of each fault: the worst, if they differ.
+fn once(all: Vec<Record>) -> Vec<Record> {
+    let mut kept: Vec<Record> = Vec::with_capacity(all.len());
+    for record in all {
+        match kept.iter_mut().find(|known| known.key() == record.key()) {
+            Some(known) if record.outcome.is_loss() && !known.outcome.is_loss() => *known = record,
+            Some(_) => {}
+            None => kept.push(record),
+        }
+    }
+    kept
 }
 
 /// Reads the results of a file, and removes an unfinished last line.
@@ -326,13 +363,23 @@ pub(super) mod tests {
     }
 
     fn seen(end: End, alive: Option<Life>, back: Option<Life>) -> Seen {
-        Seen { end, alive, back, complaint: None, refused: None, places: vec!["bit 1".into()], seconds: 1.25 }
+        Seen {
+            end,
+            kept: true,
+            oopses: 0,
+            alive,
+            back,
+            complaint: None,
+            refused: None,
+            places: vec!["bit 1".into()],
+            seconds: 1.25,
+        }
     }
 
     #[test]
     fn outcomes_are_told_apart() {
         let right = || life(0, "right", "command");
-        let of = |end, alive, back| Outcome::of(&seen(end, alive, back));
+        let of = |end, alive, back| Outcome::of(Class::Code, &seen(end, alive, back));
         assert_eq!(of(End::Back, right(), right()), Outcome::NoEffect);
         assert_eq!(of(End::Back, life(2, "right", ""), right()), Outcome::Complaint);
         assert_eq!(of(End::Back, life(0, "wrong: files", ""), right()), Outcome::Unnoticed);
@@ -344,20 +391,72 @@ pub(super) mod tests {
         assert_eq!(of(End::Back, right(), life(1, "right", "command")), Outcome::Wrong);
         assert_eq!(of(End::Off, None, None), Outcome::Lost);
         assert_eq!(of(End::Silent, right(), None), Outcome::Hung);
-        assert_eq!(of(End::Refused, None, None), Outcome::Refused);
+        assert_eq!(of(End::NotInjected, None, None), Outcome::Refused);
         assert_eq!(of(End::Refused, right(), None), Outcome::Lost);
+        // It cannot keep its next snapshot.
+        assert_eq!(of(End::Refused, None, None), Outcome::Lost);
+        let before = Seen { kept: false, ..seen(End::Refused, None, None) };
+        assert_eq!(Outcome::of(Class::Code, &before), Outcome::Refused);
+    }
+
+    #[test]
+    fn in_doubt_the_fault_has_won() {
+        let right = || life(0, "right", "command");
+        let of = |end, alive, back| Outcome::of(Class::Code, &seen(end, alive, back));
+        // The life with the fault was mute.
+        assert_eq!(of(End::Back, None, right()), Outcome::Unnoticed);
+        // The second life does not say what put it back.
+        let mute = Life { report: "{ \"state\": ".into(), ..right().unwrap() };
+        assert_eq!(of(End::Back, None, Some(mute)), Outcome::Wrong);
+        assert_eq!(of(End::Back, right(), None), Outcome::Wrong);
+        // The guard was to put it back after an oops.
+        let oops = Seen { oopses: 1, ..seen(End::Back, life(1, "right", ""), right()) };
+        assert_eq!(Outcome::of(Class::Code, &oops), Outcome::Missed);
+        assert!(Outcome::Missed.is_loss() && Outcome::Missed.has_died());
+    }
+
+    #[test]
+    fn a_death_before_the_fault_is_not_counted() {
+        let died = || Seen { places: Vec::new(), ..seen(End::Back, None, life(0, "right", "hang")) };
+        assert_eq!(Outcome::of(Class::Code, &died()), Outcome::Refused);
+        assert_eq!(Outcome::of(Class::Lkdtm, &died()), Outcome::Right, "crash types have no places");
+        assert_eq!(Outcome::of(Class::Control, &died()), Outcome::Right, "a false alarm, which is shown");
+    }
+
+    #[test]
+    fn a_fault_is_counted_once() {
+        let all = vec![
+            record(Class::Code, 0, Outcome::Right),
+            record(Class::Code, 1, Outcome::Right),
+            record(Class::Code, 0, Outcome::Lost),
+            record(Class::Code, 1, Outcome::NoEffect),
+            Record { seed: 2, ..record(Class::Code, 1, Outcome::Right) },
+        ];
+        let outcomes: Vec<_> = once(all).iter().map(|record| record.outcome).collect();
+        assert_eq!(outcomes, [Outcome::Lost, Outcome::Right, Outcome::Right]);
+    }
+
+    #[test]
+    fn a_campaign_does_not_run_twice_at_a_time() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = Results::at(dir.path().join("x.jsonl")).unwrap();
+        assert!(Results::at(dir.path().join("x.jsonl")).is_err());
+        drop(first);
+        assert!(Results::at(dir.path().join("x.jsonl")).is_ok());
     }
 
     #[test]
     fn only_a_machine_that_is_as_it_was_goes_on() {
-        use Outcome::{Complaint, Hung, Lost, NoEffect, Refused, Right, Unnoticed, Wrong};
+        use Outcome::{Complaint, Hung, Lost, Missed, NoEffect, Refused, Right, Unnoticed, Wrong};
+        let moment = Moment::JustBefore;
         for outcome in [NoEffect, Complaint, Unnoticed, Right] {
-            assert!(outcome.keeps_machine() && !outcome.is_loss());
+            assert!(outcome.keeps_machine(moment) && !outcome.is_loss());
+            assert!(!outcome.keeps_machine(Moment::AtRandom), "the fault may be in the instant");
         }
-        for outcome in [Wrong, Lost, Hung] {
-            assert!(!outcome.keeps_machine() && outcome.is_loss() && outcome.is_manifest());
+        for outcome in [Wrong, Missed, Lost, Hung] {
+            assert!(!outcome.keeps_machine(moment) && outcome.is_loss() && outcome.is_manifest());
         }
-        assert!(!Refused.keeps_machine() && !Refused.is_loss() && !Refused.has_died());
+        assert!(!Refused.keeps_machine(moment) && !Refused.is_loss() && !Refused.has_died());
         assert!(Unnoticed.is_manifest() && !Unnoticed.has_died() && !NoEffect.is_manifest());
     }
 
@@ -379,9 +478,8 @@ pub(super) mod tests {
 
     #[test]
     fn results_are_read_again_up_to_an_unfinished_line() {
-        let dir = std::env::temp_dir().join(format!("mercury-campaign-{}", std::process::id()));
-        fs::create_dir_all(&dir).unwrap();
-        let mut results = Results { path: dir.join("x.jsonl"), all: Vec::new() };
+        let dir = tempfile::tempdir().unwrap();
+        let mut results = Results::at(dir.path().join("x.jsonl")).unwrap();
         results.add(record(Class::Code, 0, Outcome::Right)).unwrap();
         results.add(record(Class::Lkdtm, 0, Outcome::Lost)).unwrap();
         let mut file = File::options().append(true).open(&results.path).unwrap();
@@ -392,8 +490,6 @@ pub(super) mod tests {
         let again = read(&results.path).unwrap();
         assert_eq!(again.len(), 3);
         assert_eq!((again[1].outcome, again[1].place(), again[1].pages), (Outcome::Lost, "BUG", Some(7)));
-        let read = Results { path: results.path.clone(), all: again };
-        assert_eq!(read.done(&[Class::Code]), BTreeSet::from([(Class::Code, 0), (Class::Code, 1)]));
-        fs::remove_dir_all(&dir).unwrap();
+        assert_eq!(results.done(&[Class::Code]), BTreeSet::from([(Class::Code, 0), (Class::Code, 1)]));
     }
 }

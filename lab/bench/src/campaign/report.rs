@@ -1,5 +1,7 @@
 //! The tables of a campaign, on the terminal and in docs/campaign.md.
 
+use std::collections::BTreeMap;
+
 use super::{
     fault::Class,
     record::{Outcome, Record, SETTLE_MS},
@@ -11,12 +13,13 @@ use mercury_lab::markdown::{table, thousands};
 pub(super) const HEADING: &str = "## Results";
 
 /// The columns of outcomes, each with its heading.
-const OUTCOMES: [(&str, &[Outcome]); 7] = [
+const OUTCOMES: [(&str, &[Outcome]); 8] = [
     ("no effect", &[Outcome::NoEffect]),
     ("complaint", &[Outcome::Complaint]),
     ("wrong sums, unnoticed", &[Outcome::Unnoticed]),
     ("died, and back right", &[Outcome::Right]),
     ("back wrong", &[Outcome::Wrong]),
+    ("died, not put back", &[Outcome::Missed]),
     ("lost", &[Outcome::Lost]),
     ("hung for good", &[Outcome::Hung]),
 ];
@@ -28,23 +31,56 @@ pub(super) fn text(all: &[Record]) -> String {
 
 /// Returns the section of the page, from all campaigns.
 pub(super) fn section(all: &[Record]) -> String {
-    let injected = of(all, |record| record.outcome != Outcome::Refused).len();
-    let (died, right) = (count(all, Outcome::has_died), count(all, |outcome| outcome == Outcome::Right));
+    let (faults, controls): (Vec<Record>, Vec<Record>) =
+        all.iter().cloned().partition(|record| record.class != Class::Control);
+    let is_counted = |record: &Record| record.outcome != Outcome::Refused;
+    let injected = of(&faults, is_counted).len();
+    let died = count(&faults, Outcome::has_died);
+    let right = count(&faults, |outcome| outcome == Outcome::Right);
+    let controls = of(&controls, is_counted);
     format!(
         "{HEADING}\n\n\
         `lab campaign --page` wrote this section. {} faults were injected. The machine died of {}, and \
-        went back with right\nsums {} times ({}).\n\n{}\n\
+        went back with right\nsums {} times ({}). {}\n\n{}\n\
         The same by machine and load:\n\n{}\n\
+        Deaths with right sums afterwards, by cause: {}.\n\n\
         From the death to the second life, in the emulator's time: {}\n\n{}",
         thousands(injected as u64),
         thousands(died as u64),
         thousands(right as u64),
         share(right, died),
+        notes(
+            all.len() - injected - controls.len(),
+            controls.len(),
+            controls.iter().filter(|record| record.outcome.has_died()).count()
+        ),
         by_class(all),
-        by_campaign(all),
-        times(all),
+        by_campaign(&faults),
+        causes(&faults),
+        times(&faults),
         losses(all)
     )
+}
+
+/// Says what the other counts leave out: faults that were not injected, and runs without a fault.
+fn notes(refused: usize, controls: usize, died: usize) -> String {
+    let refused = format!("{refused} more could not be injected.");
+    match controls {
+        0 => format!(
+            "{refused} No run was made without a fault, so false\nalarms among the deaths are not known."
+        ),
+        _ => format!("{refused} Of {controls} runs without a\nfault, {died} ended in a death: false alarms."),
+    }
+}
+
+/// Counts the causes for which machines went back.
+fn causes(all: &[Record]) -> String {
+    let mut counts = BTreeMap::new();
+    for record in of(all, |record| record.outcome == Outcome::Right) {
+        *counts.entry(record.reason.as_deref().unwrap_or("none")).or_insert(0) += 1;
+    }
+    let each: Vec<String> = counts.into_iter().map(|(cause, count)| format!("{count} by {cause}")).collect();
+    if each.is_empty() { "none".to_owned() } else { each.join(", ") }
 }
 
 fn of(all: &[Record], test: impl Fn(&Record) -> bool) -> Vec<&Record> {
@@ -63,12 +99,13 @@ fn by_class(all: &[Record]) -> String {
     let mut classes: Vec<Class> = all.iter().map(|record| record.class).collect();
     classes.sort_unstable();
     classes.dedup();
+    let faults = of(all, |record| record.class != Class::Control).into_iter().cloned().collect();
     let mut groups: Vec<(String, Vec<Record>)> = classes
         .into_iter()
         .map(|class| (class.name().to_owned(), of(all, |record| record.class == class)))
         .map(|(name, records)| (name, records.into_iter().cloned().collect()))
         .collect();
-    groups.push(("all".to_owned(), all.to_vec()));
+    groups.push(("all".to_owned(), faults));
     outcomes("class", &groups)
 }
 
@@ -149,6 +186,8 @@ mod tests {
             record(Class::Code, 2, Outcome::Unnoticed),
             record(Class::Code, 3, Outcome::Lost),
             record(Class::Code, 4, Outcome::Refused),
+            record(Class::Control, 0, Outcome::NoEffect),
+            record(Class::Control, 1, Outcome::Right),
         ]
     }
 
@@ -159,9 +198,10 @@ mod tests {
             let row = table.lines().find(|line| line.starts_with(&format!("| {name} "))).unwrap_or_default();
             row.split('|').map(|cell| cell.trim().to_owned()).filter(|cell| !cell.is_empty()).collect()
         };
-        assert_eq!(cells("LKDTM"), ["LKDTM", "2", "0", "1", "0", "1", "0", "0", "0", "100.0 %"]);
-        assert_eq!(cells("code"), ["code", "4", "1", "0", "1", "1", "0", "1", "0", "50.0 %"]);
-        assert_eq!(cells("all"), ["all", "6", "1", "1", "1", "2", "0", "1", "0", "66.7 %"]);
+        assert_eq!(cells("LKDTM"), ["LKDTM", "2", "0", "1", "0", "1", "0", "0", "0", "0", "100.0 %"]);
+        assert_eq!(cells("code"), ["code", "4", "1", "0", "1", "1", "0", "0", "1", "0", "50.0 %"]);
+        assert_eq!(cells("all"), ["all", "6", "1", "1", "1", "2", "0", "0", "1", "0", "66.7 %"]);
+        assert_eq!(cells("no fault"), ["no fault", "2", "1", "0", "0", "1", "0", "0", "0", "0", "100.0 %"]);
     }
 
     #[test]
@@ -177,5 +217,9 @@ mod tests {
         let section = section(&all());
         assert!(section.starts_with("## Results\n\n") && section.contains("6 faults were injected"));
         assert!(section.contains("bookworm-cloud, 2 CPUs, idle, just before"), "{section}");
+        assert!(section.contains("1 more could not be injected"), "{section}");
+        assert!(section.contains("Of 2 runs without a\nfault, 1 ended in a death"), "{section}");
+        assert!(section.contains("by cause: 2 by panic."), "{section}");
+        assert!(super::section(&all()[..2]).contains("No run was made without a fault"));
     }
 }

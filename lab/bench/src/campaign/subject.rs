@@ -21,6 +21,8 @@ const EVERY: Duration = Duration::from_secs(30);
 const LIMIT: Duration = Duration::from_secs(60);
 /// Time in which a machine that is back has to answer.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(30);
+/// Time that a machine lives on before its sums are looked at, if it went back to an instant after the fault.
+const SETTLE: Duration = Duration::from_secs(5);
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// The characters of a lost machine's console that are kept.
 const LAST_WORDS: usize = 16 << 10;
@@ -114,8 +116,10 @@ pub struct Life {
 pub enum End {
     /// The machine is back at its snapshot.
     Back,
-    /// It said that there is no snapshot, that the fault could not be injected, or that it does not go back.
+    /// It said that there is no snapshot, or that it does not go back.
     Refused,
+    /// It said that the fault could not be injected, or has not struck.
+    NotInjected,
     /// The emulator has ended: the machine has restarted.
     Off,
     /// The machine was silent for too long.
@@ -126,6 +130,10 @@ pub enum End {
 #[derive(Clone, Debug)]
 pub struct Seen {
     pub end: End,
+    /// True once the snapshot before the fault is kept. What goes wrong from there on is the fault's doing.
+    pub kept: bool,
+    /// Oopses of the kernel from there to the life's own report, if it went on.
+    pub oopses: u64,
     /// The life of the fault, if it went on.
     pub alive: Option<Life>,
     /// The life after.
@@ -237,26 +245,29 @@ struct Rests {
     before: Duration,
     after: Duration,
     later: u32,
+    settle: Duration,
 }
 
 impl Rests {
     fn new(fault: &Fault, moment: Moment) -> Self {
         match moment {
-            Moment::JustBefore => Self { before: Duration::ZERO, after: fault.shows_within, later: 0 },
+            Moment::JustBefore => {
+                Self { before: Duration::ZERO, after: fault.shows_within, later: 0, settle: Duration::ZERO }
+            }
             Moment::AtRandom => {
                 let before = fault.moment(EVERY);
-                Self { before, after: EVERY - before, later: 1 }
+                Self { before, after: EVERY - before, later: 1, settle: SETTLE }
             }
         }
     }
 
     fn words(&self) -> String {
         let [before, after] = [self.before, self.after].map(|rest| rest.as_secs_f64());
-        format!("{before:.2} {after:.2} {} {}", self.later, EVERY.as_secs())
+        format!("{before:.2} {after:.2} {} {} {}", self.later, EVERY.as_secs(), self.settle.as_secs())
     }
 
     fn sum(&self) -> Duration {
-        self.before + self.after + EVERY * self.later
+        self.before + self.after + EVERY * self.later + self.settle
     }
 }
 
@@ -265,6 +276,8 @@ impl Seen {
     fn of(console: &str, key: &str) -> Self {
         let mut seen = Self {
             end: End::Silent,
+            kept: false,
+            oopses: 0,
             alive: None,
             back: None,
             complaint: None,
@@ -278,20 +291,34 @@ impl Seen {
             if let Some((_, place)) = line.split_once("mercury_test: flips ") {
                 seen.places.push(place.trim().to_owned());
             }
-            let Some((_, words)) = line.split_once(&own) else { continue };
+            let Some((_, words)) = line.split_once(&own) else {
+                seen.oopses += u64::from(seen.kept && seen.alive.is_none() && is_oops(line));
+                continue;
+            };
+            let words = words.trim_end();
             let (word, rest) = words.split_once(' ').unwrap_or((words, ""));
             match word {
+                "kept" => seen.kept = true,
                 "complaint" => seen.complaint = Some(rest.trim().to_owned()),
                 "alive" => seen.alive = Some(Life::of(rest)),
                 "back" => (seen.end, seen.back) = (End::Back, Some(Life::of(rest))),
-                "refused" | "refused:" => {
-                    (seen.end, seen.refused) = (End::Refused, Some(rest.trim().to_owned()));
+                // A machine in which bits have flipped has a fault, whatever the command to flip them says.
+                "not-injected" if !seen.places.is_empty() && rest.starts_with("by") => {}
+                "refused" | "not-injected" => {
+                    let end = if word == "refused" { End::Refused } else { End::NotInjected };
+                    (seen.end, seen.refused) = (end, Some(words.trim().to_owned()));
                 }
                 _ => {}
             }
         }
         seen
     }
+}
+
+/// Returns true for the line with which Linux counts an oops: `…: 0000 [#1] PREEMPT SMP`.
+fn is_oops(line: &str) -> bool {
+    let mut parts = line.split("[#").skip(1);
+    parts.any(|part| part.split_once(']').is_some_and(|(count, _)| count.parse::<u32>().is_ok()))
 }
 
 impl Life {
@@ -318,7 +345,7 @@ mod tests {
 
     const CONSOLE: &str = "\
 [ 1.0] campaign 1.6: back 0 right {\"state\": \"rolled-back\"}
-[ 9.0] campaign 1.7: kept
+[ 9.0] campaign 1.7: kept\r
 [ 9.1] mercury_test: flips bit 3 of code at vfs_read+0x12/0x300
 [ 9.2] BUG: unable to handle page fault
 ";
@@ -353,9 +380,32 @@ mod tests {
         assert!(seen.alive.as_ref().is_some_and(|life| life.is_right() && life.complaints == 1));
         assert_eq!(seen.complaint.as_deref(), Some("[ 9.2] BUG: x"));
         let refused = Seen::of(&format!("{console}campaign 1.7: refused no-snapshot\n"), "1.7");
-        assert_eq!((refused.end, refused.refused.as_deref()), (End::Refused, Some("no-snapshot")));
-        let failed = Seen::of("campaign 1.7: refused: the fault could not be injected\n", "1.7");
-        assert_eq!(failed.end, End::Refused);
+        assert_eq!((refused.end, refused.kept), (End::Refused, true));
+        assert_eq!(refused.refused.as_deref(), Some("refused no-snapshot"));
+        let at_once = Seen::of("campaign 1.7: refused no-snapshot\n", "1.7");
+        assert_eq!((at_once.end, at_once.kept), (End::Refused, false));
+    }
+
+    #[test]
+    fn a_fault_that_was_not_injected_is_told_from_one_whose_command_failed_later() {
+        let kept = "campaign 1.7: kept\n";
+        for how in ["by the command", "in this time"] {
+            let seen = Seen::of(&format!("{kept}campaign 1.7: not-injected {how}\n"), "1.7");
+            assert_eq!(seen.end, End::NotInjected, "{how}");
+        }
+        let failed = Seen::of(&format!("{CONSOLE}campaign 1.7: not-injected by the command\n"), "1.7");
+        assert_eq!(failed.end, End::Silent, "a bit has flipped");
+        let never = Seen::of(&format!("{CONSOLE}campaign 1.7: not-injected in this time\n"), "1.7");
+        assert_eq!(never.end, End::NotInjected, "the place of a register's flip is told before it strikes");
+    }
+
+    #[test]
+    fn oopses_of_the_life_with_the_fault_are_counted() {
+        let oops = "[ 9.3] Oops: 0002 [#1] PREEMPT SMP NOPTI\n";
+        let seen = Seen::of(&format!("{oops}{CONSOLE}{oops}campaign 1.7: alive 1 right\n{oops}"), "1.7");
+        assert_eq!(seen.oopses, 1);
+        assert!(is_oops("general protection fault, maybe for address 0x1: 0000 [#12] SMP"));
+        assert!(!is_oops("CPU: 1 PID: 7 Comm: x [#a] WARNING") && !is_oops("RIP: 0010:[<0>]"));
     }
 
     #[test]
@@ -365,6 +415,7 @@ mod tests {
         assert!(random.before + random.after == EVERY && random.later == 1);
         let just_before = Rests::new(&fault, Moment::JustBefore);
         assert_eq!((just_before.before, just_before.sum()), (Duration::ZERO, fault.shows_within));
-        assert_eq!(just_before.words(), "0.00 2.00 0 30");
+        assert_eq!(just_before.words(), "0.00 2.00 0 30 0");
+        assert!(random.words().ends_with(" 1 30 5"), "{}", random.words());
     }
 }
