@@ -11,7 +11,7 @@ export MERCURY_LAB_FULL = $(FULL)
 export MERCURY_LAB_MINUTES = $(MINUTES)
 export PATH := $(HOME)/.cargo/bin:$(PATH)
 
-.PHONY: help demo demo-move demo-checkpoint demo-guard demo-guest hosted test shell pair bench soak campaign \
+.PHONY: help demo demo-move demo-checkpoint demo-guard demo-guest demo-disco hosted test shell pair bench soak campaign \
 	deb check miri tsan clean bootstrap
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo 'make demo-checkpoint   a machine with PostgreSQL into an image, power off, and brought back elsewhere'
 	@echo 'make demo-guard   a driver corrupts memory: the machine goes back in an instant, and names the driver'
 	@echo 'make demo-guest   a bare machine into an image, power off, and on as a guest of another one with KVM'
+	@echo 'make demo-disco   32 Linux machines begin as copies of one, and share memory'
 	@echo 'make demo-move a machine with PostgreSQL moves to another one and back, with clients outside'
 	@echo 'make shell     a machine to play with; make shell KERNEL=trixie-cloud CPUS=4 ROOT=disk DISK=4G'
 	@echo 'make pair      two machines on one network: move the shell that you type into from one to the other'
@@ -51,6 +52,9 @@ demo-guard: bootstrap
 
 demo-guest: bootstrap
 	@$(RUN) demo guest
+
+demo-disco: bootstrap
+	@$(RUN) demo disco
 
 pair: bootstrap
 	@$(RUN) pair $(if $(KERNEL),--kernel $(KERNEL)) $(if $(CPUS),--cpus $(CPUS)) \

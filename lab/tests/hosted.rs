@@ -31,6 +31,8 @@ use rustix::process::{Pid, Signal, kill_process};
 mod addresses;
 #[path = "hosted/deaths.rs"]
 mod deaths;
+#[path = "hosted/disco.rs"]
+mod disco;
 #[path = "hosted/escapes.rs"]
 mod escapes;
 #[path = "hosted/footprint.rs"]

@@ -233,7 +233,8 @@ impl Block {
             return None;
         }
         let parts = data.iter().map(|part| {
-            let start = memory::pointer(memory, part.addr().0, part.len().into())?;
+            let place = if reads { memory::buffer } else { memory::pointer };
+            let start = place(memory, part.addr().0, part.len().into())?;
             (part.is_write_only() == reads)
                 .then_some(libc::iovec { iov_base: start.cast(), iov_len: part.len() as usize })
         });

@@ -5,6 +5,8 @@
 
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
+const PAGE: usize = 4096;
+
 /// A view of the guest's memory: regions, each at its physical addresses. The memory stays mapped as
 /// long as a view of it is there.
 pub type View = GuestMemoryMmap<()>;
@@ -14,6 +16,31 @@ pub type View = GuestMemoryMmap<()>;
 pub fn pointer(view: &View, at: u64, length: u64) -> Option<*mut u8> {
     let slice = view.get_slice(GuestAddress(at), usize::try_from(length).ok()?).ok()?;
     Some(slice.ptr_guard_mut().as_ptr())
+}
+
+/// Returns the host's address of a range to which the host's kernel is going to write. A write to memory that
+/// several machines share is a fault, which the monitor answers; the host's kernel would return an error. So
+/// each page is written to here, without a change.
+#[must_use]
+pub fn buffer(view: &View, at: u64, length: u64) -> Option<*mut u8> {
+    let start = pointer(view, at, length)?;
+    let first = start.addr() & !(PAGE - 1);
+    for page in (first..start.addr() + length as usize).step_by(PAGE) {
+        touch(start.with_addr(page.max(start.addr())));
+    }
+    Some(start)
+}
+
+/// Writes to a byte of the guest's memory without a change, in one step: the guest may write there.
+fn touch(at: *mut u8) {
+    #[cfg(miri)]
+    let _ = at;
+    #[cfg(not(miri))]
+    // SAFETY: The caller has checked that the guest's memory has the byte. An addition of nothing would be
+    // left out by the compiler.
+    unsafe {
+        std::arch::asm!("lock or byte ptr [{}], 0", in(reg) at, options(nostack));
+    }
 }
 
 /// Returns true if the guest has this memory, in one region.

@@ -38,7 +38,7 @@ impl Device for Rng {
 
 /// Fills a range. Says how much of it, or `None` if the guest has not such memory.
 fn fill(view: &View, at: u64, length: u64) -> Option<u64> {
-    let start = memory::pointer(view, at, length)?;
+    let start = memory::buffer(view, at, length)?;
     // SAFETY: The guest's memory has the range, and stays mapped. The host's kernel writes there by
     // the address, as other processors of the guest may. Rust has no reference to the range.
     let done = unsafe { libc::getrandom(start.cast(), length as usize, 0) };

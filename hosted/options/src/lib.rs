@@ -1,4 +1,4 @@
-//! The command line of `mercury hosted`, and the types of its options.
+//! The command lines of `mercury hosted` and `mercury disco`, and the types of its options.
 //!
 //! Two programs read the command line: `mercury`, for help, manual pages and completions, and
 //! `mercury-hosted`, which runs the machine. This crate has what both need, so that `mercury` carries nothing
@@ -9,8 +9,10 @@
 // Names of options and fields need no sentence.
 #![allow(missing_docs)]
 
+pub mod disco;
 pub mod gdb;
 mod memory;
+pub mod name;
 pub mod net;
 
 use std::{ffi::OsString, path::PathBuf};

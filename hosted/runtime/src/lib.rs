@@ -38,6 +38,7 @@ pub mod entry;
 #[doc(hidden)]
 pub mod fuzz;
 pub mod gdb;
+pub mod generator;
 pub mod isolation;
 pub mod kernel;
 pub mod layout;
@@ -56,6 +57,7 @@ pub mod selectors;
 pub mod signal;
 pub mod sites;
 pub mod smp;
+pub mod template;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod testing;

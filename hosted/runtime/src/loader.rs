@@ -12,6 +12,7 @@ use crate::{
     boot::{self, Beginning, Bringup},
     error::{Error, Result},
     gdb::KernelCode,
+    generator::Generator,
     kernel::Kernel,
     layout::THUNKS,
     load::{self, DISTANCE, Filled, Loaded},
@@ -42,6 +43,8 @@ pub struct Facts {
     pub beginning: Beginning,
     /// None if there is one processor.
     pub bringup: Option<Bringup>,
+    /// None if the kernel has another generator of random numbers.
+    pub generator: Option<Generator>,
     pub report: Report,
     root: u64,
     /// The size of the thunks, in bytes.
@@ -92,6 +95,7 @@ impl Prepared {
         let facts = Facts {
             gates,
             beginning: Beginning::of(&kernel, &loaded, entry)?,
+            generator: Generator::find(&kernel),
             bringup: (options.cpus > 1).then(|| Bringup::of(&kernel, &loaded)).transpose()?,
             report,
             root: loaded.root,

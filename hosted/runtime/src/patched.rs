@@ -422,6 +422,16 @@ impl PatchedCopies {
         }
     }
 
+    /// Records that pages were mapped anew in the direct map: the kernel's writes to those with copies must
+    /// fault as before.
+    pub fn replaced(&mut self, physical: Range<u64>) {
+        let own = self.copies.range(physical.clone()).map(|(page, _)| *page);
+        let known: Vec<u64> = own.chain(self.foreign.range(physical).copied()).collect();
+        for page in known {
+            protect(page, libc::PROT_READ | libc::PROT_EXEC);
+        }
+    }
+
     /// Records that another process has noticed a write to a page.
     pub fn written_elsewhere(&mut self, memory: &Memory, page: u64) {
         *self.changes.entry(page).or_default() += u32::from(self.copies.contains_key(&page));

@@ -138,22 +138,51 @@ pub fn check(options: &Options) -> Result<Report> {
 /// # Errors
 /// The first obstacle.
 pub fn run(options: &Options) -> Result<Infallible> {
-    without_randomization()?;
+    let most_mapped = begin(options)?;
     sandbox::close_inherited()?;
+    let saved = options.restore.as_deref().map(Saved::open).transpose()?;
+    let memory = make_memory(options)?;
+    let ready = loader::load(options, &memory)?;
+    let restored = saved.map(|saved| fill(saved, &memory)).transpose()?;
+    launch(options, memory, Prepared { ready, restored, most_mapped, clock_khz: clock_khz() })
+}
+
+/// Prepares this process for a machine or a template. Returns the number of mappings that the host allows.
+///
+/// # Errors
+/// If the host does not have what a machine needs.
+pub(crate) fn begin(options: &Options) -> Result<u64> {
+    without_randomization()?;
     let limits = Limits::default();
     limits.addresses()?;
     let most_mapped = check_limits(options, &limits)?;
     share_heap();
-    let saved = options.restore.as_deref().map(Saved::open).transpose()?;
-    let memory = make_memory(options)?;
-    let Ready { code, places, facts, debugged } = loader::load(options, &memory)?;
+    Ok(most_mapped)
+}
+
+/// The parts of a machine that do not depend on its process.
+pub(crate) struct Prepared {
+    pub ready: Ready,
+    /// The state from which the guest goes on. Its memory is there already.
+    pub restored: Option<Vec<u8>>,
+    /// The number of mappings that the host allows.
+    pub most_mapped: u64,
+    pub clock_khz: u64,
+}
+
+/// Turns this process into a machine, whose memory has its kernel or a saved machine.
+///
+/// # Errors
+/// The first obstacle.
+pub(crate) fn launch(options: &Options, memory: Memory, prepared: Prepared) -> Result<Infallible> {
+    let Prepared { ready: Ready { code, places, facts, debugged }, restored, most_mapped, clock_khz } =
+        prepared;
+    let limits = Limits::default();
     let code_hash = *blake3::hash(&code).as_bytes();
-    let restored = saved.map(|saved| fill(saved, &memory)).transpose()?;
     let files = Files::open(options)?;
     place_code(&code)?;
     drop(code);
     give_up_files(options)?;
-    let clock_khz = clock_khz();
     process::end_restartable_sequences();
     give_memory_back();
     // Processes are made before there are threads, because they begin as copies of this one.
@@ -185,7 +214,7 @@ pub fn run(options: &Options) -> Result<Infallible> {
 }
 
 /// Puts a saved machine's memory in place of the kernel that was loaded. Returns the rest of its state.
-fn fill(saved: Saved, memory: &Memory) -> Result<Vec<u8>> {
+pub(crate) fn fill(saved: Saved, memory: &Memory) -> Result<Vec<u8>> {
     memory.erase()?;
     saved.fill(memory)?;
     Ok(saved.state)
@@ -308,12 +337,18 @@ fn check_processors(options: &Options) -> Result<()> {
 
 /// Checks the host, and makes the guest's memory.
 fn make_memory(options: &Options) -> Result<Memory> {
+    check_memory(options)?;
+    Memory::new(options.memory)
+}
+
+/// Checks the host, and the size of the guest's memory.
+pub(crate) fn check_memory(options: &Options) -> Result<()> {
     check_host()?;
     if options.memory < LEAST_MEMORY {
         return Err(Error::new(format!("{} MiB of memory are not enough", options.memory >> 20))
             .hint(format!("give the guest {} MiB or more with --memory", LEAST_MEMORY >> 20)));
     }
-    Memory::new(options.memory)
+    Ok(())
 }
 
 /// The part of the machine that a process plays.
@@ -357,7 +392,7 @@ impl Start<'_> {
         filters: &CommonFilters,
     ) -> Result<Infallible> {
         files.leave();
-        sandbox::keep_only(self.memory.descriptor())?;
+        sandbox::keep_only(self.memory.descriptors())?;
         let room = self.rewrites().then(Room::new).transpose()?;
         signal::dispatch_system_calls()?;
         filters.apply()?;
@@ -584,7 +619,7 @@ fn check_host() -> Result<()> {
 }
 
 /// Measures the frequency of the time stamp counter by the host's clock.
-fn clock_khz() -> u64 {
+pub(crate) fn clock_khz() -> u64 {
     const MEASURE: Duration = Duration::from_millis(30);
     // SAFETY: Reading it is allowed, or the C library would not work.
     let read = || unsafe { (_rdtsc(), now()) };

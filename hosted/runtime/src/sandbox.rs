@@ -76,17 +76,21 @@ pub fn close_inherited() -> Result<()> {
     }
 }
 
-/// Closes all but the terminal and this one.
+/// Closes all but the terminal and these.
 ///
 /// # Errors
 /// If the host does not do it.
-pub fn keep_only(kept: RawFd) -> Result<()> {
-    let kept = libc::c_uint::try_from(kept).map_err(|_| Error::new("there is no such descriptor"))?;
-    for (first, last) in [(3, kept - 1), (kept + 1, libc::c_uint::MAX)] {
+pub fn keep_only(kept: impl Iterator<Item = RawFd>) -> Result<()> {
+    let mut kept: Vec<libc::c_uint> = kept.map(RawFd::cast_unsigned).collect();
+    kept.sort_unstable();
+    let mut first = 3;
+    for next in kept.into_iter().map(Some).chain([None]) {
+        let last = next.map_or(libc::c_uint::MAX, |next| next - 1);
         // SAFETY: The former owners of these descriptors in this process never use them again.
         if first <= last && unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) } != 0 {
             return Err(Error::system("close the first process's descriptors"));
         }
+        first = next.map_or(first, |next| next + 1);
     }
     Ok(())
 }

@@ -13,7 +13,8 @@ use crate::{
     entry,
     error::{Error, Result},
     isolation::{self, filter::X86_64},
-    machine::{self, End, Exception, Machine, Turn},
+    machine::{self, End, Exception, Machine, Turn, Writer},
+    memory::layers::own_at,
     mmu::Privilege,
     process, smp,
     vcpu::{USER_CODE, USER_STACK},
@@ -176,9 +177,12 @@ pub fn install() -> Result<()> {
     const RESTORER: u64 = 0x0400_0000;
     let action = Action {
         handler: entry::hosted_signal as *const () as u64,
-        flags: (libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_NOCLDSTOP) as u64 | RESTORER,
+        flags: (libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_NOCLDSTOP | libc::SA_NODEFER) as u64
+            | RESTORER,
         restorer: entry::hosted_restorer as *const () as u64,
-        mask: !0,
+        // The handler may write to a page that is not the machine's own yet (memory::layers), and is
+        // interrupted by itself then.
+        mask: !(1 << (libc::SIGSEGV - 1)),
     };
     for signal in [
         libc::SIGSEGV,
@@ -271,6 +275,9 @@ pub unsafe extern "C" fn handle_signal(
     // and monitor it changes too early or too late.
     let is_guest = selector != 0 && !is_in_transition(rip);
     if !is_guest {
+        if signal == libc::SIGSEGV && own_at(registers[libc::REG_CR2 as usize].cast_unsigned()) {
+            return 0;
+        }
         if !is_notice {
             die(signal, registers);
         }
@@ -305,6 +312,7 @@ pub unsafe extern "C" fn handle_signal(
     }
     let goes_on_elsewhere = machine.is_program_elsewhere() || machine.is_left();
     if !goes_on_elsewhere {
+        machine.catch_up_with_layers(Writer::This);
         machine.begin_step();
     }
     load_registers(machine, registers);

@@ -12,6 +12,7 @@ pub mod campaign;
 pub mod checkpoint;
 pub mod counts;
 pub mod demo;
+pub mod disco;
 pub mod exits;
 pub mod footprint;
 pub mod guard;
@@ -131,6 +132,8 @@ pub enum Part {
     Hosted,
     /// The memory of hosted machines.
     Footprint,
+    /// Machines that begin as copies of one.
+    Disco,
     /// The papers' tables beside the same measurements, with a virtual machine of KVM.
     Papers,
 }
@@ -289,6 +292,11 @@ pub fn run(part: Part, depth: Depth) -> Result<()> {
             let figures = footprint::measure(Release::Bookworm)?;
             replace(footprint::HEADING, &footprint::section(&figures), footprint::KEY, &pretty(&figures)?)?;
             report::judge(&footprint::promises(&figures))
+        }
+        Part::Disco => {
+            let figures = disco::measure(Release::Bookworm)?;
+            replace(disco::HEADING, &disco::section(&figures), disco::KEY, &pretty(&figures)?)?;
+            report::judge(&disco::promises(&figures))
         }
         Part::Hosted => {
             let [all, few] = HOSTED_ROUNDS;

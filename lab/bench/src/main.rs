@@ -138,7 +138,7 @@ enum Command {
     Bench {
         /// Measure only this part, and replace only its section in docs/: switch, checkpoint,
         /// guard, kvm, migration, previrtualization, previrtualization-6.1, slots, slots-6.1,
-        /// hosted, footprint, papers
+        /// hosted, footprint, disco, papers
         #[arg(value_parser = part)]
         part: Option<Part>,
         /// Take a quick measurement of a few minutes, and leave docs/ alone
@@ -412,10 +412,11 @@ fn part(name: &str) -> Result<Part, String> {
         "slots-6.1" => Ok(Part::Slots(&[Release::Bookworm])),
         "hosted" => Ok(Part::Hosted),
         "footprint" => Ok(Part::Footprint),
+        "disco" => Ok(Part::Disco),
         "papers" => Ok(Part::Papers),
         _ => Err(
             "there are switch, checkpoint, guard, kvm, migration, previrtualization, previrtualization-6.1, \
-             slots, slots-6.1, hosted, footprint and papers"
+             slots, slots-6.1, hosted, footprint, disco and papers"
                 .to_owned(),
         ),
     }

@@ -26,7 +26,7 @@ use crate::{
     switch::{AttachArgs, DetachArgs, UnloadArgs},
 };
 use clap::{Parser, Subcommand};
-use mercury_hosted_options::HostedCommand;
+use mercury_hosted_options::{HostedCommand, disco::DiscoCommand};
 
 /// Slip a hypervisor beneath the running Linux, and take it out again
 #[derive(Debug, Parser)]
@@ -229,6 +229,9 @@ pub enum Command {
     /// Run a pre-virtualized Linux as an ordinary process
     #[command(subcommand)]
     Hosted(HostedCommand),
+    /// Start many hosted machines as copies of one, in milliseconds, sharing memory
+    #[command(subcommand)]
+    Disco(DiscoCommand),
     /// Show the hypervisor's log, all CPUs in the order of time
     Log(LogArgs),
     /// Print state and counters for Prometheus, or write them for node_exporter's textfile

@@ -16,7 +16,7 @@ use mercury_control::{
     output::Format,
     say::{Say, fail},
 };
-use mercury_hosted_options::HostedCommand;
+use mercury_hosted_options::{HostedCommand, disco::DiscoCommand};
 use mercury_quiesce::guard as undo_process;
 use mercury_relocation::{
     checkpoint, merge,
@@ -65,6 +65,7 @@ fn dispatch(command: &Command, format: Format, name: &str) -> Result<Exit> {
         Command::Undo => Ok(undo_process::run(|| Arc::new(Reach::open()))),
         Command::Guests(command) => guests::run(command, say),
         Command::Hosted(_) => hosted::run(),
+        Command::Disco(_) => hosted::disco(),
         Command::Log(args) => log::run(args, say),
         Command::Metrics(args) => metrics::run(args, say),
         Command::Explain(args) => explain::explain(args.code.as_deref()).map(|found| say.done(&found)),
@@ -119,6 +120,13 @@ fn command_name(command: &Command) -> &'static str {
         Command::Hosted(HostedCommand::Restore(_)) => "hosted restore",
         Command::Hosted(HostedCommand::Net(_)) => "hosted net",
         Command::Hosted(HostedCommand::KeepSubnet(_)) => "hosted keep-subnet",
+        Command::Disco(DiscoCommand::Template(_)) => "disco template",
+        Command::Disco(DiscoCommand::Run(_)) => "disco run",
+        Command::Disco(DiscoCommand::List) => "disco list",
+        Command::Disco(DiscoCommand::Map) => "disco map",
+        Command::Disco(DiscoCommand::Console(_)) => "disco console",
+        Command::Disco(DiscoCommand::Stop(_)) => "disco stop",
+        Command::Disco(DiscoCommand::Rm(_)) => "disco rm",
         Command::Log(_) => "log",
         Command::Metrics(_) => "metrics",
         Command::Explain(_) => "explain",

@@ -1,4 +1,4 @@
-//! `mercury hosted`: executes `mercury-hosted`, the program that carries the runtime.
+//! `mercury hosted` and `mercury disco`: execute `mercury-hosted`, the program that carries the runtime.
 //!
 //! The runtime is a program of its own so that `mercury` stays small: a restore environment holds a copy of
 //! `mercury`, and never runs a hosted machine. The words of the command line have been checked when this
@@ -23,6 +23,12 @@ const PROGRAM: &str = "mercury-hosted";
 /// started.
 pub fn run() -> Result<Exit> {
     become_program(PROGRAM, without_command(std::env::args_os().skip(1)))
+}
+
+/// Replaces this process by `mercury-hosted` for a command of `mercury disco`. Returns only if the program
+/// cannot be started.
+pub fn disco() -> Result<Exit> {
+    become_program(PROGRAM, std::env::args_os().skip(1).collect())
 }
 
 /// Replaces this process by another program of Mercury's. Returns only if the program cannot be started.

@@ -145,7 +145,7 @@ fn environment(command: &Command) -> Roff {
 fn files(page: &Page) -> Roff {
     let mut roff = Roff::new();
     // Every command talks to the driver, except those of guests and of hosted machines.
-    let is_other = ["hosted", "guests"].iter().any(|other| page.command.starts_with(other));
+    let is_other = ["hosted", "disco", "guests"].iter().any(|other| page.command.starts_with(other));
     let is_of_driver = !page.command.is_empty() && !is_other;
     let common = page_files("").filter(|file| is_of_driver && file.path == "/dev/mercury");
     let files: Vec<_> = page_files(page.command).chain(common).collect();

@@ -131,6 +131,10 @@ const GUESTS: File = file(
     "/run/mercury/guests/NAME, $XDG_RUNTIME_DIR/mercury/guests/NAME",
     "State and sockets of a guest, of root's guests and of other users'.",
 );
+const DISCO: File = file(
+    "/run/mercury/disco, $XDG_RUNTIME_DIR/mercury/disco",
+    "Sockets, states and consoles of templates and machines, of root's and of other users'.",
+);
 const CONTROL: File = file("/run/mercury/control", "The socket at which mercuryd takes orders.");
 const RULES: File =
     file("/etc/mercury/guard.toml", "The rules of the guard. Without it the profile is watch.");
@@ -579,6 +583,63 @@ pub const PAGES: &[Page] = &[
         ],
     )
     .see(&["mercury-hosted-run(8)"]),
+    Page::of(
+        "disco",
+        Group::Hosted,
+        &[
+            example(
+                "Make a template of a saved machine",
+                "mercury disco template web machine.saved --kernel vmlinux",
+            ),
+            example("Start 32 machines as copies of it", "mercury disco run web --count 32"),
+            example("Show what they share", "mercury disco map"),
+        ],
+    )
+    .files(&[DISCO]),
+    Page::new(
+        "disco template",
+        &[
+            example(
+                "Make a template of a machine that `mercury hosted save` has saved",
+                "mercury disco template web machine.saved --kernel vmlinux --memory 256M",
+            ),
+            example(
+                "Keep it in the foreground, for a service manager",
+                "mercury disco template web machine.saved --kernel vmlinux --foreground",
+            ),
+        ],
+    )
+    .files(&[DISCO]),
+    Page::new(
+        "disco run",
+        &[
+            example("Start a machine with its console on this terminal", "mercury disco run web"),
+            example("Start 32 machines in the background", "mercury disco run web --count 32"),
+            example(
+                "Start one whose port 80 is this host's port 8080",
+                "mercury disco run web --name shop --detach --forward 8080:80",
+            ),
+        ],
+    )
+    .files(&[DISCO]),
+    Page::new("disco list", &[example("List templates and machines", "mercury disco list")]).files(&[DISCO]),
+    Page::new(
+        "disco map",
+        &[
+            example("Show what is shared and what is not", "mercury disco map"),
+            example(
+                "Sum the machines' own memory",
+                "mercury --json disco map | jq '[.machines[].own_bytes] | add'",
+            ),
+        ],
+    )
+    .files(&[DISCO]),
+    Page::new("disco console", &[example("Join a machine's console", "mercury disco console web-1")])
+        .files(&[DISCO]),
+    Page::new("disco stop", &[example("End a machine as a power cut would", "mercury disco stop web-1")])
+        .files(&[DISCO]),
+    Page::new("disco rm", &[example("End a template and its machines", "mercury disco rm web")])
+        .files(&[DISCO]),
     Page::of(
         "status",
         Group::Information,

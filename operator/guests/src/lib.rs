@@ -6,14 +6,14 @@
 // Names of options and fields need no sentence.
 #![allow(missing_docs)]
 
-mod name;
+pub mod held;
 mod state;
 
 use clap::{Args, ValueEnum};
 use mercury_hosted_options::net::{Forward, Mac, Uplink};
 use std::path::PathBuf;
 
-pub use name::Name;
+pub use mercury_hosted_options::name::Name;
 pub use state::{Folder, Guest, Keeper, Phase, Root, Status};
 
 /// The options of a guest.

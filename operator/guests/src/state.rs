@@ -11,37 +11,29 @@
 //! ```
 
 use std::{
-    env,
     ffi::OsStr,
     fs,
-    fs::{DirBuilder, File, TryLockError},
+    fs::File,
     io::{self, PipeReader, PipeWriter, Read, Write},
     os::{
         fd::AsRawFd,
-        unix::{
-            ffi::OsStrExt,
-            fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
-        },
+        unix::{ffi::OsStrExt, fs::OpenOptionsExt},
     },
     path::{Path, PathBuf},
-    thread,
-    time::Duration,
 };
 
 use serde::{Deserialize, Serialize};
 
-use crate::Name;
+use crate::{
+    Name,
+    held::{self, LOCK, is_locked, remove, take_lock},
+};
 
-const LOCK: &str = "lock";
 const STATUS: &str = "status.json";
 const CONSOLE: &str = "console.sock";
 const SECOND_PORT: &str = "serial1.sock";
 const ORDERS: &str = "orders.sock";
 const DECISION: &str = "decision";
-
-/// Attempts to lock a folder, and the time between two of them.
-const ATTEMPTS: u32 = 10;
-const MOMENT: Duration = Duration::from_millis(10);
 
 /// The phase of a guest's life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -99,13 +91,7 @@ impl Root {
     /// Returns the folder for the user of this process.
     #[must_use]
     pub fn own() -> Self {
-        let user = rustix::process::geteuid();
-        let run = match env::var_os("XDG_RUNTIME_DIR") {
-            _ if user.is_root() => "/run".into(),
-            Some(run) => PathBuf::from(run),
-            None => Path::new("/run/user").join(user.as_raw().to_string()),
-        };
-        Self(run.join("mercury/guests"))
+        Self(held::run_folder().join("guests"))
     }
 
     /// Returns a folder of a test.
@@ -351,60 +337,11 @@ fn keep(mut from: PipeReader) -> io::Result<()> {
     Ok(())
 }
 
-/// Makes the folder, and locks it. Returns `None` if another process holds the lock.
-fn take_lock(folder: &Path) -> io::Result<Option<File>> {
-    for _ in 0..ATTEMPTS {
-        DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
-        let path = folder.join(LOCK);
-        let lock = match File::options().create(true).truncate(false).write(true).open(&path) {
-            // The guest before has just removed its folder.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-            lock => lock?,
-        };
-        match lock.try_lock() {
-            Ok(()) if is_same(&lock, &path)? => return Ok(Some(lock)),
-            Ok(()) => {}
-            // A reader locks it for a moment.
-            Err(TryLockError::WouldBlock) => thread::sleep(MOMENT),
-            Err(TryLockError::Error(error)) => return Err(error),
-        }
-    }
-    Ok(None)
-}
-
-/// Returns true if the path still leads to the open file.
-fn is_same(file: &File, path: &Path) -> io::Result<bool> {
-    let opened = file.metadata()?;
-    match fs::metadata(path) {
-        Ok(there) => Ok((there.dev(), there.ino()) == (opened.dev(), opened.ino())),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
-        Err(error) => Err(error),
-    }
-}
-
-fn remove(path: &Path) -> io::Result<()> {
-    match fs::remove_file(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        removed => removed,
-    }
-}
-
-fn is_locked(folder: &Path) -> io::Result<bool> {
-    let lock = match File::open(folder.join(LOCK)) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
-        lock => lock?,
-    };
-    match lock.try_lock_shared() {
-        Ok(()) => Ok(false),
-        Err(TryLockError::WouldBlock) => Ok(true),
-        Err(TryLockError::Error(error)) => Err(error),
-    }
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use std::{thread, time::Duration};
 
     fn status(name: &Name) -> Status {
         Status {
@@ -506,7 +443,7 @@ mod tests {
     fn comes(condition: impl Fn() -> bool) -> bool {
         (0..2000).any(|_| {
             condition() || {
-                thread::sleep(MOMENT);
+                thread::sleep(Duration::from_millis(10));
                 false
             }
         })

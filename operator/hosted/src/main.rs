@@ -1,17 +1,18 @@
-//! The program `mercury-hosted`, which `mercury hosted` executes. `run` turns this process into a
-//! pre-virtualized kernel (see the crate `mercury-hosted`), and `gdb` into a gdb that is connected
-//! to such a kernel.
+//! The program `mercury-hosted`, which `mercury hosted` and `mercury disco` execute. `run` turns this process
+//! into a pre-virtualized kernel (see the crate `mercury-hosted`), and `gdb` into a gdb that is connected to
+//! such a kernel. [`disco`] makes templates of saved machines, and machines as copies of them.
 
+mod disco;
 mod subnet;
 
 use std::{
     io::ErrorKind,
     os::unix::process::CommandExt,
     path::{Path, PathBuf},
-    process::{Command, ExitCode},
+    process::ExitCode,
 };
 
-use clap::Parser;
+use clap::{Parser, Subcommand};
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
@@ -24,7 +25,9 @@ use mercury_hosted::{
     load::DISTANCE,
     run::{self, Isolation, Options, Report},
 };
-use mercury_hosted_options::{GdbArgs, HostedCommand, RunArgs, SaveArgs, gdb::Address, net::Network};
+use mercury_hosted_options::{
+    GdbArgs, HostedCommand, RunArgs, SaveArgs, disco::DiscoCommand, gdb::Address, net::Network,
+};
 use serde::Serialize;
 
 /// Runs a pre-virtualized Linux as an ordinary process
@@ -35,13 +38,31 @@ struct Cli {
     #[arg(long, global = true)]
     json: bool,
     #[command(subcommand)]
-    command: HostedCommand,
+    command: Command,
+}
+
+/// The commands of this program.
+#[derive(Debug, Subcommand)]
+enum Command {
+    #[command(flatten)]
+    Hosted(HostedCommand),
+    /// Many machines that begin as copies of one
+    #[command(subcommand)]
+    Disco(DiscoCommand),
 }
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
     let format = if cli.json { Format::Json } else { Format::Text };
-    let (name, result) = match &cli.command {
+    let command = match &cli.command {
+        Command::Hosted(command) => command,
+        Command::Disco(command) => {
+            let (name, format) = (disco::name(command), disco::format(cli.json, command));
+            let result = disco::run(command, Say { format, name });
+            return result.unwrap_or_else(|error| fail(&error, format, name)).into();
+        }
+    };
+    let (name, result) = match command {
         HostedCommand::Run(args) => ("hosted run", run(args, None, Say { format, name: "hosted run" })),
         HostedCommand::Restore(args) => {
             let say = Say { format, name: "hosted restore" };
@@ -60,8 +81,20 @@ fn main() -> ExitCode {
 /// Starts the machine, which this process is from then on. Returns if the kernel was only checked,
 /// or cannot be started.
 fn run(args: &RunArgs, restore: Option<&Path>, say: Say<'_>) -> Result<Exit> {
+    let options = options(args, restore)?;
+    if args.check {
+        return run::check(&options).map(|report| say.done(&Found::from(report))).map_err(refused);
+    }
+    match run::run(&options) {
+        Ok(never) => match never {},
+        Err(error) => Err(refused(error)),
+    }
+}
+
+/// Returns the options of a machine.
+fn options(args: &RunArgs, restore: Option<&Path>) -> Result<Options> {
     let (net, subnet) = cards(args)?;
-    let options = Options {
+    Ok(Options {
         kernel: args.kernel.clone(),
         initramfs: args.initramfs.clone(),
         disks: args.disk.iter().map(|disk| disk.as_str().into()).collect(),
@@ -79,14 +112,7 @@ fn run(args: &RunArgs, restore: Option<&Path>, say: Say<'_>) -> Result<Exit> {
         verbose: args.verbose,
         control: args.control.clone(),
         restore: restore.map(Path::to_owned),
-    };
-    if args.check {
-        return run::check(&options).map(|report| say.done(&Found::from(report))).map_err(refused);
-    }
-    match run::run(&options) {
-        Ok(never) => match never {},
-        Err(error) => Err(refused(error)),
-    }
+    })
 }
 
 /// Returns the card to the outside, and the one on a subnet.
@@ -147,7 +173,7 @@ fn gdb(args: &GdbArgs) -> Result<Exit> {
         Address::Path(path) => path.display().to_string(),
         Address::Port(port) => format!("127.0.0.1:{port}"),
     };
-    let mut command = Command::new("gdb");
+    let mut command = std::process::Command::new("gdb");
     command.args(["-q", "-ex", &format!("symbol-file -o {DISTANCE:#x} \"{kernel}\"")]);
     command.args(["-ex", &format!("target remote {target}")]).args(&args.arguments);
     let error = command.exec();

@@ -56,7 +56,7 @@ impl Machine {
         {
             let rights = Rights { write: false, execute: true };
             self.resident.programs.insert(site & !(PAGE - 1), PAGE, found.physical & !(PAGE - 1), rights);
-            self.resident.count_mapping();
+            self.resident.count_mappings(1);
         }
     }
 

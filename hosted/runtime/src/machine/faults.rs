@@ -27,7 +27,7 @@ impl Machine {
             self.counters.faults += 1;
             return self.inject(Exception::page(mmu::missing(access), address));
         }
-        if self.is_for_a_copy(address, access) {
+        if self.own_direct(address, access) || self.is_for_a_copy(address, access) {
             return;
         }
         if self.is_a_single_use(address) && self.emulate_moves() {
@@ -108,6 +108,9 @@ impl Machine {
             isolated.map(&self.memory, self.vcpu.cr3, address, &found);
             return Ok(());
         }
+        if access == Access::Write {
+            self.own(physical);
+        }
         self.map_found(page, &found);
         Ok(())
     }
@@ -121,6 +124,9 @@ impl Machine {
         let physical = found.physical & !(PAGE - 1);
         let is_controller = self.local.is_some() && physical == apic::BASE;
         if self.memory.contains(physical, PAGE) && !is_controller {
+            if access == Access::Write {
+                self.own(physical);
+            }
             self.map_found(address & !(PAGE - 1), &found);
         }
     }
@@ -141,6 +147,8 @@ impl Machine {
                 (page - before * PAGE, physical - before * PAGE, (before + after) * PAGE)
             }
         };
+        let same = self.memory.same_file(physical, from..from + length);
+        let (start, from, length) = (start + (same.start - from), same.start, same.end - same.start);
         if is_large && layout::is_user(page) {
             self.resident.programs.insert_large_page(page, found.size);
         }
@@ -181,15 +189,21 @@ impl Machine {
     }
 
     fn map(&mut self, address: u64, length: u64, physical: u64, rights: Rights) {
-        if self.resident.count_mapping() {
+        if self.resident.count_mappings(1) {
             self.drop_all();
         }
-        if self.memory.map(address, length, physical, rights).is_ok() {
-            return;
-        }
-        self.drop_all();
-        if let Err(error) = self.memory.map(address, length, physical, rights) {
-            self.end(End::Broken, &format!("cannot map the guest's memory: {error}"));
+        let mapped = self.memory.map(address, length, physical, rights).or_else(|_| {
+            self.drop_all();
+            self.memory.map(address, length, physical, rights)
+        });
+        match mapped {
+            Ok(base) if base.is_empty() => {}
+            Ok(base) => {
+                // Each range of the base may have one of the machine's own beside it.
+                self.resident.count_mappings(2 * base.len() as u64);
+                self.note_base(address, physical, base);
+            }
+            Err(error) => self.end(End::Broken, &format!("cannot map the guest's memory: {error}")),
         }
     }
 }

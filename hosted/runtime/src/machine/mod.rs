@@ -6,6 +6,7 @@ mod debugging;
 mod emulate;
 mod faults;
 mod interrupts;
+mod layered;
 mod moves;
 mod operands;
 mod program_memory;
@@ -42,6 +43,7 @@ use crate::{
     vcpu::{PROGRAMS_OWN, Vcpu},
 };
 pub use breakpoints::Step;
+pub use layered::Writer;
 pub use resident::Resident;
 use retry::Faulted;
 pub use saving::Saving;

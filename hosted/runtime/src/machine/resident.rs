@@ -9,6 +9,7 @@ use crate::{
     isolation::mappings::Mappings,
     layout::{self, PAGE},
     machine::Machine,
+    memory::reverse::Reverse,
     mmu::TableReader,
     patched::PatchedCopies,
     process::per_space::Event,
@@ -30,18 +31,23 @@ pub struct Resident {
     pub(super) programs: Mappings,
     /// None if programs' system calls are not rewritten here.
     pub(super) copies: Option<PatchedCopies>,
+    /// The mappings of pages of the base, besides the direct map.
+    pub(super) base: Reverse,
+    /// The number of pages that had become the machine's own when this process last mapped them.
+    pub(super) caught_up: u32,
 }
 
 impl Resident {
     /// Describes a process without mappings.
     #[must_use]
     pub fn new(most_mapped: u64, copies: Option<PatchedCopies>) -> Self {
-        Self { mapped: 0, most_mapped, programs: Mappings::default(), copies }
+        let programs = Mappings::default();
+        Self { mapped: 0, most_mapped, programs, copies, base: Reverse::default(), caught_up: 0 }
     }
 
-    /// Counts a mapping. Returns true if the host may refuse the next one.
-    pub(super) fn count_mapping(&mut self) -> bool {
-        self.mapped += 1;
+    /// Counts mappings. Returns true if the host may refuse the next one.
+    pub(super) fn count_mappings(&mut self, count: u64) -> bool {
+        self.mapped += count;
         self.mapped > self.most_mapped
     }
 }
@@ -127,6 +133,7 @@ impl Machine {
         self.drop_programs();
         self.drop_kernel();
         self.resident.mapped = 0;
+        self.resident.base.clear();
         if let Some(isolated) = self.placement.isolated_mut() {
             isolated.flush_all();
         }

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use super::{End, Machine, pending};
+use super::{End, Machine, Writer, pending};
 use crate::{
     layout::PAGE,
     process::per_space::{Event, Request, SpaceProcess},
@@ -20,7 +20,9 @@ impl Machine {
     /// Goes on with the guest, here or in another address-space process. In the latter case the
     /// function returns when the guest has come back, with other registers.
     pub(crate) fn resume_or_hand_over(&mut self) {
-        let Some(space) = self.placement.per_space() else { return };
+        let Some(space) = self.placement.per_space() else {
+            return self.catch_up_with_layers(Writer::This);
+        };
         while space.is_elsewhere() {
             let rip = self.block().registers.rip.get();
             space.show(rip, self.visible(rip));
@@ -33,6 +35,7 @@ impl Machine {
         if space.take_stale() {
             self.compare_with_tables();
         }
+        self.catch_up_with_layers(Writer::This);
     }
 
     /// Receives the guest in an address-space process that has its first turn.
@@ -45,6 +48,7 @@ impl Machine {
 
     /// Repeats the events of other processes that concern this one.
     fn catch_up(&mut self, space: SpaceProcess) {
+        self.catch_up_with_layers(Writer::Any);
         let Some(events) = space.take_events() else {
             self.drop_kernel();
             if let Some(copies) = &mut self.resident.copies {
@@ -68,6 +72,7 @@ impl Machine {
     pub(crate) fn serve_space_processes(&mut self, space: SpaceProcess) -> ! {
         space.load(self.vcpu.cr3, true);
         loop {
+            self.catch_up_with_layers(Writer::Any);
             match space.take_request() {
                 None => {}
                 Some(Request::Service) => self.deliver_pending(),

@@ -1,8 +1,10 @@
-//! `make demo`, `make demo-checkpoint`, `make demo-guard`, `make demo-guest` and `make demo-move`:
+//! `make demo`, `make demo-checkpoint`, `make demo-guard`, `make demo-guest`, `make
+//! demo-disco` and `make demo-move`:
 //! demonstrations of Mercury, with live progress, a table and a verdict at the end.
 
 mod checkpoint;
 pub(crate) mod database;
+mod disco;
 mod guard;
 mod guest;
 mod moves;
@@ -25,6 +27,8 @@ pub enum Subject {
     Guard,
     /// A bare machine that goes on as a guest of another one.
     Guest,
+    /// Many machines that begin as copies of one.
+    Disco,
     /// Two live moves of a machine with a database.
     Move,
 }
@@ -39,6 +43,7 @@ pub fn run(subject: Subject) -> Result<()> {
         Subject::Checkpoint => checkpoint::run(),
         Subject::Guard => guard::run(),
         Subject::Guest => guest::run(),
+        Subject::Disco => disco::run(),
         Subject::Move => moves::run(),
     }
 }

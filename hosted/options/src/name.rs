@@ -1,4 +1,4 @@
-//! Names of guests, which are names of folders too.
+//! Names of guests, templates and hosted machines, which are names of folders too.
 
 use std::{fmt, str::FromStr};
 
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 /// The longest name. A socket in the guest's folder must still have a path that fits into an address.
 const LONGEST: usize = 48;
 
-/// The name of a guest: letters, digits, `-`, `_` and `.`, with a letter or digit at its start.
+/// The name of a machine: letters, digits, `-`, `_` and `.`, with a letter or digit at its start.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Name(String);
@@ -38,7 +38,7 @@ impl FromStr for Name {
             return Ok(Self(text.to_owned()));
         }
         Err(format!(
-            "a guest's name has 1 to {LONGEST} letters, digits and the characters - _ . \
+            "a name has 1 to {LONGEST} letters, digits and the characters - _ . \
              and begins with a letter or digit"
         ))
     }

@@ -1,15 +1,20 @@
 //! The guest's memory: a file without a name. It is mapped once as the kernel's direct map, and in
-//! parts at the addresses in the guest's page tables.
+//! parts at the addresses in the guest's page tables. A clone has a second file, which it shares with other
+//! machines ([`layers`]).
 //!
 //! Other processors of the guest, which are other processes, the host's kernel and a disk's ring
 //! write to the memory at any time. So Rust has no reference to it. The monitor copies out of it
 //! and into it, as if each byte were accessed atomically ([`Memory::read`]). It uses the entries of
 //! page tables as atomic numbers.
 
+pub mod layers;
+pub mod reverse;
+
 use std::{
+    ffi::CStr,
     io,
     ops::Range,
-    os::fd::{AsRawFd, FromRawFd, OwnedFd},
+    os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd},
     ptr,
     sync::atomic::{AtomicU8, AtomicU64, Ordering},
 };
@@ -19,6 +24,7 @@ use crate::{
     layout::{self, DIRECT_MAP, PAGE},
     process,
 };
+use layers::Layers;
 
 /// The rights to mapped memory. Reading is always allowed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,6 +55,8 @@ pub struct Memory {
     /// The address of the monitor's own mapping, which may write to pages that are read-only for
     /// the kernel.
     window: usize,
+    /// None if all of it is in one file.
+    layers: Option<&'static Layers>,
 }
 
 impl Memory {
@@ -58,20 +66,41 @@ impl Memory {
     /// If the host does not have so much memory, or the addresses are taken.
     #[cfg(not(miri))]
     pub fn new(size: u64) -> Result<Self> {
-        // SAFETY: The name is a string with its end, and the descriptor is checked.
-        let file = unsafe { libc::memfd_create(c"mercury-hosted".as_ptr(), libc::MFD_CLOEXEC) };
-        if file < 0 {
-            return Err(Error::system("make the guest's memory"));
+        Self::with_flags(c"mercury-hosted", size, 0)
+    }
+
+    /// Makes memory that can become a base ([`Self::into_base`]).
+    ///
+    /// # Errors
+    /// As for [`Self::new`].
+    pub fn for_base(size: u64) -> Result<Self> {
+        Self::with_flags(c"mercury-base", size, libc::MFD_ALLOW_SEALING)
+    }
+
+    /// Makes a base of the memory: nobody can write to it any more. Its mappings go.
+    ///
+    /// # Errors
+    /// If the host refuses, because another process has the memory mapped.
+    pub fn into_base(self) -> Result<OwnedFd> {
+        const SEALS: i32 = libc::F_SEAL_WRITE | libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+        for address in [DIRECT_MAP as usize, self.window] {
+            // SAFETY: It is this memory's own mapping, and nothing points into it any more.
+            unsafe { libc::munmap(ptr::with_exposed_provenance_mut(address), self.size as usize) };
         }
-        // SAFETY: The descriptor was made above and has no other owner.
-        let mut memory = Self { file: unsafe { OwnedFd::from_raw_fd(file) }, size, window: 0 };
-        // SAFETY: It takes a descriptor and a number.
-        if unsafe { libc::ftruncate(file, size.cast_signed()) } != 0 {
-            return Err(Error::system("give the guest its memory")
-                .hint("give the guest less with --memory, or raise ulimit -f"));
+        // SAFETY: It takes a descriptor and numbers.
+        match unsafe { libc::fcntl(self.descriptor(), libc::F_ADD_SEALS, SEALS) } {
+            0 => Ok(self.file),
+            _ => Err(Error::system("seal the memory that machines share")),
         }
-        memory.map_new(DIRECT_MAP, size, 0, Rights { write: true, execute: true })?;
+    }
+
+    #[cfg_attr(miri, expect(unused))]
+    fn with_flags(name: &CStr, size: u64, flags: libc::c_uint) -> Result<Self> {
+        let file = new_file(name, size, flags)?;
+        let mut memory = Self { file, size, window: 0, layers: None };
+        memory.map_new(DIRECT_MAP, size, memory.descriptor(), Rights { write: true, execute: true })?;
         let rights = libc::PROT_READ | libc::PROT_WRITE;
+        let file = memory.descriptor();
         // SAFETY: A new mapping where the host likes.
         let window = unsafe { libc::mmap(ptr::null_mut(), size as usize, rights, libc::MAP_SHARED, file, 0) };
         if window == libc::MAP_FAILED {
@@ -80,6 +109,20 @@ impl Memory {
             ));
         }
         memory.window = window.expose_provenance();
+        Ok(memory)
+    }
+
+    /// Makes memory over a base that other machines have, too. The base must be at least as large, and nobody
+    /// may be able to write to it. `first` and `most_pieces` are those of [`Layers::new`].
+    ///
+    /// # Errors
+    /// If the host does not have so much memory, or the addresses are taken.
+    pub fn over(base: OwnedFd, size: u64, first: &[Range<u64>], most_pieces: u32) -> Result<Self> {
+        let file = new_file(c"mercury-hosted", size, 0)?;
+        let mut memory = Self { file, size, window: 0, layers: None };
+        memory.map_new(DIRECT_MAP, size, base.as_raw_fd(), Rights { write: false, execute: true })?;
+        let layers = Layers::new(base, memory.descriptor(), size, first, most_pieces)?;
+        (memory.window, memory.layers) = (layers.window(), Some(layers));
         Ok(memory)
     }
 
@@ -92,13 +135,12 @@ impl Memory {
     pub fn new(size: u64) -> Result<Self> {
         let file = std::fs::File::open("/dev/null").map_err(|error| Error::new(error.to_string()))?;
         let window = without_host(size as usize).expose_provenance();
-        Ok(Self { file: file.into(), size, window })
+        Ok(Self { file: file.into(), size, window, layers: None })
     }
 
     #[cfg_attr(miri, expect(unused))]
-    fn map_new(&self, address: u64, length: u64, physical: u64, rights: Rights) -> Result<()> {
-        let file = (self.file.as_raw_fd(), physical);
-        if process::map_free(address, length, rights.flags(), libc::MAP_SHARED, file) {
+    fn map_new(&self, address: u64, length: u64, file: RawFd, rights: Rights) -> Result<()> {
+        if process::map_free(address, length, rights.flags(), libc::MAP_SHARED, (file, 0)) {
             return Ok(());
         }
         let what = format!("map the guest's memory at {address:#x}");
@@ -108,12 +150,38 @@ impl Memory {
         ))
     }
 
-    /// Maps a part of the memory at an address of the guest's choice, over any mapping there.
+    /// Maps a part of the memory at an address of the guest's choice, over any mapping there. Pages of the
+    /// base cannot be written to there, whatever the rights are. Returns the ranges of physical addresses that
+    /// are the base's.
     ///
     /// # Errors
-    /// The error of the host.
-    pub fn map(&self, address: u64, length: u64, physical: u64, rights: Rights) -> io::Result<()> {
+    /// The error of the host. Then a part may be mapped.
+    pub fn map(
+        &self,
+        address: u64,
+        length: u64,
+        physical: u64,
+        rights: Rights,
+    ) -> io::Result<Vec<Range<u64>>> {
         debug_assert!(layout::is_translated(address) && self.contains(physical, length));
+        let Some(layers) = self.layers else {
+            return Self::map_file(address, length, physical, rights, self.descriptor()).map(|()| Vec::new());
+        };
+        let mut base = Vec::new();
+        let (mut at, end) = (physical, physical + length);
+        while at < end {
+            let length = layers.same(at / PAGE, end.div_ceil(PAGE)) * PAGE;
+            let (file, rights) = layers.file(at / PAGE, rights);
+            Self::map_file(address + (at - physical), length, at, rights, file)?;
+            if file == layers.base() {
+                base.push(at..at + length);
+            }
+            at += length;
+        }
+        Ok(base)
+    }
+
+    fn map_file(address: u64, length: u64, physical: u64, rights: Rights, file: RawFd) -> io::Result<()> {
         // SAFETY: The addresses are the guest's own, of which the monitor keeps nothing (layout).
         let mapped = unsafe {
             libc::mmap(
@@ -121,11 +189,27 @@ impl Memory {
                 length as usize,
                 rights.flags(),
                 libc::MAP_SHARED | libc::MAP_FIXED,
-                self.file.as_raw_fd(),
+                file,
                 physical.cast_signed(),
             )
         };
         if mapped == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
+    }
+
+    /// Returns the layers of the memory of a clone.
+    #[must_use]
+    pub fn layers(&self) -> Option<&'static Layers> {
+        self.layers
+    }
+
+    /// Returns the part of a range of physical addresses around a page that is in the same file as the page.
+    #[must_use]
+    pub fn same_file(&self, page: u64, range: Range<u64>) -> Range<u64> {
+        let Some(layers) = self.layers else { return range };
+        let number = page / PAGE;
+        let before = layers.same_before(number, range.start / PAGE);
+        let after = layers.same(number, range.end / PAGE);
+        page - before * PAGE..page + after * PAGE
     }
 
     /// Removes mappings of a range that the guest translates. The host may have no room for the
@@ -151,17 +235,25 @@ impl Memory {
         }
     }
 
-    /// Reads the file itself, where pages that were never used stay so. Other processes must not write.
+    /// Reads the files themselves, where pages that were never used stay so. Other processes must not write.
     ///
     /// # Errors
     /// The error of the host.
     pub fn read_file(&self, physical: u64, into: &mut [u8]) -> io::Result<()> {
         let mut done = 0;
         while done < into.len() {
-            let rest = &mut into[done..];
-            let at = (physical + done as u64).cast_signed();
+            let at = physical + done as u64;
+            let (file, most) = match self.layers {
+                None => (self.descriptor(), into.len()),
+                Some(layers) => {
+                    let none = Rights { write: false, execute: false };
+                    (layers.file(at / PAGE, none).0, Self::rest_of_page(at) as usize)
+                }
+            };
+            let end = into.len().min(done.saturating_add(most));
+            let rest = &mut into[done..end];
             // SAFETY: There is room for so many bytes.
-            let read = unsafe { libc::pread(self.descriptor(), rest.as_mut_ptr().cast(), rest.len(), at) };
+            let read = unsafe { libc::pread(file, rest.as_mut_ptr().cast(), rest.len(), at.cast_signed()) };
             match usize::try_from(read) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(read) => done += read,
@@ -191,10 +283,15 @@ impl Memory {
         physical < self.size && length <= self.size - physical
     }
 
-    /// Returns the file's descriptor in this process.
+    /// Returns the descriptor of the machine's own file in this process.
     #[must_use]
-    pub fn descriptor(&self) -> i32 {
+    pub fn descriptor(&self) -> RawFd {
         self.file.as_raw_fd()
+    }
+
+    /// Returns the descriptors of all files of the memory.
+    pub fn descriptors(&self) -> impl Iterator<Item = RawFd> {
+        std::iter::once(self.descriptor()).chain(self.layers.map(Layers::base))
     }
 
     /// Returns the address of guest memory in the monitor's own mapping.
@@ -202,6 +299,17 @@ impl Memory {
     pub fn pointer(&self, physical: u64, length: u64) -> Option<*mut u8> {
         self.contains(physical, length)
             .then(|| ptr::with_exposed_provenance_mut(self.window + physical as usize))
+    }
+
+    /// Returns the address of guest memory in the monitor's own mapping, for a write: the pages of a clone
+    /// become its own. Returns nothing if the range is outside, or the host has no room.
+    fn target(&self, physical: u64, length: u64) -> Option<*mut u8> {
+        let at = self.pointer(physical, length)?;
+        if let Some(layers) = self.layers {
+            let mut pages = physical / PAGE..(physical + length).div_ceil(PAGE);
+            pages.all(|page| layers.make_own(page)).then_some(())?;
+        }
+        Some(at)
     }
 
     /// Returns the physical address of an address in the direct map.
@@ -230,7 +338,7 @@ impl Memory {
     /// word whole.
     #[must_use]
     pub fn write(&self, physical: u64, bytes: &[u8]) -> Option<()> {
-        let to = self.pointer(physical, bytes.len() as u64)?;
+        let to = self.target(physical, bytes.len() as u64)?;
         // SAFETY: The range was checked, and stays mapped.
         unsafe { store(to, bytes) };
         Some(())
@@ -250,7 +358,7 @@ impl Memory {
     /// if a range is outside.
     #[must_use]
     pub fn copy(&self, to: u64, from: u64, length: u64) -> Option<()> {
-        let (to, from) = (self.pointer(to, length)?, self.pointer(from, length)?);
+        let (to, from) = (self.target(to, length)?, self.pointer(from, length)?);
         // SAFETY: Both ranges were checked, and stay mapped.
         unsafe { copy(to, from, length as usize) };
         Some(())
@@ -259,7 +367,7 @@ impl Memory {
     /// Fills a range with zeros. Returns nothing if the range is outside.
     #[must_use]
     pub fn clear(&self, physical: u64, length: u64) -> Option<()> {
-        let to = self.pointer(physical, length)?;
+        let to = self.target(physical, length)?;
         // SAFETY: The range was checked, and stays mapped.
         unsafe { clear(to, length as usize) };
         Some(())
@@ -310,7 +418,7 @@ impl Memory {
     /// at any time. Returns true if it was unchanged.
     #[must_use]
     pub fn mark(&self, physical: u64, was: u64, bits: u64) -> bool {
-        let Some(entry) = self.word(physical) else { return false };
+        let (Some(_), Some(entry)) = (self.target(physical, 8), self.word(physical)) else { return false };
         entry.compare_exchange(was, was | bits, Ordering::SeqCst, Ordering::Relaxed).is_ok()
     }
 
@@ -319,6 +427,27 @@ impl Memory {
     pub fn rest_of_page(address: u64) -> u64 {
         PAGE - address % PAGE
     }
+}
+
+/// Makes a file of zeros that is in no folder. The name is for `/proc`, and `flags` are those of
+/// `memfd_create(2)`.
+///
+/// # Errors
+/// If the host refuses it, or its size.
+pub fn new_file(name: &CStr, size: u64, flags: libc::c_uint) -> Result<OwnedFd> {
+    // SAFETY: The name is a string with its end, and the descriptor is checked.
+    let file = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | flags) };
+    if file < 0 {
+        return Err(Error::system("make the guest's memory"));
+    }
+    // SAFETY: The descriptor was made above and has no other owner.
+    let file = unsafe { OwnedFd::from_raw_fd(file) };
+    // SAFETY: It takes a descriptor and a number.
+    if unsafe { libc::ftruncate(file.as_raw_fd(), size.cast_signed()) } != 0 {
+        return Err(Error::system("give the guest its memory")
+            .hint("give the guest less with --memory, or raise ulimit -f"));
+    }
+    Ok(file)
 }
 
 /// Returns zeroed memory that stays, for Miri.
@@ -541,7 +670,12 @@ mod tests {
             let is_whole = |word: u64| word.to_le_bytes().iter().all(|&byte| byte == word as u8);
             std::thread::scope(|scope| {
                 scope.spawn(|| {
-                    let memory = Memory { file: memory.file.try_clone().unwrap(), size: memory.size, window };
+                    let memory = Memory {
+                        file: memory.file.try_clone().unwrap(),
+                        size: memory.size,
+                        window,
+                        layers: None,
+                    };
                     (0..ROUNDS).for_each(|round| memory.write(AT, &[round as u8; 8]).unwrap());
                 });
                 for round in 0..ROUNDS {

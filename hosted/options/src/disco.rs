@@ -1,0 +1,89 @@
+//! The commands below `mercury disco`: many machines that begin as copies of one.
+
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand};
+
+use crate::{RunArgs, name::Name, net::Forward};
+
+/// The commands below `mercury disco`.
+#[derive(Debug, Subcommand)]
+pub enum DiscoCommand {
+    /// Make a template from a saved machine
+    #[command(
+        long_about = "Makes a template from a machine that `mercury hosted save` has saved. The template is a \
+        process in the background, which has the machine's memory and waits. `mercury disco run` starts \
+        machines as copies of it, in milliseconds: they share the memory that they do not write. The options \
+        are those of the saved machine, as for `mercury hosted restore`. A disk must be read-only."
+    )]
+    Template(TemplateArgs),
+    /// Start machines as copies of a template
+    #[command(
+        long_about = "Starts one machine as a copy of a template, with its console on this terminal; Ctrl-A x \
+        ends the machine. With --detach or --count the machines run in the background, and `mercury disco \
+        console` shows their consoles."
+    )]
+    Run(DiscoRunArgs),
+    /// List templates and their machines
+    List,
+    /// Show the memory that machines share, and what each has for itself
+    #[command(
+        long_about = "Shows for each template and machine how much memory is shared and how much is the \
+        machine's own, beside what the host's kernel says (the proportional set size, PSS)."
+    )]
+    Map,
+    /// Join the console of a machine that runs in the background
+    Console(MachineArgs),
+    /// End a machine as a power cut would
+    Stop(MachineArgs),
+    /// End a template and all of its machines
+    Rm(TemplateName),
+}
+
+/// The options of `mercury disco template`.
+#[derive(Debug, Args)]
+pub struct TemplateArgs {
+    /// The template's name
+    pub name: Name,
+    /// The saved machine
+    pub file: PathBuf,
+    #[command(flatten)]
+    pub run: RunArgs,
+    /// Stay in the foreground, for a service manager
+    #[arg(long)]
+    pub foreground: bool,
+}
+
+/// The options of `mercury disco run`.
+#[derive(Debug, Args)]
+pub struct DiscoRunArgs {
+    /// The template
+    pub template: Name,
+    /// The machine's name. With --count it is the beginning of the names [default: the template's name and a
+    /// number]
+    #[arg(long)]
+    pub name: Option<Name>,
+    /// Start so many machines, in the background
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub count: Option<u32>,
+    /// Run the machine in the background
+    #[arg(long)]
+    pub detach: bool,
+    /// A port of this host that leads to one of the machine, as for `mercury hosted run`
+    #[arg(long, value_name = "[udp:]PORT[:PORT]", conflicts_with = "count")]
+    pub forward: Vec<Forward>,
+}
+
+/// A machine's name.
+#[derive(Debug, Args)]
+pub struct MachineArgs {
+    /// The machine
+    pub machine: Name,
+}
+
+/// A template's name.
+#[derive(Debug, Args)]
+pub struct TemplateName {
+    /// The template
+    pub template: Name,
+}

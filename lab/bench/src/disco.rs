@@ -1,0 +1,409 @@
+//! `lab bench disco`: how soon machines begin that are copies of one, and the memory that they take.
+
+use std::{
+    fs::{self, File},
+    io::{BufRead, BufReader, Write},
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use mercury_initramfs::Archive;
+use mercury_lab::{
+    artefacts,
+    error::{Context, Error, Result},
+    image::{Image, Release},
+    live,
+    markdown::table,
+    paths,
+    previrtualization::{self, Flavour},
+};
+use serde::Serialize;
+
+use super::stats::{self, rounded};
+
+/// The heading of this section in docs/benchmarks.md.
+pub const HEADING: &str = "## Many machines as copies of one";
+/// The key of this section in docs/benchmarks.json.
+pub const KEY: &str = "disco";
+
+/// The machines that begin together.
+pub const MANY: usize = 32;
+/// The size of a machine's memory.
+const MEMORY_MIB: &str = "256";
+/// The aims: a clone's first answer, and that of the last of many, in milliseconds.
+const ONE_WITHIN_MS: f64 = 10.0;
+const MANY_WITHIN_MS: f64 = 300.0;
+/// The aim: a boot takes so many times as long.
+const OVER_BOOT: f64 = 50.0;
+const ROUNDS: usize = 9;
+const LIMIT: Duration = Duration::from_secs(120);
+/// The time after which a machine has nothing to do any more.
+const REST: Duration = Duration::from_secs(2);
+
+/// Programs from Debian's image, beneath `usr`.
+const FILES: &[(&str, &str)] = &[
+    ("bin/sh", "bin/dash"),
+    ("bin/perl", "bin/perl"),
+    ("lib/x86_64-linux-gnu/libc.so.6", "lib/x86_64-linux-gnu/libc.so.6"),
+    ("lib/x86_64-linux-gnu/libm.so.6", "lib/x86_64-linux-gnu/libm.so.6"),
+    ("lib/x86_64-linux-gnu/libcrypt.so.1", "lib/x86_64-linux-gnu/libcrypt.so.1"),
+    ("lib64/ld-linux-x86-64.so.2", "lib/x86_64-linux-gnu/ld-linux-x86-64.so.2"),
+];
+
+/// An interpreter that has started, has some memory, and answers each line.
+const INIT: &str = "#!/bin/sh\n\
+    exec perl -e '$| = 1; my @warm = map { \"line $_\" x 10 } 1..20000; print \"up\\n\"; \
+    while (<STDIN>) { chomp; open R, \"</urandom\"; read R, $r, 8; print \"answer $_ \" . unpack(\"H*\", $r) . \
+    \"\\n\" }'\n";
+
+/// The figures.
+#[derive(Debug, Serialize)]
+pub struct Figures {
+    /// From the command to the first answer of a machine that boots.
+    #[serde(serialize_with = "rounded")]
+    boot_ms: f64,
+    /// The same of a saved machine that is restored.
+    #[serde(serialize_with = "rounded")]
+    restore_ms: f64,
+    /// The same of a clone.
+    #[serde(serialize_with = "rounded")]
+    clone_ms: f64,
+    /// From the command to the first answer of the last of [`MANY`] clones.
+    #[serde(serialize_with = "rounded")]
+    many_ms: f64,
+    machines: usize,
+    /// The template's memory.
+    #[serde(serialize_with = "rounded")]
+    base_mib: f64,
+    /// The mean of the memory of a clone that is idle.
+    idle: Memory,
+}
+
+/// Memory in MiB.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct Memory {
+    /// Pages of its own.
+    #[serde(serialize_with = "rounded")]
+    pub(crate) own: f64,
+    /// The host's kernel's count (PSS): the guest's, with its share of the template's.
+    #[serde(serialize_with = "rounded")]
+    guest: f64,
+    #[serde(serialize_with = "rounded")]
+    monitor: f64,
+}
+
+/// The files of the machines.
+#[derive(Debug)]
+pub(crate) struct Files {
+    mercury: PathBuf,
+    vmlinux: PathBuf,
+    archive: PathBuf,
+    folder: PathBuf,
+    pub(crate) template: String,
+}
+
+impl Files {
+    /// Builds what is missing.
+    pub(crate) fn make(release: Release) -> Result<Self> {
+        let vmlinux = previrtualization::build(release, Flavour::Tiny)?.vmlinux;
+        let folder = paths::lab_dir("bench")?.join("disco");
+        let _ = fs::remove_dir_all(&folder);
+        fs::create_dir_all(&folder).context(|| format!("make {}", folder.display()))?;
+        let usr = Image::ensure(release)?.tree().join("usr");
+        let mut archive = Archive::default();
+        for name in ["bin", "dev", "lib", "lib/x86_64-linux-gnu", "lib64"] {
+            archive.directory(name);
+        }
+        archive.char_device("dev/console", (5, 1));
+        archive.char_device("urandom", (1, 9));
+        for (name, from) in FILES {
+            let from = usr.join(from);
+            archive.file(name, &fs::read(&from).context(|| format!("read {}", from.display()))?);
+        }
+        archive.file("init", INIT.as_bytes());
+        let path = folder.join("initramfs");
+        fs::write(&path, archive.finish()).context(|| format!("write {}", path.display()))?;
+        let template = format!("bench-{}", std::process::id());
+        Ok(Self { mercury: artefacts::build_hosted()?, vmlinux, archive: path, folder, template })
+    }
+
+    fn mercury(&self, words: &[&str]) -> Command {
+        let mut command = Command::new(&self.mercury);
+        command.args(words).current_dir(&self.folder);
+        command
+    }
+
+    fn machine(&self, words: &[&str]) -> Command {
+        let mut command = self.mercury(words);
+        command.args(["--memory", MEMORY_MIB, "--kernel"]).arg(&self.vmlinux);
+        command
+    }
+
+    fn boot(&self) -> Command {
+        let mut command = self.machine(&["hosted", "run", "--control", "control"]);
+        command.args(["--append", "quiet loglevel=1", "--initramfs"]).arg(&self.archive);
+        command
+    }
+
+    fn done(&self, mut command: Command) -> Result<String> {
+        let output = command.output().context(|| "start mercury".into())?;
+        if !output.status.success() {
+            return Err(Error::Host(String::from_utf8_lossy(&output.stderr).into_owned()));
+        }
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+
+    /// Returns what a command prints.
+    pub(crate) fn text(&self, words: &[&str]) -> Result<String> {
+        self.done(self.mercury(words))
+    }
+
+    /// Boots a machine. Returns the time to its first answer, in milliseconds.
+    pub(crate) fn boot_once(&self) -> Result<f64> {
+        let _ = fs::remove_file(self.folder.join("control"));
+        let time = first_answer(&mut self.boot(), true);
+        let _ = fs::remove_file(self.folder.join("control"));
+        time
+    }
+
+    /// Ends the template and its machines.
+    pub(crate) fn remove(&self) -> Result<()> {
+        self.text(&["disco", "rm", &self.template]).map(drop)
+    }
+
+    /// Makes the template of a machine that is saved when it has begun.
+    pub(crate) fn make_template(&self) -> Result<()> {
+        let (mut machine, mut lines) = start(&mut self.boot())?;
+        await_line(&mut lines, "up")?;
+        self.done(self.mercury(&["hosted", "save", "control", "saved"]))?;
+        let _ = machine.wait();
+        self.done(self.machine(&["disco", "template", &self.template, "saved"])).map(drop)
+    }
+}
+
+impl Drop for Files {
+    fn drop(&mut self) {
+        let _ = self.remove();
+        let _ = fs::remove_dir_all(&self.folder);
+    }
+}
+
+type Lines = BufReader<std::process::ChildStdout>;
+
+fn start(command: &mut Command) -> Result<(Child, Lines)> {
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
+    let mut child = command.spawn().context(|| "start a machine".into())?;
+    let output = child.stdout.take().ok_or_else(|| Error::Host("a machine has no output".to_owned()))?;
+    Ok((child, BufReader::new(output)))
+}
+
+fn await_line(lines: &mut Lines, word: &str) -> Result<()> {
+    let mut line = String::new();
+    loop {
+        line.clear();
+        let length = lines.read_line(&mut line).context(|| "read a machine's console".into())?;
+        if length == 0 {
+            return Err(Error::Host(format!("a machine has ended without saying {word:?}")));
+        }
+        if line.starts_with(word) {
+            return Ok(());
+        }
+    }
+}
+
+/// Returns the time from a command to the first answer of its machine, in milliseconds. A machine that boots
+/// is asked when it is up.
+fn first_answer(command: &mut Command, boots: bool) -> Result<f64> {
+    let begin = Instant::now();
+    let (mut child, mut lines) = start(command)?;
+    let answer = || -> Result<f64> {
+        if boots {
+            await_line(&mut lines, "up")?;
+        }
+        let mut input = child.stdin.as_ref().ok_or_else(|| Error::Host("no input".to_owned()))?;
+        input.write_all(b"go\n").context(|| "ask a machine".into())?;
+        await_line(&mut lines, "answer go")?;
+        Ok(begin.elapsed().as_secs_f64() * 1e3)
+    };
+    let answer = { answer }();
+    // The machine ends as at a power cut.
+    let _ = rustix::process::kill_process(
+        rustix::process::Pid::from_child(&child),
+        rustix::process::Signal::TERM,
+    );
+    let _ = child.wait();
+    answer
+}
+
+fn medians(rounds: usize, mut one: impl FnMut() -> Result<f64>) -> Result<f64> {
+    let all = (0..rounds).map(|_| one()).collect::<Result<Vec<f64>>>()?;
+    Ok(stats::median(&all))
+}
+
+/// A machine in the background, by its console.
+#[derive(Debug)]
+pub(crate) struct Background(PathBuf);
+
+impl Background {
+    /// Returns the machines with these names.
+    pub(crate) fn all(names: &serde_json::Value) -> Vec<Self> {
+        let root = if rustix::process::geteuid().is_root() {
+            "/run".into()
+        } else {
+            std::env::var_os("XDG_RUNTIME_DIR").unwrap_or_default()
+        };
+        let folder = Path::new(&root).join("mercury/disco/machines");
+        let names = names.as_array().into_iter().flatten().filter_map(serde_json::Value::as_str);
+        names.map(|name| Self(folder.join(name))).collect()
+    }
+
+    fn ask(&self) -> Result<()> {
+        let pipe = self.0.join("console.in");
+        let wrong = || format!("write to {}", pipe.display());
+        let mut pipe = File::options().write(true).open(&pipe).context(wrong)?;
+        pipe.write_all(b"go\n").context(|| "ask a machine".into())
+    }
+
+    fn has_answered(&self) -> bool {
+        self.answer().is_some()
+    }
+
+    /// Returns the machine's answer, if it has come.
+    pub(crate) fn answer(&self) -> Option<String> {
+        let said = fs::read_to_string(self.0.join("console.log")).ok()?;
+        let answer = said.lines().find(|line| line.starts_with("answer go"))?;
+        said.ends_with('\n').then(|| answer.to_owned())
+    }
+}
+
+/// Starts many clones. Returns the time to the first answer of the last one, and their names.
+pub(crate) fn many(files: &Files) -> Result<(f64, serde_json::Value)> {
+    let begin = Instant::now();
+    let command = files.mercury(&["--json", "disco", "run", &files.template, "--count", &MANY.to_string()]);
+    let started: serde_json::Value =
+        serde_json::from_str(&files.done(command)?).context(|| "read the names of machines".into())?;
+    let machines = Background::all(&started["machines"]);
+    machines.iter().try_for_each(Background::ask)?;
+    while !machines.iter().all(Background::has_answered) {
+        if begin.elapsed() > LIMIT {
+            return Err(Error::Host("a clone does not answer".to_owned()));
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+    Ok((begin.elapsed().as_secs_f64() * 1e3, started["machines"].clone()))
+}
+
+/// Returns the memory of the template, and the mean of that of its clones.
+pub(crate) fn memory(files: &Files) -> Result<(f64, Memory)> {
+    thread::sleep(REST);
+    let text = files.done(files.mercury(&["--json", "disco", "map"]))?;
+    let map: serde_json::Value = serde_json::from_str(&text).context(|| "read the map".into())?;
+    let mib = |bytes: &serde_json::Value| bytes.as_f64().unwrap_or(0.0) / f64::from(1 << 20);
+    let of = |name: &str, all: &serde_json::Value| {
+        let all = all.as_array().cloned().unwrap_or_default();
+        all.into_iter().filter(|one| one[name] == files.template.as_str()).collect::<Vec<_>>()
+    };
+    let (templates, machines) = (of("template", &map["templates"]), of("template", &map["machines"]));
+    let mean = |field: fn(&serde_json::Value) -> [&serde_json::Value; 2]| {
+        let sum: f64 = machines.iter().map(|one| field(one).into_iter().map(mib).sum::<f64>()).sum();
+        sum / machines.len().max(1) as f64
+    };
+    let idle = Memory {
+        own: mean(|one| [&one["own_bytes"], &serde_json::Value::Null]),
+        guest: mean(|one| [&one["pss"]["base_bytes"], &one["pss"]["own_bytes"]]),
+        monitor: mean(|one| [&one["pss"]["monitor_bytes"], &serde_json::Value::Null]),
+    };
+    Ok((templates.iter().map(|one| mib(&one["base_bytes"])).sum(), idle))
+}
+
+/// Measures all of it.
+///
+/// # Errors
+/// If a part of the project does not build, or a machine does not answer.
+pub fn measure(release: Release) -> Result<Figures> {
+    let files = Files::make(release)?;
+    live::say("A machine boots, is saved, and is restored");
+    let boot_ms = medians(3, || files.boot_once())?;
+    files.make_template()?;
+    let restore_ms = medians(3, || first_answer(&mut files.machine(&["hosted", "restore", "saved"]), false))?;
+    live::say(&format!("{ROUNDS} clones one after the other, and {MANY} at once"));
+    let clone_ms =
+        medians(ROUNDS, || first_answer(&mut files.mercury(&["disco", "run", &files.template]), false))?;
+    let (many_ms, _) = many(&files)?;
+    let (base_mib, idle) = memory(&files)?;
+    Ok(Figures { boot_ms, restore_ms, clone_ms, many_ms, machines: MANY, base_mib, idle })
+}
+
+/// Returns the promises, and for each true if it is kept. Times of a shared host promise nothing.
+#[must_use]
+pub fn promises(figures: &Figures) -> [(bool, &'static str); 1] {
+    [(
+        figures.boot_ms >= OVER_BOOT * figures.clone_ms,
+        "a boot is not 50 times as long as a clone's beginning",
+    )]
+}
+
+/// Returns the section in docs/benchmarks.md.
+#[must_use]
+pub fn section(figures: &Figures) -> String {
+    let word = |kept: bool| if kept { "kept" } else { "**missed**" };
+    let row = |what: &str, ms: f64, aim: String| vec![what.to_owned(), format!("{ms:.1}"), aim];
+    let aim = |most: f64, ms: f64| format!("{most:.0} ({})", word(ms <= most));
+    let times = [
+        row("a boot", figures.boot_ms, "-".to_owned()),
+        row("a restore", figures.restore_ms, "-".to_owned()),
+        row("a clone", figures.clone_ms, aim(ONE_WITHIN_MS, figures.clone_ms)),
+        row(
+            &format!("the last of {} clones", figures.machines),
+            figures.many_ms,
+            aim(MANY_WITHIN_MS, figures.many_ms),
+        ),
+    ];
+    let ratio = figures.boot_ms / figures.clone_ms;
+    let Memory { own, guest, monitor } = figures.idle;
+    format!(
+        "{HEADING}\n\n\
+        `lab bench disco` writes this section alone ([disco.md](disco.md)). A machine of {MEMORY_MIB} MiB with \
+        the smallest kernel runs\n\
+        a Perl program with some MiB of data, which answers lines. The table has the milliseconds from the \
+        command to\n\
+        the first answer, in the median, on the host that this page was written on. Other work of the host is \
+        in them.\n\n{}\n\
+        A boot takes {ratio:.0} times as long as a clone's beginning. The aim is {OVER_BOOT:.0} ({}).\n\n\
+        The template has {:.1} MiB. An idle clone, of {}, has {own:.1} MiB of its own. By the host's kernel's \
+        count (PSS) it has\n\
+        {guest:.1} MiB of guest's memory, with its share of the template's, and {monitor:.1} MiB of monitor. The \
+        aim for the sum is 4 MiB\n\
+        ({}).\n",
+        table(&["", "milliseconds", "aim"], &times),
+        word(ratio >= OVER_BOOT),
+        figures.base_mib,
+        figures.machines,
+        word(guest + monitor <= 4.0),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_missed_is_said() {
+        let idle = Memory { own: 1.0, guest: 1.5, monitor: 5.0 };
+        let figures = Figures {
+            boot_ms: 1000.0,
+            restore_ms: 400.0,
+            clone_ms: 12.0,
+            many_ms: 250.0,
+            machines: MANY,
+            base_mib: 20.0,
+            idle,
+        };
+        let text = section(&figures);
+        assert!(text.contains("83 times as long") && text.contains("50 (kept)"), "{text}");
+        assert!(text.contains("10 (**missed**)") && text.contains("300 (kept)"), "{text}");
+        assert!(text.contains("4 MiB\n(**missed**)") && promises(&figures)[0].0, "{text}");
+    }
+}

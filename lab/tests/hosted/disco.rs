@@ -1,0 +1,230 @@
+//! Machines that begin as copies of a template.
+
+use std::{collections::BTreeSet, process::Output};
+
+use super::*;
+
+/// Time goes on while a machine is saved, and its kernel takes that for a stall.
+const QUIET: &str = "rcupdate.rcu_cpu_stall_suppress=1 nosoftlockup";
+/// The programs of the machine.
+const TOOLS: [&str; 9] = ["cat", "dd", "gzip", "head", "md5sum", "mknod", "od", "seq", "sort"];
+/// The libraries that they need besides the C library.
+const LIBRARIES: [&str; 2] = ["libpcre2-8.so.0", "libselinux.so.1"];
+
+/// The first program: makes files, waits for a word, and then overwrites and compares them again and again.
+/// Pages of the files are the template's at first.
+const INIT: &str = "#!/bin/sh\n\
+    mknod /urandom c 1 9\n\
+    i=0; while [ $i -lt 20 ]; do seq $i $((i + 3000)) >/f$i; i=$((i + 1)); done\n\
+    echo ready; read word; echo got $word\n\
+    echo random $(head -c 16 /urandom | od -An -tx1)\n\
+    r=0; while [ $r -lt 3 ]; do\n\
+    i=0; while [ $i -lt 20 ]; do\n\
+    sort -r /f$i | gzip >/g; gzip -d </g | sort -n | md5sum >/h\n\
+    seq $i $((i + 3000)) | dd of=/f$i conv=notrunc 2>/dev/null\n\
+    [ \"$(md5sum </f$i)\" = \"$(cat /h)\" ] || echo differs $r $i\n\
+    i=$((i + 1)); done\n\
+    echo round $r $(cat /f* | md5sum)\n\
+    r=$((r + 1)); done\n\
+    echo finished; read word; echo again $word; while :; do read word; done\n";
+
+/// A user's folder for what runs.
+fn disco(place: &Place, words: &[&str]) -> Command {
+    let mut command = as_nobody(&place.command);
+    command.env("XDG_RUNTIME_DIR", place.directory.join("run")).arg("disco").args(words);
+    command.current_dir(&place.directory);
+    command
+}
+
+fn done(mut command: Command) -> String {
+    let output = command.output().expect("the command");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{said}");
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+fn refused(output: &Output, word: &str) {
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && said.contains(word), "{word}: {said}");
+}
+
+/// Makes the files of a machine whose first program is [`INIT`].
+fn place() -> Result<(Place, PathBuf)> {
+    let place = Place::with("disco", &previrtualization::build(Release::Bookworm, Flavour::Tiny)?)?;
+    fs::set_permissions(&place.directory, fs::Permissions::from_mode(0o777)).expect("its rights");
+    let run = place.directory.join("run");
+    fs::create_dir(&run).expect("a folder");
+    give_to_nobody(&run);
+    fs::set_permissions(&run, fs::Permissions::from_mode(0o700)).expect("its rights");
+    let tree = Image::ensure(Release::Bookworm)?.tree();
+    let folder = "lib/x86_64-linux-gnu";
+    let tools = TOOLS.map(|tool| (format!("bin/{tool}"), tree.join("usr/bin").join(tool)));
+    let libraries =
+        LIBRARIES.map(|name| (format!("{folder}/{name}"), tree.join("usr").join(folder).join(name)));
+    let files: Vec<(String, PathBuf)> = tools.into_iter().chain(libraries).collect();
+    let programs: Vec<(&str, &Path)> =
+        files.iter().map(|(name, path)| (name.as_str(), path.as_path())).collect();
+    let archive = place.file("initramfs", &archive_with(&tree, INIT, &programs));
+    Ok((place, archive))
+}
+
+/// Starts the machine and saves it when its first program waits.
+fn save(place: &Place, archive: &Path, more: &[&str]) {
+    let mut command = place.run();
+    command.arg("--initramfs").arg(archive).args(["--memory", "128", "--control", "control"]).args(more);
+    command.args(["--append", QUIET]).current_dir(&place.directory);
+    let mut machine = Machine::start(place, &mut command);
+    machine.wait_for("ready\n");
+    let mut save = as_nobody(&place.command);
+    save.args(["hosted", "save", "control", "saved"]).current_dir(&place.directory);
+    done(save);
+    machine.end(HALTED);
+}
+
+fn console(place: &Place, machine: &str) -> PathBuf {
+    place.directory.join("run/mercury/disco/machines").join(machine)
+}
+
+fn said(place: &Place, machine: &str) -> String {
+    fs::read_to_string(console(place, machine).join("console.log")).unwrap_or_default().replace('\r', "")
+}
+
+fn tell(place: &Place, machine: &str, word: &str) {
+    let mut pipe =
+        File::options().write(true).open(console(place, machine).join("console.in")).expect("a pipe");
+    pipe.write_all(word.as_bytes()).expect("a word");
+}
+
+fn wait_for(place: &Place, machine: &str, word: &str) -> String {
+    let end = Instant::now() + patient(Duration::from_secs(120));
+    loop {
+        let said = said(place, machine);
+        if said.contains(word) {
+            return said;
+        }
+        assert!(Instant::now() < end, "{machine} did not say {word:?}: {said}");
+        thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// Returns the sums of the rounds.
+fn sums(said: &str) -> BTreeSet<String> {
+    said.lines().filter_map(|line| Some(line.strip_prefix("round ")?.split_once(' ')?.1.to_owned())).collect()
+}
+
+fn json(place: &Place, words: &[&str]) -> serde_json::Value {
+    let mut command = as_nobody(&place.command);
+    command.env("XDG_RUNTIME_DIR", place.directory.join("run")).args(["--json", "disco"]).args(words);
+    serde_json::from_str(&done(command)).expect("JSON")
+}
+
+fn pid(place: &Place, machine: &str) -> i32 {
+    let listed = json(place, &["list"]);
+    let machines = listed["machines"].as_array().expect("machines").clone();
+    let found = machines.into_iter().find(|one| one["name"] == machine).expect("the machine");
+    found["pid"].as_i64().expect("a number") as i32
+}
+
+/// Machines that begin as copies of one compute what it would have, in memory that they share until they
+/// write. The end of the template, or of one of them, is nothing to the others.
+#[test]
+fn clones_compute_what_their_template_would_have() -> Result<()> {
+    let (place, archive) = place()?;
+    save(&place, &archive, &[]);
+    done(disco(&place, &["template", "web", "saved", "--kernel", "vmlinux", "--memory", "128"]));
+    let template = ["template", "web", "saved", "--kernel", "vmlinux", "--memory", "128"];
+    refused(&disco(&place, &template).output().expect("the command"), "a template web already");
+    done(disco(&place, &["run", "web", "--count", "8"]));
+    let machines: Vec<String> = (1..=8).map(|number| format!("web-{number}")).collect();
+    let fresh = json(&place, &["map"]);
+    let base = fresh["templates"][0]["base_bytes"].as_u64().expect("a size");
+    for machine in fresh["machines"].as_array().expect("machines") {
+        let own = machine["own_bytes"].as_u64().expect("a size");
+        assert!(own * 4 < base, "{machine}: a machine that has done nothing shares most");
+    }
+    for machine in &machines[..4] {
+        tell(&place, machine, "go\n");
+    }
+    let first = wait_for(&place, &machines[0], "finished\n");
+    for machine in &machines[..4] {
+        let said = wait_for(&place, machine, "finished\n");
+        assert!(said.contains("got go") && !said.contains("differs"), "{said}");
+        assert!(sums(&said) == sums(&first) && sums(&said).len() == 1, "{said}");
+        assert_well(&said);
+    }
+    let random: BTreeSet<String> = machines[..4]
+        .iter()
+        .filter_map(|machine| {
+            Some(said(&place, machine).lines().find(|line| line.starts_with("random "))?.into())
+        })
+        .collect();
+    assert_eq!(random.len(), 4, "clones must not make the same keys: {random:?}");
+
+    // A machine that is killed harms no other, and neither does the end of the template.
+    kill_process(Pid::from_raw(pid(&place, &machines[1])).expect("a number"), Signal::KILL).expect("its end");
+    wait_for(&place, &machines[1], "was ended by signal 9");
+    let listed = json(&place, &["list"]);
+    let template = listed["templates"][0]["pid"].as_i64().expect("a number") as i32;
+    kill_process(Pid::from_raw(template).expect("a number"), Signal::KILL).expect("its end");
+    tell(&place, &machines[0], "now\n");
+    wait_for(&place, &machines[0], "again now\n");
+    // The others begin their work only now, without the template.
+    for machine in &machines[4..] {
+        tell(&place, machine, "go\n");
+    }
+    for machine in &machines[4..] {
+        let said = wait_for(&place, machine, "finished\n");
+        assert!(!said.contains("differs") && sums(&said) == sums(&first), "{said}");
+    }
+    for machine in machines.iter().filter(|machine| **machine != machines[1]) {
+        done(disco(&place, &["stop", machine]));
+    }
+    refused(&disco(&place, &["stop", &machines[0]]).output().expect("the command"), "no machine web-1 runs");
+    refused(&disco(&place, &["run", "web"]).output().expect("the command"), "no template web");
+    assert!(json(&place, &["list"])["machines"].as_array().expect("machines").is_empty());
+
+    // The name is free again. A machine on this terminal ends with its template's client.
+    done(disco(&place, &["template", "web", "saved", "--kernel", "vmlinux", "--memory", "128"]));
+    let mut attached = Machine::start(&place, &mut disco(&place, &["run", "web"]));
+    let input = attached.child.stdin.as_mut().expect("its input");
+    input.write_all(b"go\n").expect("a word");
+    attached.wait_for("finished\n");
+    assert_eq!(sums(&attached.said()), sums(&first));
+    done(disco(&place, &["rm", "web"]));
+    attached.end(HALTED);
+    Ok(())
+}
+
+/// What cannot be a template is refused, with the reason.
+#[test]
+fn what_cannot_be_cloned_is_refused() -> Result<()> {
+    let (place, archive) = place()?;
+    let disk = place.file("disk", &[0; 4096]);
+    save(&place, &archive, &["--disk", disk.to_str().expect("a path")]);
+    let template = |more: &[&str]| {
+        let words = ["template", "web", "saved", "--kernel", "vmlinux", "--memory", "128"];
+        disco(&place, &[&words[..], more].concat()).output().expect("the command")
+    };
+    let disk = disk.to_str().expect("a path").to_owned();
+    refused(&template(&["--disk", &disk]), "clones would all write to");
+    refused(&template(&["--isolation", "process"]), "--isolation=process cannot be cloned");
+    refused(&template(&["--control", "socket"]), "a clone has one processor");
+    let whole = fs::read(place.directory.join("saved")).expect("the file");
+    let mut damaged = whole.clone();
+    damaged[whole.len() / 2] ^= 1;
+    place.file("saved", &damaged);
+    refused(&template(&[]), "is damaged");
+    place.file("saved", &whole);
+    // The machine has a disk, and its clone would not. The template cannot see that, but the clone is refused.
+    done(disco(&place, &["template", "web", "saved", "--kernel", "vmlinux", "--memory", "128"]));
+    let output = disco(&place, &["run", "web"]).output().expect("the command");
+    assert!(!output.status.success(), "{output:?}");
+    let nowhere = disco(&place, &["run", "web", "--forward", "8080:80"]).output().expect("the command");
+    refused(&nowhere, "no network card");
+    refused(
+        &disco(&place, &["template", "../x", "saved", "--kernel", "vmlinux"]).output().expect("it"),
+        "a name has",
+    );
+    done(disco(&place, &["rm", "web"]));
+    Ok(())
+}

@@ -1,0 +1,357 @@
+//! The commands that talk to templates and machines.
+
+use std::{
+    fs::{File, OpenOptions},
+    io::{self, Read, Seek, SeekFrom, Write, stderr, stdin, stdout},
+    os::{fd::AsFd, unix::net::UnixStream},
+    thread,
+    time::{Duration, Instant},
+};
+
+use mercury_control::{
+    error::{Error, Result},
+    exit::Exit,
+    output::{Render, Text},
+};
+use mercury_guests::Name;
+use mercury_hosted_options::disco::DiscoRunArgs;
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
+    termios::{OptionalActions, Termios, tcgetattr, tcsetattr},
+};
+use serde::Serialize;
+
+use super::{
+    folder::{CONSOLE_INPUT, CONSOLE_LOG, Folder, MachineStatus, SOCKET, TemplateStatus},
+    map::Memory,
+    protocol::{self, Answer, Request},
+};
+
+/// The time between two looks.
+const MOMENT: Duration = Duration::from_millis(20);
+/// The time in which a machine that was told to end has ended.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Ctrl-A, and the key after it that leaves a console. A machine's own terminal has the same keys.
+const ESCAPE: u8 = 1;
+const LEAVE: u8 = b'x';
+
+pub(super) fn unreadable(folder: &Folder, error: &io::Error) -> Error {
+    Error::new(Exit::Failed, format!("cannot read {}: {error}", folder.path().display()))
+        .hint("make sure that XDG_RUNTIME_DIR is a folder of yours")
+}
+
+/// Connects to a template.
+pub(super) fn connect(name: &Name) -> Result<UnixStream> {
+    let folder = Folder::templates();
+    UnixStream::connect(folder.of(name).join(SOCKET)).map_err(|_| {
+        Error::new(Exit::State, format!("there is no template {name}"))
+            .hint("`mercury disco list` shows the templates, and `mercury disco template` makes one")
+    })
+}
+
+/// Starts machines.
+pub fn run(args: &DiscoRunArgs) -> Result<Outcome> {
+    let template = connect(&args.template)?;
+    let text = |forward: &mercury_hosted_options::net::Forward| {
+        format!("{}{}", if forward.is_udp() { "udp:" } else { "" }, forward.ports())
+    };
+    let forward: Vec<String> = args.forward.iter().map(text).collect();
+    if args.detach || args.count.is_some() {
+        let (count, numbered) = (args.count.unwrap_or(1), args.count.is_some());
+        let request = Request::Detached { name: args.name.clone(), count, numbered, forward };
+        protocol::send(&template, &request).map_err(|error| lost(&args.template, &error))?;
+        return started(&template, &args.template).map(|machines| Outcome::Started(Started { machines }));
+    }
+    let request = Request::Attached { name: args.name.clone(), forward };
+    let (input, output, errors) = (stdin(), stdout(), stderr());
+    let console = [input.as_fd(), output.as_fd(), errors.as_fd()];
+    let _settings = Settings::keep();
+    protocol::send_with(&template, &request, &console).map_err(|error| lost(&args.template, &error))?;
+    let names = started(&template, &args.template)?;
+    match protocol::receive::<Answer>(&template) {
+        Ok(Some((Answer::Ended { status: Some(status), .. }, _))) => Ok(Outcome::Ended(status)),
+        Ok(Some((Answer::Ended { signal: Some(signal), .. }, _))) => {
+            Err(Error::new(Exit::Failed, format!("the machine was ended by signal {signal}"))
+                .hint("a person has ended it, or the host had no memory for it (`dmesg`)"))
+        }
+        _ => outlive(&names),
+    }
+}
+
+/// Waits for the end of a machine whose template has ended.
+fn outlive(names: &[Name]) -> Result<Outcome> {
+    let folder = Folder::machines();
+    for name in names {
+        while folder.lives(name).map_err(|error| unreadable(&folder, &error))? {
+            thread::sleep(MOMENT);
+        }
+    }
+    Err(Error::new(Exit::Failed, "the template has ended before the machine, whose exit status is lost")
+        .hint("`mercury disco template` makes the template again"))
+}
+
+fn lost(template: &Name, error: &io::Error) -> Error {
+    Error::new(Exit::Failed, format!("the template {template} does not answer: {error}"))
+        .hint("`mercury disco list` shows if it lives")
+}
+
+/// Waits for the beginning of machines.
+fn started(template: &UnixStream, name: &Name) -> Result<Vec<Name>> {
+    match protocol::receive(template) {
+        Ok(Some((Answer::Started { machines }, _))) => Ok(machines),
+        Ok(Some((Answer::Refused { message, hint, machines }, _))) => {
+            let before = match machines.len() {
+                0 => String::new(),
+                some => format!("{some} machines run, and the next one does not: "),
+            };
+            let hint = hint.unwrap_or_else(|| "`mercury disco list` shows what runs".to_owned());
+            Err(Error::new(Exit::Failed, before + &message).hint(hint))
+        }
+        Ok(_) => Err(lost(name, &io::ErrorKind::UnexpectedEof.into())),
+        Err(error) => Err(lost(name, &error)),
+    }
+}
+
+/// The result of [`run`].
+#[derive(Debug)]
+pub enum Outcome {
+    /// Machines run in the background.
+    Started(Started),
+    /// The machine on this terminal has ended with this status.
+    Ended(i32),
+}
+
+/// Machines that have begun.
+#[derive(Debug, Serialize)]
+pub struct Started {
+    machines: Vec<Name>,
+}
+
+impl Render for Started {
+    fn render(&self, text: &mut Text) {
+        match &self.machines[..] {
+            [one] => text.line(format!("{one} runs; `mercury disco console {one}` shows its console")),
+            [first, .., last] => text.line(format!(
+                "{} machines run, {first} to {last}; `mercury disco map` shows their memory",
+                self.machines.len()
+            )),
+            [] => {}
+        }
+    }
+}
+
+/// The terminal's settings, which are put back when this value is dropped. A machine that was killed has not
+/// put them back.
+struct Settings(Option<Termios>);
+
+impl Settings {
+    fn keep() -> Self {
+        Self(tcgetattr(stdin()).ok())
+    }
+}
+
+impl Drop for Settings {
+    fn drop(&mut self) {
+        if let Some(settings) = &self.0 {
+            let _ = tcsetattr(stdin(), OptionalActions::Now, settings);
+        }
+    }
+}
+
+/// Templates and machines.
+#[derive(Debug, Serialize)]
+pub struct Listed {
+    templates: Vec<TemplateStatus>,
+    machines: Vec<ListedMachine>,
+}
+
+#[derive(Debug, Serialize)]
+struct ListedMachine {
+    #[serde(flatten)]
+    status: MachineStatus,
+    /// Memory of the guest that is the machine's own.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    own_bytes: Option<u64>,
+}
+
+/// Lists templates and machines.
+pub fn list() -> Result<Listed> {
+    let (templates, machines) = (Folder::templates(), Folder::machines());
+    let of = |status: MachineStatus| {
+        let own_bytes = Memory::of(status.pid).map(|memory| memory.own_bytes);
+        ListedMachine { status, own_bytes }
+    };
+    let living: Vec<MachineStatus> = machines.living().map_err(|error| unreadable(&machines, &error))?;
+    Ok(Listed {
+        templates: templates.living().map_err(|error| unreadable(&templates, &error))?,
+        machines: living.into_iter().map(of).collect(),
+    })
+}
+
+impl Render for Listed {
+    fn render(&self, text: &mut Text) {
+        if self.templates.is_empty() && self.machines.is_empty() {
+            text.line("there is no template: `mercury disco template` makes one from a saved machine");
+            return;
+        }
+        let mib = |bytes: u64| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));
+        let heading = ["template", "machines", "memory", "PID", "saved machine"].map(str::to_owned).to_vec();
+        let row = |one: &TemplateStatus| {
+            let count = self.machines.iter().filter(|machine| machine.status.template == one.name).count();
+            let (memory, pid) = (mib(one.memory_bytes), one.pid.to_string());
+            vec![one.name.to_string(), count.to_string(), memory, pid, one.file.display().to_string()]
+        };
+        text.table(&[heading].into_iter().chain(self.templates.iter().map(row)).collect::<Vec<_>>());
+        if self.machines.is_empty() {
+            return;
+        }
+        text.line("");
+        let heading = ["machine", "template", "own memory", "PID", "console"].map(str::to_owned).to_vec();
+        let row = |ListedMachine { status, own_bytes }: &ListedMachine| {
+            let console = if status.is_detached { "mercury disco console" } else { "a terminal" };
+            let own = own_bytes.map_or("-".to_owned(), mib);
+            let (name, template) = (status.name.to_string(), status.template.to_string());
+            vec![name, template, own, status.pid.to_string(), console.to_owned()]
+        };
+        text.table(&[heading].into_iter().chain(self.machines.iter().map(row)).collect::<Vec<_>>());
+    }
+}
+
+fn find(name: &Name) -> Result<MachineStatus> {
+    let folder = Folder::machines();
+    let found = folder.find(name).map_err(|error| unreadable(&folder, &error))?;
+    found.ok_or_else(|| {
+        Error::new(Exit::State, format!("no machine {name} runs"))
+            .hint("`mercury disco list` shows the machines")
+    })
+}
+
+/// Ends a machine.
+pub fn stop(name: &Name) -> Result<Stopped> {
+    let machine = find(name)?;
+    end(machine.pid, || Folder::machines().lives(name).unwrap_or(false), &format!("the machine {name}"))?;
+    Folder::machines().remove(name);
+    Ok(Stopped { stopped: vec![name.clone()] })
+}
+
+/// Ends a template, after its machines.
+pub fn remove(name: &Name) -> Result<Stopped> {
+    let folder = Folder::machines();
+    connect(name)?;
+    let mut stopped = Vec::new();
+    let machines: Vec<MachineStatus> = folder.living().map_err(|error| unreadable(&folder, &error))?;
+    for machine in machines.iter().filter(|machine| machine.template == *name) {
+        stop(&machine.name)?;
+        stopped.push(machine.name.clone());
+    }
+    let mut template = connect(name)?;
+    protocol::send(&template, &Request::End).map_err(|error| lost(name, &error))?;
+    protocol::await_end(&mut template);
+    stopped.push(name.clone());
+    Ok(Stopped { stopped })
+}
+
+/// Asks a process to end, and waits until it has. A process that has got its number since gets no signal.
+fn end(pid: u32, lives: impl Fn() -> bool, what: &str) -> Result<()> {
+    let failed = |why: String| {
+        Error::new(Exit::Failed, format!("cannot end {what}: {why}"))
+            .hint(format!("`kill -KILL {pid}` ends it whatever it does"))
+    };
+    let process =
+        i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or_else(|| failed("no number".into()))?;
+    let Ok(process) = pidfd_open(process, PidfdFlags::empty()) else { return Ok(()) };
+    if !lives() {
+        return Ok(());
+    }
+    pidfd_send_signal(&process, Signal::TERM).map_err(|error| failed(error.to_string()))?;
+    let start = Instant::now();
+    while lives() {
+        if start.elapsed() > PATIENCE {
+            return Err(failed(format!("it has not ended within {} s", PATIENCE.as_secs())));
+        }
+        thread::sleep(MOMENT);
+    }
+    Ok(())
+}
+
+/// Machines and templates that have ended.
+#[derive(Debug, Serialize)]
+pub struct Stopped {
+    stopped: Vec<Name>,
+}
+
+impl Render for Stopped {
+    fn render(&self, text: &mut Text) {
+        self.stopped.iter().for_each(|name| text.line(format!("ended {name}")));
+    }
+}
+
+/// Joins this terminal to the console of a machine in the background.
+pub fn console(name: &Name) -> Result<Exit> {
+    let machine = find(name)?;
+    if !machine.is_detached {
+        return Err(Error::new(Exit::State, format!("{name} has its console on another terminal"))
+            .hint("`mercury disco run --detach` starts a machine in the background"));
+    }
+    let folder = Folder::machines().of(name);
+    let failed = |error: io::Error| {
+        Error::new(Exit::Failed, format!("cannot join the console: {error}"))
+            .hint("`mercury disco list` shows if the machine still runs")
+    };
+    let log = File::open(folder.join(CONSOLE_LOG)).map_err(failed)?;
+    let pipe = OpenOptions::new().write(true).open(folder.join(CONSOLE_INPUT)).map_err(failed)?;
+    eprintln!("the console of {name}; Ctrl-A x leaves it");
+    let _settings = Settings::keep();
+    if let Ok(mut settings) = tcgetattr(stdin()) {
+        settings.make_raw();
+        let _ = tcsetattr(stdin(), OptionalActions::Now, &settings);
+    }
+    let is_left = visit(name, log, pipe).map_err(failed)?;
+    eprintln!("\r\n{name} {}\r", if is_left { "goes on" } else { "has ended" });
+    Ok(Exit::Done)
+}
+
+/// Passes bytes to and fro. Returns true if the user has left, and false if the machine has ended.
+fn visit(name: &Name, mut log: File, mut pipe: File) -> io::Result<bool> {
+    const SHOWN: u64 = 4096;
+    let length = log.metadata()?.len();
+    log.seek(SeekFrom::Start(length.saturating_sub(SHOWN)))?;
+    let (mut piece, mut is_command, mut is_open) = ([0; 4096], false, true);
+    loop {
+        let lives = Folder::machines().lives(name)?;
+        let count = log.read(&mut piece)?;
+        stdout().write_all(&piece[..count])?;
+        stdout().flush()?;
+        if count > 0 {
+            continue;
+        }
+        if !lives {
+            return Ok(false);
+        }
+        let input = stdin();
+        let mut ready = [PollFd::new(&input, PollFlags::IN)];
+        let moment = Timespec { tv_sec: 0, tv_nsec: MOMENT.as_nanos() as i64 };
+        let watched = if is_open { &mut ready[..] } else { &mut [] };
+        if rustix::io::retry_on_intr(|| poll(watched, Some(&moment)))? == 0 {
+            continue;
+        }
+        let count = rustix::io::retry_on_intr(|| rustix::io::read(&input, &mut piece))?;
+        is_open = count > 0;
+        let mut typed = Vec::new();
+        for &key in &piece[..count] {
+            match (is_command, key) {
+                (true, LEAVE) => return Ok(true),
+                (false, ESCAPE) => is_command = true,
+                (_, key) => {
+                    is_command = false;
+                    typed.push(key);
+                }
+            }
+        }
+        pipe.write_all(&typed)?;
+        if !is_open {
+            return Ok(true);
+        }
+    }
+}

@@ -1,0 +1,242 @@
+//! `mercury disco map`: the memory that machines share, and what each has for itself.
+//!
+//! Two accounts are shown. The first one is Mercury's: the pages of the template's memory that are there, once,
+//! and the pages of each machine's own file. The second one is the host's kernel's: the proportional set size
+//! (PSS) of all processes of a machine, in which a page that several processes map counts for each in part
+//! (`proc_pid_smaps(5)`).
+
+use std::{collections::HashMap, fs, os::unix::fs::MetadataExt, path::PathBuf};
+
+use mercury_control::{
+    error::Result,
+    output::{Render, Text},
+};
+use mercury_guests::Name;
+use serde::Serialize;
+
+use super::{
+    client::unreadable,
+    folder::{Folder, MachineStatus, TemplateStatus},
+};
+
+/// The names of the memory files, as `/proc` shows them.
+const OWN: &str = "/memfd:mercury-hosted (deleted)";
+const BASE: &str = "/memfd:mercury-base (deleted)";
+/// The size of a block of a file's size on the disk.
+const BLOCK: u64 = 512;
+
+/// The guest's memory of one machine, by file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Memory {
+    /// Pages of the base that are there.
+    pub base_bytes: u64,
+    /// Pages of the machine's own file that are there.
+    pub own_bytes: u64,
+}
+
+impl Memory {
+    /// Returns the memory files that a process has open. Returns nothing if they are not known.
+    pub fn of(pid: u32) -> Option<Self> {
+        let mut memory = Self::default();
+        for entry in fs::read_dir(format!("/proc/{pid}/fd")).ok()?.flatten() {
+            let Ok(name) = fs::read_link(entry.path()) else { continue };
+            let name = name.to_string_lossy();
+            let Ok(size) = fs::metadata(entry.path()).map(|file| file.blocks() * BLOCK) else { continue };
+            if name == OWN {
+                memory.own_bytes = size;
+            } else if name == BASE {
+                memory.base_bytes = size;
+            }
+        }
+        Some(memory)
+    }
+}
+
+/// What the host's kernel counts for the processes of a machine: proportional set sizes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+struct Counted {
+    base_bytes: u64,
+    own_bytes: u64,
+    /// All else: the monitor.
+    monitor_bytes: u64,
+}
+
+impl Counted {
+    /// Adds the mappings of a process, from the text of its `smaps`.
+    fn add(&mut self, smaps: &str) {
+        let mut to = &mut self.monitor_bytes;
+        for line in smaps.lines() {
+            if let Some(pss) = line.strip_prefix("Pss:") {
+                let kib: u64 = pss.trim().trim_end_matches(" kB").parse().unwrap_or(0);
+                *to += kib << 10;
+            } else if line.split(' ').next().is_some_and(|range| range.contains('-')) {
+                to = match line {
+                    line if line.contains(OWN) => &mut self.own_bytes,
+                    line if line.contains(BASE) => &mut self.base_bytes,
+                    _ => &mut self.monitor_bytes,
+                };
+            }
+        }
+    }
+}
+
+/// The parent of each process of the host.
+fn parents() -> HashMap<u32, Vec<u32>> {
+    let mut children: HashMap<u32, Vec<u32>> = HashMap::new();
+    for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+        let stat = fs::read_to_string(entry.path().join("stat")).unwrap_or_default();
+        // The name before may contain anything but ends with the last parenthesis.
+        let parent = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().nth(1)?.parse().ok());
+        if let Some(parent) = parent {
+            children.entry(parent).or_default().push(pid);
+        }
+    }
+    children
+}
+
+/// The account of a template.
+#[derive(Debug, Serialize)]
+struct TemplateMemory {
+    template: Name,
+    /// The template's memory, which exists once.
+    base_bytes: u64,
+    file: PathBuf,
+}
+
+/// The account of a machine.
+#[derive(Debug, Serialize)]
+struct MachineMemory {
+    machine: Name,
+    template: Name,
+    /// The pages of its own.
+    own_bytes: u64,
+    /// The number of its processes.
+    processes: usize,
+    /// What the host's kernel counts.
+    pss: Counted,
+}
+
+/// The memory of all templates and machines.
+#[derive(Debug, Serialize)]
+pub struct Map {
+    templates: Vec<TemplateMemory>,
+    machines: Vec<MachineMemory>,
+    /// The guests' memory by Mercury's account: each template once, and each machine's own pages.
+    guest_bytes: u64,
+    /// The same by the host's kernel's: what mappings count for it. Pages that nobody maps count nowhere.
+    pss_guest_bytes: u64,
+    pss_monitor_bytes: u64,
+}
+
+/// Reads the accounts.
+pub fn map() -> Result<Map> {
+    let (folder, machines) = (Folder::templates(), Folder::machines());
+    let templates: Vec<TemplateStatus> = folder.living().map_err(|error| unreadable(&folder, &error))?;
+    let machines: Vec<MachineStatus> = machines.living().map_err(|error| unreadable(&machines, &error))?;
+    let children = parents();
+    let machines: Vec<MachineMemory> = machines.into_iter().map(|one| account(one, &children)).collect();
+    let templates: Vec<TemplateMemory> = templates
+        .into_iter()
+        .map(|one| TemplateMemory {
+            template: one.name,
+            base_bytes: Memory::of(one.pid).unwrap_or_default().base_bytes,
+            file: one.file,
+        })
+        .collect();
+    let own: u64 = machines.iter().map(|machine| machine.own_bytes).sum();
+    Ok(Map {
+        guest_bytes: own + templates.iter().map(|one| one.base_bytes).sum::<u64>(),
+        pss_guest_bytes: machines.iter().map(|one| one.pss.base_bytes + one.pss.own_bytes).sum(),
+        pss_monitor_bytes: machines.iter().map(|one| one.pss.monitor_bytes).sum(),
+        templates,
+        machines,
+    })
+}
+
+fn account(status: MachineStatus, children: &HashMap<u32, Vec<u32>>) -> MachineMemory {
+    let mut processes = vec![status.pid];
+    let mut at = 0;
+    while let Some(pid) = processes.get(at).copied() {
+        processes.extend(children.get(&pid).into_iter().flatten());
+        at += 1;
+    }
+    let mut pss = Counted::default();
+    for pid in &processes {
+        pss.add(&fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap_or_default());
+    }
+    MachineMemory {
+        own_bytes: Memory::of(status.pid).unwrap_or_default().own_bytes,
+        processes: processes.len(),
+        machine: status.name,
+        template: status.template,
+        pss,
+    }
+}
+
+impl Render for Map {
+    fn render(&self, text: &mut Text) {
+        if self.templates.is_empty() && self.machines.is_empty() {
+            text.line("no machine runs");
+            return;
+        }
+        let mib = |bytes: u64| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));
+        let heading = ["machine", "template", "own", "processes", "PSS: base", "own", "monitor"]
+            .map(str::to_owned)
+            .to_vec();
+        let shared = |one: &TemplateMemory| {
+            let none = || "-".to_owned();
+            vec![
+                "(shared)".to_owned(),
+                one.template.to_string(),
+                mib(one.base_bytes),
+                none(),
+                none(),
+                none(),
+                none(),
+            ]
+        };
+        let row = |one: &MachineMemory| {
+            let Counted { base_bytes, own_bytes, monitor_bytes } = one.pss;
+            let (name, template) = (one.machine.to_string(), one.template.to_string());
+            let pss = [base_bytes, own_bytes, monitor_bytes].map(mib);
+            [vec![name, template, mib(one.own_bytes), one.processes.to_string()], pss.to_vec()].concat()
+        };
+        let rows = [heading].into_iter().chain(self.templates.iter().map(shared));
+        text.table(&rows.chain(self.machines.iter().map(row)).collect::<Vec<_>>());
+        text.line("");
+        text.line(format!(
+            "guests' memory: {} with each template once; mapped, by the host's kernel: {}, and monitors {}",
+            mib(self.guest_bytes),
+            mib(self.pss_guest_bytes),
+            mib(self.pss_monitor_bytes)
+        ));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mappings_are_counted_by_their_file() {
+        const SMAPS: &str = "40000000-50000000 r-xs 00000000 00:01 7 /memfd:mercury-base (deleted)\n\
+            Size:             262144 kB\nRss:                 400 kB\nPss:                 100 kB\n\
+            50000000-50001000 rw-s 00001000 00:01 8 /memfd:mercury-hosted (deleted)\nPss:                   4 kB\n\
+            7f0000000000-7f0000001000 rw-p 00000000 00:00 0 \nPss:                  12 kB\nVmFlags: rd wr\n";
+        let mut counted = Counted::default();
+        counted.add(SMAPS);
+        counted.add(SMAPS);
+        assert_eq!(counted, Counted { base_bytes: 200 << 10, own_bytes: 8 << 10, monitor_bytes: 24 << 10 });
+    }
+
+    #[test]
+    fn processes_have_their_children() {
+        let child = std::process::Command::new("sleep").arg("10").spawn();
+        if let Ok(mut child) = child {
+            assert!(parents()[&std::process::id()].contains(&child.id()));
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}

@@ -1,0 +1,351 @@
+//! The process of a template: starts machines on request, and tells how they have ended.
+//!
+//! It has one thread, because machines begin as copies of it. Machines are its children, but do not depend on
+//! it: they go on if it ends.
+
+use std::{
+    fs::{File, OpenOptions},
+    io,
+    os::{
+        fd::{AsRawFd, OwnedFd},
+        unix::{
+            fs::OpenOptionsExt,
+            net::{UnixListener, UnixStream},
+        },
+    },
+    path::PathBuf,
+    time::{Duration, SystemTime},
+};
+
+use mercury_control::{
+    error::{Error, Result},
+    exit::Exit,
+    output::Format,
+    say::fail,
+};
+use mercury_guests::Name;
+use mercury_hosted::{run::Options, template::Template};
+use mercury_hosted_options::net::Forward;
+use rustix::{
+    event::{PollFd, PollFlags, poll},
+    fs::{CWD, FileType, Mode, mknodat},
+    io::Errno,
+    process::{
+        Pid, PidfdFlags, Resource, Rlimit, Signal, WaitOptions, getrlimit, kill_process, pidfd_open,
+        setrlimit, setsid, waitpid,
+    },
+    stdio::{dup2_stderr, dup2_stdin, dup2_stdout},
+};
+
+use super::{
+    folder::{CONSOLE_INPUT, CONSOLE_LOG, Folder, MachineStatus, SOCKET, TemplateStatus},
+    protocol::{self, Answer, CONSOLE, Request},
+};
+use crate::refused;
+
+/// The time in which a client must have sent its request.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// A template that takes requests.
+pub struct Server {
+    template: Template,
+    name: Name,
+    listener: UnixListener,
+    machines: Vec<Machine>,
+    /// The lock of the template's folder.
+    _lock: File,
+}
+
+/// A machine that this process has started.
+struct Machine {
+    name: Name,
+    pid: Pid,
+    /// Becomes readable at the end of the machine's first process.
+    end: OwnedFd,
+    /// The client on whose terminal the machine has its console.
+    client: Option<UnixStream>,
+    /// True until the client is told that the machine has begun.
+    is_awaited: bool,
+}
+
+/// What has happened.
+#[derive(Default)]
+struct Ready {
+    /// True if a client has connected.
+    is_asked: bool,
+    /// The indices of machines that have ended.
+    ended: Vec<usize>,
+    /// The indices of machines whose client is gone.
+    clients: Vec<usize>,
+}
+
+/// Returns the seconds since 1970.
+fn seconds() -> u64 {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+fn failed(what: &str, error: impl std::fmt::Display) -> Error {
+    Error::new(Exit::Failed, format!("cannot {what}: {error}"))
+        .hint("see that the user's folder (XDG_RUNTIME_DIR) has room, and that the host has memory")
+}
+
+impl Server {
+    /// Opens the template's socket, and says that the template is ready.
+    pub fn new(template: Template, name: Name, file: PathBuf, memory_bytes: u64, lock: File) -> Result<Self> {
+        let folder = Folder::templates();
+        let listener =
+            UnixListener::bind(folder.of(&name).join(SOCKET)).map_err(|error| failed("listen", error))?;
+        let status = TemplateStatus {
+            name: name.clone(),
+            pid: std::process::id(),
+            file,
+            memory_bytes,
+            since: seconds(),
+        };
+        folder.write(&name, &status).map_err(|error| failed("write the template's state", error))?;
+        raise_limit();
+        Ok(Self { template, name, listener, machines: Vec::new(), _lock: lock })
+    }
+
+    /// Serves until a client asks for the end. The machines go on.
+    pub fn serve(mut self) -> Result<Exit> {
+        loop {
+            let ready = self.wait().map_err(|error| failed("wait for requests", error))?;
+            for index in ready.clients {
+                // The client is gone, and its terminal with it.
+                let _ = kill_process(self.machines[index].pid, Signal::HUP);
+                self.machines[index].client = None;
+            }
+            for index in ready.ended.into_iter().rev() {
+                let machine = self.machines.remove(index);
+                self.bury(machine);
+            }
+            if ready.is_asked
+                && let Ok((client, _)) = self.listener.accept()
+                && self.answer(client)
+            {
+                Folder::templates().remove(&self.name);
+                return Ok(Exit::Done);
+            }
+        }
+    }
+
+    fn wait(&self) -> io::Result<Ready> {
+        let mut all = vec![PollFd::new(&self.listener, PollFlags::IN)];
+        all.extend(self.machines.iter().map(|machine| PollFd::new(&machine.end, PollFlags::IN)));
+        let clients: Vec<(usize, &UnixStream)> = self
+            .machines
+            .iter()
+            .enumerate()
+            .filter_map(|(index, machine)| Some((index, machine.client.as_ref()?)))
+            .collect();
+        all.extend(clients.iter().map(|(_, client)| PollFd::new(*client, PollFlags::IN)));
+        match poll(&mut all, None) {
+            Err(Errno::INTR) => return Ok(Ready::default()),
+            result => result?,
+        };
+        let is_ready = |at: usize| !all[at].revents().is_empty();
+        let count = self.machines.len();
+        Ok(Ready {
+            is_asked: is_ready(0),
+            ended: (0..count).filter(|index| is_ready(1 + index)).collect(),
+            clients: (0..clients.len())
+                .filter(|at| is_ready(1 + count + at))
+                .map(|at| clients[at].0)
+                .collect(),
+        })
+    }
+
+    /// Tells a machine's client how the machine has ended, and removes what it leaves.
+    fn bury(&self, machine: Machine) {
+        let status =
+            waitpid(Some(machine.pid), WaitOptions::empty()).ok().flatten().map(|(_, status)| status);
+        let ended = Answer::Ended {
+            status: status.and_then(|status| status.exit_status()),
+            signal: status.and_then(|status| status.terminating_signal()),
+        };
+        match machine.client {
+            Some(client) => {
+                Folder::machines().remove(&machine.name);
+                // The client may be gone.
+                let _ = protocol::send(&client, &ended);
+            }
+            None => {
+                let _ = note_end(&machine.name, &ended);
+            }
+        }
+    }
+
+    /// Answers a request. Returns true if it asks for the end.
+    fn answer(&mut self, client: UnixStream) -> bool {
+        let is_set = client.set_read_timeout(Some(PATIENCE)).is_ok();
+        let Some((request, console)) = protocol::receive(&client).ok().flatten().filter(|_| is_set) else {
+            return false;
+        };
+        let mut machines = Vec::new();
+        let started = match request {
+            Request::End => return true,
+            Request::Attached { name, forward } => {
+                self.start_attached(name, &forward, console, &mut machines)
+            }
+            Request::Detached { name, count, numbered, forward } => {
+                self.start_detached(name.as_ref(), count, numbered, &forward, &mut machines)
+            }
+        };
+        let answer = match started {
+            Ok(()) => Answer::Started { machines },
+            Err(error) => Answer::Refused { message: error.message, hint: error.hint, machines },
+        };
+        let is_told = protocol::send(&client, &answer).is_ok();
+        if let Some(machine) = self.machines.last_mut().filter(|machine| machine.is_awaited && is_told) {
+            (machine.client, machine.is_awaited) = (Some(client), false);
+        }
+        false
+    }
+
+    fn start_attached(
+        &mut self,
+        name: Option<Name>,
+        forward: &[String],
+        console: Vec<OwnedFd>,
+        started: &mut Vec<Name>,
+    ) -> Result<()> {
+        let console: [OwnedFd; CONSOLE] = console.try_into().map_err(|_| {
+            Error::new(Exit::Failed, "the request came without a console").hint("report this bug")
+        })?;
+        let (name, lock) = self.claim(name.as_ref(), name.is_none())?;
+        self.start(name, lock, console, forward, true)?;
+        started.extend(self.machines.last().map(|machine| machine.name.clone()));
+        Ok(())
+    }
+
+    fn start_detached(
+        &mut self,
+        name: Option<&Name>,
+        count: u32,
+        numbered: bool,
+        forward: &[String],
+        started: &mut Vec<Name>,
+    ) -> Result<()> {
+        for _ in 0..count {
+            let (name, lock) = self.claim(name, numbered || name.is_none())?;
+            let console = open_console(&name).map_err(|error| failed("make the machine's console", error))?;
+            self.start(name.clone(), lock, console, forward, false)?;
+            started.push(name);
+        }
+        Ok(())
+    }
+
+    /// Takes a name: this one, or one with a number.
+    fn claim(&self, name: Option<&Name>, is_numbered: bool) -> Result<(Name, File)> {
+        const MOST: u32 = 100_000;
+        let folder = Folder::machines();
+        let claim =
+            |name: &Name| folder.claim(name).map_err(|error| failed("make the machine's folder", error));
+        let stem = name.unwrap_or(&self.name);
+        if !is_numbered {
+            let lock = claim(stem)?.ok_or_else(|| {
+                Error::new(Exit::State, format!("a machine has the name {stem} already"))
+                    .hint("choose another name with --name, or `mercury disco stop` that machine")
+            })?;
+            return Ok((stem.clone(), lock));
+        }
+        for number in 1..MOST {
+            let name: Name = format!("{stem}-{number}").parse().map_err(|error| {
+                Error::new(Exit::Failed, format!("cannot name the machine: {error}"))
+                    .hint("give it a shorter name with --name")
+            })?;
+            if self.machines.iter().all(|machine| machine.name != name)
+                && let Some(lock) = claim(&name)?
+            {
+                return Ok((name, lock));
+            }
+        }
+        Err(Error::new(Exit::Failed, "there are too many machines")
+            .hint("end some with `mercury disco stop`"))
+    }
+
+    fn start(
+        &mut self,
+        name: Name,
+        lock: File,
+        console: [OwnedFd; CONSOLE],
+        forward: &[String],
+        is_attached: bool,
+    ) -> Result<()> {
+        let forwards: Vec<Forward> =
+            forward.iter().map(|text| text.parse()).collect::<std::result::Result<_, _>>().map_err(
+                |error: String| Error::new(Exit::Usage, error).hint("see `mercury disco run --help`"),
+            )?;
+        let begin = |options: &mut Options| begin(options, &console, forwards);
+        let in_clone = |error| fail(&refused(error), Format::Text, "disco run") as i32;
+        let pid = self.template.start(lock.as_raw_fd(), begin, in_clone).map_err(refused)?;
+        let pid = Pid::from_raw(pid).ok_or_else(|| failed("start a machine", "it has no number"))?;
+        let end = pidfd_open(pid, PidfdFlags::empty()).map_err(|error| failed("watch the machine", error))?;
+        let status = MachineStatus {
+            name: name.clone(),
+            template: self.name.clone(),
+            pid: pid.as_raw_nonzero().get().cast_unsigned(),
+            is_detached: !is_attached,
+            since: seconds(),
+        };
+        self.machines.push(Machine { name, pid, end, client: None, is_awaited: is_attached });
+        let written = Folder::machines().write(&status.name, &status);
+        written.map_err(|error| failed("write the machine's state", error))
+    }
+}
+
+/// Gives a new machine its console. It is called in the machine's process.
+fn begin(
+    options: &mut Options,
+    console: &[OwnedFd; CONSOLE],
+    forwards: Vec<Forward>,
+) -> std::result::Result<(), mercury_hosted::error::Error> {
+    let wrong = |error: Errno| {
+        mercury_hosted::error::Error::new(format!("cannot take the console: {error}")).hint("report this bug")
+    };
+    let [input, output, errors] = console;
+    dup2_stdin(input).and_then(|()| dup2_stdout(output)).and_then(|()| dup2_stderr(errors)).map_err(wrong)?;
+    // A signal of the template's terminal is not for the machine.
+    setsid().map_err(wrong)?;
+    if forwards.is_empty() {
+        return Ok(());
+    }
+    let net = options.net.as_mut().ok_or_else(|| {
+        mercury_hosted::error::Error::new(
+            "the template has no network card, so no port leads to its machines",
+        )
+        .hint("start the saved machine with --net passt")
+    })?;
+    net.forwards = forwards;
+    Ok(())
+}
+
+/// Makes the console of a machine in the background: a file for its output, and a pipe for its input, which
+/// stays open.
+fn open_console(name: &Name) -> io::Result<[OwnedFd; CONSOLE]> {
+    let folder = Folder::machines().of(name);
+    let log = OpenOptions::new().create(true).append(true).mode(0o600).open(folder.join(CONSOLE_LOG))?;
+    let pipe = folder.join(CONSOLE_INPUT);
+    mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0)?;
+    let input = OpenOptions::new().read(true).write(true).open(pipe)?;
+    Ok([input.into(), log.try_clone()?.into(), log.into()])
+}
+
+/// Writes the end of a machine in the background into its log.
+fn note_end(name: &Name, ended: &Answer) -> io::Result<()> {
+    use io::Write;
+    let how = match ended {
+        Answer::Ended { signal: Some(signal), .. } => format!("was ended by signal {signal}"),
+        Answer::Ended { status: Some(status), .. } => format!("has ended with status {status}"),
+        _ => "has ended".to_owned(),
+    };
+    let log = Folder::machines().of(name).join(CONSOLE_LOG);
+    writeln!(OpenOptions::new().append(true).open(log)?, "mercury disco: {name} {how}")
+}
+
+/// Lets this process have as many descriptors as it may: each machine needs some.
+fn raise_limit() {
+    let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
+}
