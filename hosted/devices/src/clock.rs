@@ -1,5 +1,5 @@
-//! The battery-backed clock of a PC (Motorola MC146818): the host's time, in UTC, or ahead of it. It cannot be
-//! set.
+//! The battery-backed clock of a PC (Motorola MC146818): the host's time, in UTC, or ahead of it. It cannot
+//! be set.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 

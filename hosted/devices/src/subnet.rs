@@ -667,8 +667,9 @@ mod tests {
         is_there
     }
 
-    /// With positions, a driver is interrupted at the buffer that it names, and notifies at the one that the card
-    /// names. The card names the next one only when it has no more: also after a frame found too few buffers.
+    /// With positions, a driver is interrupted at the buffer that it names, and notifies at the one that the
+    /// card names. The card names the next one only when it has no more: also after a frame found too few
+    /// buffers.
     #[test]
     fn positions_say_when_the_other_side_is_told() {
         /// The queues' rings in the tests' memory, and in them the other side's position.

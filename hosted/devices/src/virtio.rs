@@ -124,8 +124,8 @@ impl<'a> Ring<'a> {
         self.was_used |= self.is_valid && self.queue.add_used(self.view, head, written).is_ok();
     }
 
-    /// Returns the next buffer as [`Self::pop`] does. If there is none, the driver notifies the device of the next
-    /// one, although it may have accepted [`EVENT_POSITIONS`].
+    /// Returns the next buffer as [`Self::pop`] does. If there is none, the driver notifies the device of the
+    /// next one, although it may have accepted [`EVENT_POSITIONS`].
     pub fn pop_or_await(&mut self) -> Option<DescriptorChain<&'a View>> {
         let chain = self.pop();
         let has_more =

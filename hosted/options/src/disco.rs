@@ -11,16 +11,16 @@ use crate::{RunArgs, name::Name, net::Forward};
 pub enum DiscoCommand {
     /// Make a template from a saved machine
     #[command(
-        long_about = "Makes a template from a machine that `mercury hosted save` has saved. The template is a \
-        process in the background, which has the machine's memory and waits. `mercury disco run` starts \
+        long_about = "Makes a template from a machine that `mercury hosted save` has saved. The template is \
+        a process in the background, which has the machine's memory and waits. `mercury disco run` starts \
         machines as copies of it, in milliseconds: they share the memory that they do not write. The options \
         are those of the saved machine, as for `mercury hosted restore`. A disk must be read-only."
     )]
     Template(TemplateArgs),
     /// Start machines as copies of a template
     #[command(
-        long_about = "Starts one machine as a copy of a template, with its console on this terminal; Ctrl-A x \
-        ends the machine. With --detach or --count the machines run in the background, and `mercury disco \
+        long_about = "Starts one machine as a copy of a template, with its console on this terminal; Ctrl-A \
+        x ends the machine. With --detach or --count the machines run in the background, and `mercury disco \
         console` shows their consoles."
     )]
     Run(DiscoRunArgs),

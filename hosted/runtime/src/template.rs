@@ -77,9 +77,9 @@ impl Template {
     }
 
     /// Starts a clone: a process that is a copy of this one, which must have one thread. `begin` is called in
-    /// the clone, and may change its options. All descriptors but the first three and `kept` are closed there.
-    /// If the clone cannot start, it ends with the status that `failed` returns. Returns the clone's process
-    /// number.
+    /// the clone, and may change its options. All descriptors but the first three and `kept` are closed
+    /// there. If the clone cannot start, it ends with the status that `failed` returns. Returns the clone's
+    /// process number.
     ///
     /// # Errors
     /// If the host refuses a process.

@@ -46,7 +46,8 @@ const UNIT: u64 = 16;
 /// In place of a length: the next record is at the front.
 const SKIP: u32 = u32::MAX;
 /// A writer that finds the ring empty begins at the front with a small record after [`NEAR`] bytes, and with
-/// a large one after half of the ring. The bytes before that are all that it may use until the reader follows.
+/// a large one after half of the ring. The bytes before that are all that it may use until the reader
+/// follows.
 const SMALL: u64 = 2048;
 const NEAR: u64 = 16 << 10;
 /// A reader wakes a waiting writer when so little is left to read that each frame has room, even after the

@@ -215,7 +215,8 @@ fn what_cannot_be_cloned_is_refused() -> Result<()> {
     place.file("saved", &damaged);
     refused(&template(&[]), "is damaged");
     place.file("saved", &whole);
-    // The machine has a disk, and its clone would not. The template cannot see that, but the clone is refused.
+    // The machine has a disk, and its clone would not. The template cannot see that, but the clone is
+    // refused.
     done(disco(&place, &["template", "web", "saved", "--kernel", "vmlinux", "--memory", "128"]));
     let output = disco(&place, &["run", "web"]).output().expect("the command");
     assert!(!output.status.success(), "{output:?}");

@@ -180,7 +180,8 @@ fn tell(folder: &Folder, status: &Status) -> Result<()> {
 fn tell_of_running(folder: &Folder, status: &Status) {
     if let Err(error) = tell(folder, status) {
         note!(
-            "mercury: {error}; the guest runs on, and `mercury guests list` may have nothing or an older state"
+            "mercury: {error}; the guest runs on, and `mercury guests list` may have nothing or an older \
+             state"
         );
     }
 }

@@ -115,8 +115,8 @@ pub fn make(vm: &VmFd, offered: &CpuId, tables: &Tables<'_>, machine: &Machine, 
     Ok(vcpu)
 }
 
-/// Returns the values for IA32_FEATURE_CONTROL, the best first. The kernel has read the register at its start,
-/// and its name for VMX says that the firmware has enabled VMX. Empty: it is no processor of Intel's.
+/// Returns the values for IA32_FEATURE_CONTROL, the best first. The kernel has read the register at its
+/// start, and its name for VMX says that the firmware has enabled VMX. Empty: it is no processor of Intel's.
 fn feature_controls(processor: &Processor, offered: &[kvm_cpuid_entry2]) -> Vec<u64> {
     const LOCK: u64 = 1;
     const VMX_OUTSIDE_SMX: u64 = 1 << 2;

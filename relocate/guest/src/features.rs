@@ -82,15 +82,15 @@ const PROGRAMS: [Row; 3] = [
         7,
         1,
         Eax,
-        "sha512 sm3 sm4 rao_int avx_vnni avx512_bf16 - cmpccxadd - - - - - - - - - - - - - amx_fp16 - avx_ifma \
-         - - - - - - - movrs",
+        "sha512 sm3 sm4 rao_int avx_vnni avx512_bf16 - cmpccxadd - - - - - - - - - - - - - amx_fp16 - \
+         avx_ifma - - - - - - - movrs",
     ),
     (
         7,
         1,
         Edx,
-        "- - - - avx_vnni_int8 avx_ne_convert - - amx_complex - avx_vnni_int16 - - - - user_msr - - - avx10 - \
-         apx_f",
+        "- - - - avx_vnni_int8 avx_ne_convert - - amx_complex - avx_vnni_int16 - - - - user_msr - - - avx10 \
+         - apx_f",
     ),
     (0x1E, 1, Eax, "- - - - amx_fp8 amx_transpose amx_tf32 amx_avx512 amx_movrs"),
 ];
@@ -177,8 +177,8 @@ fn word(words: &[u32; 4], register: Register) -> u32 {
     words[register as usize]
 }
 
-/// Takes features from a leaf of CPUID that the machine does not have: a program that finds one here could not
-/// go back with the machine.
+/// Takes features from a leaf of CPUID that the machine does not have: a program that finds one here could
+/// not go back with the machine.
 pub fn hide(entry: &mut kvm_cpuid_entry2, processor: &Processor) {
     let Some(theirs) = leaf_of(processor, entry.function, entry.index) else { return };
     for (leaf, index, register, names) in ROWS.iter().chain(&PROGRAMS) {

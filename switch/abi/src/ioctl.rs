@@ -21,8 +21,8 @@ const fn iowr<T>(number: u32) -> u32 {
 pub const MERCURY_IOC_SYSTEM: u32 = iowr::<SystemInfo>(0);
 /// Fills a [`CpuFacts`] for the CPU that it names. Returns ENXIO if that CPU is offline.
 pub const MERCURY_IOC_FACTS: u32 = iowr::<CpuFacts>(1);
-/// Bit of [`CpuFacts::cpu`], in: control and table registers and the MSRs of system calls alone. Reading these
-/// causes no exit of an attached CPU. All other fields are zero.
+/// Bit of [`CpuFacts::cpu`], in: control and table registers and the MSRs of system calls alone. Reading
+/// these causes no exit of an attached CPU. All other fields are zero.
 pub const MERCURY_FACTS_REGISTERS: u32 = 1 << 31;
 /// Pre-caches the hypervisor in memory. Argument: a [`LoadRequest`].
 pub const MERCURY_IOC_LOAD: u32 = iowr::<LoadRequest>(2);

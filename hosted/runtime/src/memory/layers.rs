@@ -331,8 +331,9 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig { cases: 16, failure_persistence: None, ..ProptestConfig::default() })]
-        /// Several processes follow the log at times of their own. When one has caught up, it knows all pages.
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(16) })]
+        /// Several processes follow the log at times of their own. When one has caught up, it knows all
+        /// pages.
         #[test]
         fn whoever_has_caught_up_knows_all_pages(
             steps in prop::collection::vec((0..PAGES, 0..4_usize, any::<bool>()), 1..200), most in 1..20_u32,
@@ -360,7 +361,8 @@ mod tests {
                     model[page as usize] = layers.is_own(page);
                 });
             }
-            let pieces = (0..PAGES).filter(|page| layers.is_own(*page) && (*page == 0 || !layers.is_own(page - 1)));
+            let begins = |page: &u64| layers.is_own(*page) && (*page == 0 || !layers.is_own(page - 1));
+            let pieces = (0..PAGES).filter(begins);
             prop_assert_eq!(layers.shares().pieces, pieces.count() as u64);
             prop_assert_eq!(layers.shares().own, model.iter().filter(|own| **own).count() as u64);
             for page in 0..PAGES {

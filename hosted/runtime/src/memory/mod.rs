@@ -151,8 +151,8 @@ impl Memory {
     }
 
     /// Maps a part of the memory at an address of the guest's choice, over any mapping there. Pages of the
-    /// base cannot be written to there, whatever the rights are. Returns the ranges of physical addresses that
-    /// are the base's.
+    /// base cannot be written to there, whatever the rights are. Returns the ranges of physical addresses
+    /// that are the base's.
     ///
     /// # Errors
     /// The error of the host. Then a part may be mapped.

@@ -3,7 +3,8 @@
 #
 # Keeps a snapshot, lets the fault strike BEFORE seconds later, and lives on for AFTER seconds. Then it keeps
 # LATER more snapshots, and lives EVERY seconds after each. At last it looks at its sums, and goes back on
-# command. A life that was put back lives on for SETTLE seconds before it looks. Each life reports on the console, since the host cannot ask meanwhile:
+# command. A life that was put back lives on for SETTLE seconds before it looks. Each life reports on the
+# console, since the host cannot ask meanwhile:
 #
 #	campaign NUMBER: kept
 #	campaign NUMBER: complaint WORDS		the first line of the kernel's

@@ -29,7 +29,7 @@ pub(super) fn run() -> Result<()> {
     let files = progress::step("building", || Files::make(Release::Bookworm))?;
     seen.boot_ms = files.boot_once()?;
     say(
-        "mercury hosted save, mercury disco template: the machine with its warm interpreter waits as a template",
+        "mercury hosted save, mercury disco template: the machine, with its interpreter, waits as a template",
     );
     progress::step("saving it", || files.make_template())?;
     say(&format!(

@@ -113,8 +113,8 @@ pub enum Step {
     Order(String),
 }
 
-/// Acts after a death, in the next life; a dry run only tells. The order to move is said before the act, which
-/// may never end.
+/// Acts after a death, in the next life; a dry run only tells. The order to move is said before the act,
+/// which may never end.
 pub fn avoid(rules: Avoid, is_dry: bool, report: &Report, sysroot: &Sysroot, say: &dyn Fn(Step)) {
     if report.rollback.same < DEATHS || rules == Avoid::default() {
         return;

@@ -1,7 +1,7 @@
 //! Escalation in a thread of its own: the post-mortem is read, and the cause of the deaths is avoided.
 //!
-//! A module that is removed waits for its own exit function, and a device that is unbound for its driver. Both
-//! may wait for ever in a kernel that has died twice. The daemon goes on meanwhile.
+//! A module that is removed waits for its own exit function, and a device that is unbound for its driver.
+//! Both may wait for ever in a kernel that has died twice. The daemon goes on meanwhile.
 
 use super::{
     avoid::{self, Step},

@@ -145,7 +145,7 @@ fn need_no_daemon(sysroot: &Sysroot, action: &str) -> Result<()> {
     let Some(daemon) = Report::read(sysroot) else { return Ok(()) };
     let why = format!("mercuryd (process {}) guards this machine, and {action} would interfere", daemon.pid);
     Err(Error::new(Exit::State, why).hint(
-        "`systemctl stop mercuryd` ends the watch; after a change of the rules use `systemctl restart mercuryd`",
+        "`systemctl stop mercuryd` ends the watch; after a change of the rules, `systemctl restart mercuryd`",
     ))
 }
 

@@ -1,4 +1,5 @@
-//! The folders of templates and machines: `/run/mercury/disco`, and `$XDG_RUNTIME_DIR/mercury/disco` for users.
+//! The folders of templates and machines: `/run/mercury/disco`, and `$XDG_RUNTIME_DIR/mercury/disco` for
+//! users.
 //!
 //! ```text
 //! templates/NAME/lock         locked as long as the template lives

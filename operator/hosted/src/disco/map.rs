@@ -1,9 +1,9 @@
 //! `mercury disco map`: the memory that machines share, and what each has for itself.
 //!
-//! Two accounts are shown. The first one is Mercury's: the pages of the template's memory that are there, once,
-//! and the pages of each machine's own file. The second one is the host's kernel's: the proportional set size
-//! (PSS) of all processes of a machine, in which a page that several processes map counts for each in part
-//! (`proc_pid_smaps(5)`).
+//! Two accounts are shown. The first one is Mercury's: the pages of the template's memory that are there,
+//! once, and the pages of each machine's own file. The second one is the host's kernel's: the proportional
+//! set size (PSS) of all processes of a machine, in which a page that several processes map counts for each
+//! in part (`proc_pid_smaps(5)`).
 
 use std::{collections::HashMap, fs, os::unix::fs::MetadataExt, path::PathBuf};
 
@@ -222,7 +222,8 @@ mod tests {
     fn mappings_are_counted_by_their_file() {
         const SMAPS: &str = "40000000-50000000 r-xs 00000000 00:01 7 /memfd:mercury-base (deleted)\n\
             Size:             262144 kB\nRss:                 400 kB\nPss:                 100 kB\n\
-            50000000-50001000 rw-s 00001000 00:01 8 /memfd:mercury-hosted (deleted)\nPss:                   4 kB\n\
+            50000000-50001000 rw-s 00001000 00:01 8 /memfd:mercury-hosted (deleted)\n\
+            Pss:                   4 kB\n\
             7f0000000000-7f0000001000 rw-p 00000000 00:00 0 \nPss:                  12 kB\nVmFlags: rd wr\n";
         let mut counted = Counted::default();
         counted.add(SMAPS);

@@ -193,8 +193,8 @@ mod tests {
         let text = findings[0].text();
         assert_eq!(
             text,
-            "register changed at CR0 (CPU 0): 80050021 became 80040021, 1 bit; not mended: registers are only \
-             reported"
+            "register changed at CR0 (CPU 0): 80050021 became 80040021, 1 bit; not mended: registers are \
+             only reported"
         );
     }
 
