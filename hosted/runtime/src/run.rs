@@ -530,7 +530,8 @@ fn prepare_processor(
     if machine.placement().runs_guest() {
         signal::dispatch_system_calls()?;
     }
-    if let Some(space) = machine.placement().per_space() {
+    // A restored machine begins at once: a process that is not prepared yet gets its first turn when it is.
+    if let Some(space) = machine.placement().per_space().filter(|_| restored.is_none()) {
         space.await_others()?;
     }
     if let Some(one) = machine.processor() {

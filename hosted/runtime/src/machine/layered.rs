@@ -49,9 +49,14 @@ impl Machine {
     pub fn catch_up_with_layers(&mut self, by: Writer) {
         let Some(layers) = self.memory.layers() else { return };
         let (from, to) = (self.resident.caught_up, layers.logged());
-        if from == to {
-            return;
+        if from != to {
+            self.map_own_pages(layers, from, to, by);
         }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn map_own_pages(&mut self, layers: &Layers, from: u32, to: u32, by: Writer) {
         self.resident.caught_up = to;
         for pages in layers.since(from, to) {
             if !self.map_own(layers, &pages, by) {

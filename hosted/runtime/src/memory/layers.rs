@@ -161,12 +161,14 @@ impl Layers {
     /// Makes a page the machine's own, in this process's window and in the log. Returns false if the host has
     /// no room for the mapping. A handler of signals may call it: it takes no lock and no memory of a heap.
     pub fn make_own(&self, page: u64) -> bool {
-        if page >= self.pages {
-            return false;
-        }
-        if self.is_own(page) {
-            return true;
-        }
+        page < self.pages && (self.is_own(page) || self.make_own_now(page))
+    }
+
+    /// Does the work of [`Self::make_own`]. It is not part of its callers, in which its room on the stack
+    /// would be touched, too: each process has a stack of its own.
+    #[cold]
+    #[inline(never)]
+    fn make_own_now(&self, page: u64) -> bool {
         let is_whole = self.shared.pieces.load(Ordering::Relaxed) >= self.most_pieces;
         if !is_whole && self.take(page) {
             return true;
