@@ -16,7 +16,7 @@ pub enum DiscoCommand {
         machines as copies of it, in milliseconds: they share the memory that they do not write. The options \
         are those of the saved machine, as for `mercury hosted restore`. A disk must be read-only."
     )]
-    Template(TemplateArgs),
+    Template(Box<TemplateArgs>),
     /// Start machines as copies of a template
     #[command(
         long_about = "Starts one machine as a copy of a template, with its console on this terminal; Ctrl-A \

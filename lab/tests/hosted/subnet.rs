@@ -104,7 +104,16 @@ fn ping(from: &mut Machine, number: usize, mark: &str) {
     assert_eq!(answers.matches("3 packets transmitted, 3 received").count(), 2, "{said}");
 }
 
-/// Returns the line that a machine has said which begins with a word, as a stream's length and hash.
+/// Waits until a machine has said something so many times.
+fn await_times(machine: &Machine, text: &str, times: usize) {
+    let start = Instant::now();
+    while machine.said().matches(text).count() < times {
+        assert!(start.elapsed() < patient(LIMIT), "no {text:?}: {}", machine.said());
+        thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// Returns the last line that a machine has said which begins with a word, as a stream's length and hash.
 fn stream(machine: &mut Machine, word: &str) -> String {
     machine.wait_for(&format!("\n{word} "));
     let said = machine.said();
@@ -188,18 +197,15 @@ fn a_killed_machine_harms_no_other_on_its_subnet() -> Result<()> {
             // The killed one receives from one machine and sends to the other.
             c.type_line("ping -q -f -s 30000 10.9.0.2 >/dev/null & ");
             a.type_line("ping -q -f -s 30000 10.9.0.3 >/dev/null & flood=$!");
+            let times = round as usize + 1;
             b.type_line(SERVER);
-            b.wait_within(LIMIT, "listening\n");
-            let before = b.said().matches("\ngot ").count();
+            await_times(&b, "\nlistening\n", times);
             a.type_line(&client("10.9.0.2", MIB));
             thread::sleep(Duration::from_millis(100 + 150 * round));
             drop(c);
+            await_times(&a, "\nsent ", times);
+            await_times(&b, "\ngot ", times);
             let sent = stream(&mut a, "sent");
-            let start = Instant::now();
-            while b.said().matches("\ngot ").count() == before {
-                assert!(start.elapsed() < patient(LIMIT), "{}", b.said());
-                thread::sleep(Duration::from_millis(50));
-            }
             assert_eq!(stream(&mut b, "got"), sent);
             machines.wait_for_members(2);
             a.type_line("kill $flood; wait $flood");
