@@ -299,8 +299,9 @@ mod tests {
         let mut sleep = std::process::Command::new("sleep").arg("60").spawn().expect("a program");
         let (pid, here) = (sleep.id(), Sysroot::default());
         assert!(stop(pid, "another", &here).is_err());
-        // The child has its own name once it runs its program.
-        while here.text(&format!("proc/{pid}/comm")).as_deref() != Some("sleep") {
+        // A program that begins has its name first, and its words a moment later.
+        let text = |file: &str| here.text(&format!("proc/{pid}/{file}")).unwrap_or_default();
+        while text("comm") != "sleep" || text("cmdline").is_empty() {
             std::thread::yield_now();
         }
         stop(pid, "sleep", &here).expect("a stop");
