@@ -59,17 +59,6 @@ struct Shared {
     logged: AtomicU32,
     /// The number of pieces in which the own pages are.
     pieces: AtomicU32,
-    /// The number of pages that were copied from the base.
-    copied: AtomicU32,
-}
-
-/// The number of pages of each layer that a machine has.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Shares {
-    /// Pages that became the machine's own since it began.
-    pub own: u64,
-    /// The pieces in which they are.
-    pub pieces: u64,
 }
 
 impl Layers {
@@ -195,7 +184,6 @@ impl Layers {
         let own = neighbours.iter().filter(|at| **at < self.pages && self.is_own(**at)).count() as u32;
         // Alone it is a new piece, and between two pieces it joins them.
         self.shared.pieces.fetch_add(1_u32.wrapping_sub(own), Ordering::Relaxed);
-        self.shared.copied.fetch_add(1, Ordering::Relaxed);
         let index = self.shared.logged.load(Ordering::Relaxed);
         if let Some(place) = self.log.get(index as usize) {
             place.store(page as u32, Ordering::Relaxed);
@@ -254,15 +242,6 @@ impl Layers {
             )
         };
         mapped != libc::MAP_FAILED
-    }
-
-    /// Returns how much of the memory is the machine's own.
-    #[must_use]
-    pub fn shares(&self) -> Shares {
-        Shares {
-            own: self.shared.copied.load(Ordering::Relaxed).into(),
-            pieces: self.shared.pieces.load(Ordering::Relaxed).into(),
-        }
     }
 }
 
@@ -365,8 +344,8 @@ mod tests {
             }
             let begins = |page: &u64| layers.is_own(*page) && (*page == 0 || !layers.is_own(page - 1));
             let pieces = (0..PAGES).filter(begins);
-            prop_assert_eq!(layers.shares().pieces, pieces.count() as u64);
-            prop_assert_eq!(layers.shares().own, model.iter().filter(|own| **own).count() as u64);
+            prop_assert_eq!(layers.shared.pieces.load(Ordering::Relaxed) as usize, pieces.count());
+            prop_assert_eq!(layers.logged() as usize, model.iter().filter(|own| **own).count());
             for page in 0..PAGES {
                 prop_assert_eq!(word(layers, page), page + 1, "the content stays");
                 let mut there = [0; 8];
@@ -384,7 +363,7 @@ mod tests {
             assert!(layers.make_own(page));
         }
         // Each piece beyond the limit takes its region along.
-        assert_eq!(layers.shares(), Shares { own: PAGES, pieces: 1 });
+        assert_eq!((u64::from(layers.logged()), layers.shared.pieces.load(Ordering::Relaxed)), (PAGES, 1));
     }
 
     #[test]

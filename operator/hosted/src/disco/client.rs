@@ -13,6 +13,7 @@ use mercury_control::{
     exit::Exit,
     output::{Render, Text},
 };
+use mercury_devices::terminal::Keys;
 use mercury_guests::Name;
 use mercury_hosted_options::disco::DiscoRunArgs;
 use rustix::{
@@ -32,9 +33,6 @@ use super::{
 const MOMENT: Duration = Duration::from_millis(20);
 /// The time in which a machine that was told to end has ended.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Ctrl-A, and the key after it that leaves a console. A machine's own terminal has the same keys.
-const ESCAPE: u8 = 1;
-const LEAVE: u8 = b'x';
 
 pub(super) fn unreadable(folder: &Folder, error: &io::Error) -> Error {
     Error::new(Exit::Failed, format!("cannot read {}: {error}", folder.path().display()))
@@ -317,7 +315,7 @@ fn visit(name: &Name, mut log: File, mut pipe: File) -> io::Result<bool> {
     const SHOWN: u64 = 4096;
     let length = log.metadata()?.len();
     log.seek(SeekFrom::Start(length.saturating_sub(SHOWN)))?;
-    let (mut piece, mut is_command, mut is_open) = ([0; 4096], false, true);
+    let (mut piece, mut keys) = ([0; 4096], Keys::default());
     loop {
         let lives = Folder::machines().lives(name)?;
         let count = log.read(&mut piece)?;
@@ -332,25 +330,13 @@ fn visit(name: &Name, mut log: File, mut pipe: File) -> io::Result<bool> {
         let input = stdin();
         let mut ready = [PollFd::new(&input, PollFlags::IN)];
         let moment = Timespec { tv_sec: 0, tv_nsec: MOMENT.as_nanos() as i64 };
-        let watched = if is_open { &mut ready[..] } else { &mut [] };
-        if rustix::io::retry_on_intr(|| poll(watched, Some(&moment)))? == 0 {
+        if rustix::io::retry_on_intr(|| poll(&mut ready, Some(&moment)))? == 0 {
             continue;
         }
         let count = rustix::io::retry_on_intr(|| rustix::io::read(&input, &mut piece))?;
-        is_open = count > 0;
-        let mut typed = Vec::new();
-        for &key in &piece[..count] {
-            match (is_command, key) {
-                (true, LEAVE) => return Ok(true),
-                (false, ESCAPE) => is_command = true,
-                (_, key) => {
-                    is_command = false;
-                    typed.push(key);
-                }
-            }
-        }
+        let (typed, leaves) = keys.read(&piece[..count]);
         pipe.write_all(&typed)?;
-        if !is_open {
+        if leaves || count == 0 {
             return Ok(true);
         }
     }
