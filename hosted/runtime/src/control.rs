@@ -28,7 +28,9 @@ use mercury_devices::signals::{Waker, start_thread};
 
 use crate::{
     error::{Error, Result},
-    gdb, saved,
+    gdb,
+    generator::random,
+    saved::{self, Head, Life, Saved},
     signal::is_end_wanted,
 };
 
@@ -47,6 +49,7 @@ pub struct Control {
     socket: RawFd,
     /// The connection of the person who wants the machine, or a negative number.
     wanted: Arc<AtomicI32>,
+    life: Life,
 }
 
 /// A socket that is open, without a thread that listens.
@@ -65,19 +68,25 @@ impl Control {
     /// Begins to listen.
     ///
     /// # Errors
-    /// If there can be no thread.
+    /// If there can be no thread, or the host has no random numbers.
     pub fn new(opened: Opened, waker: Waker) -> Result<Self> {
         let (socket, wanted) = (opened.0.as_raw_fd(), Arc::new(AtomicI32::new(NOBODY)));
         let shared = Arc::clone(&wanted);
         start_thread("control", move || listen(&opened.0, &shared, &waker))
             .map_err(|error| Error::new(format!("cannot start a thread for --control: {error}")))?;
-        Ok(Self { socket, wanted })
+        Ok(Self { socket, wanted, life: random()? })
     }
 
     /// Returns the descriptor of the listening socket.
     #[must_use]
     pub fn descriptor(&self) -> RawFd {
         self.socket
+    }
+
+    /// Returns the number by which this machine is known until it ends.
+    #[must_use]
+    pub fn life(&self) -> Life {
+        self.life
     }
 
     /// Returns the connection of a person who wants the machine.
@@ -159,7 +168,8 @@ impl Drop for Wanted {
 ///
 /// The file has its name when the machine is gone. Until then the name ends with `.part`. If this program is
 /// killed the machine goes on, or the file with `.part` is whole: it is checked, and on the disk, before the
-/// machine is told to end. Returns the file's size in bytes.
+/// machine is told to end. If both are true, the next save replaces that file. Returns the file's size in
+/// bytes.
 ///
 /// # Errors
 /// If there is no machine, it cannot be saved, or the file cannot be written. The machine goes on then.
@@ -168,13 +178,21 @@ pub fn save(socket: &Path, file: &Path) -> Result<u64> {
         return Err(Error::new(format!("{} is there already", file.display())).hint("choose another name"));
     }
     let part = with_part(file);
-    clear(&part)?;
-    let mut machine = UnixStream::connect(socket).map_err(|error| {
-        Error::file("connect to the machine at", socket, error)
-            .hint("start the machine with --control, and save it as the same user")
-    })?;
-    let mut kept = begin(&mut machine, &part)?;
-    let bytes = receive(&mut machine, &mut kept, &part).inspect_err(|_| {
+    let left = clear(&part)?;
+    let mut machine = match (UnixStream::connect(socket), &left) {
+        (Ok(machine), _) => machine,
+        (Err(_), Some(left)) => return Err(left.is_another()),
+        (Err(error), None) => {
+            return Err(Error::file("connect to the machine at", socket, error)
+                .hint("start the machine with --control, and save it as the same user"));
+        }
+    };
+    let head = begin(&mut machine)?;
+    if let Some(left) = left {
+        left.give_way_to(&head)?;
+    }
+    let mut kept = make(&part)?;
+    let bytes = receive(&head, &mut machine, &mut kept, &part).inspect_err(|_| {
         let _ = fs::remove_file(&part);
     })?;
     let gone = || {
@@ -195,30 +213,61 @@ fn with_part(file: &Path) -> PathBuf {
     name.into()
 }
 
-/// Removes what a save that was killed has left, unless it is a whole machine, or a save is at work on it.
-fn clear(part: &Path) -> Result<()> {
+/// A whole machine that a save has left when it was killed at its end. It is locked until this is dropped, so
+/// that no other save begins on it.
+#[derive(Debug)]
+struct Left {
+    part: PathBuf,
+    life: Life,
+    _locked: File,
+}
+
+impl Left {
+    fn is_another(&self) -> Error {
+        Error::new(format!("{} is there already", self.part.display())).hint(
+            "it is a whole machine that has ended, whose save was killed at its end: restore it, or move it \
+             away",
+        )
+    }
+
+    /// Removes the file if the machine that it has goes on, and is about to be saved anew.
+    fn give_way_to(&self, head: &Head) -> Result<()> {
+        if head.life() != self.life {
+            return Err(self.is_another());
+        }
+        fs::remove_file(&self.part).map_err(|error| Error::file("remove", &self.part, error))
+    }
+}
+
+/// Removes what a save that was killed has left. Returns it instead if it is a whole machine.
+///
+/// # Errors
+/// If another save is at work on it, or it cannot be read.
+fn clear(part: &Path) -> Result<Option<Left>> {
     let wrong = |error| Error::file("read", part, error);
     let is_file = match part.symlink_metadata() {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
         kind => kind.map_err(wrong)?.is_file(),
     };
-    let there = || Error::new(format!("{} is there already", part.display()));
-    let busy = || there().hint("another save writes there: choose another name");
+    let busy = || {
+        Error::new(format!("{} is there already", part.display()))
+            .hint("another save writes there: choose another name")
+    };
     if !is_file {
         return Err(busy());
     }
     // Locked until it is removed, so that no save begins on it meanwhile.
     let left = File::open(part).map_err(wrong)?;
     left.try_lock().map_err(|_| busy())?;
-    if saved::Saved::open(part).is_ok() {
-        return Err(there()
-            .hint("it is a whole machine, whose save was killed at its end: restore it, or move it away"));
+    if let Ok(Saved { life, .. }) = Saved::open(part) {
+        return Ok(Some(Left { part: part.to_owned(), life, _locked: left }));
     }
-    fs::remove_file(part).map_err(|error| Error::file("remove", part, error))
+    fs::remove_file(part).map_err(|error| Error::file("remove", part, error))?;
+    Ok(None)
 }
 
-/// Waits for the machine, and makes the new file for it.
-fn begin(machine: &mut UnixStream, part: &Path) -> Result<File> {
+/// Waits for the machine. Returns the head of what it sends.
+fn begin(machine: &mut UnixStream) -> Result<Head> {
     let lost = |error: io::Error| Error::new(format!("the machine does not answer: {error}"));
     let mut first = [0];
     machine.read_exact(&mut first).map_err(lost)?;
@@ -227,6 +276,11 @@ fn begin(machine: &mut UnixStream, part: &Path) -> Result<File> {
         machine.read_to_string(&mut why).map_err(lost)?;
         return Err(Error::new(why));
     }
+    Head::read(machine).map_err(lost)
+}
+
+/// Makes the new file.
+fn make(part: &Path) -> Result<File> {
     let mut options = fs::OpenOptions::new();
     let file = options.read(true).write(true).create_new(true).mode(0o600).open(part);
     let file = file.map_err(|error| Error::file("write", part, error))?;
@@ -242,12 +296,12 @@ fn begin(machine: &mut UnixStream, part: &Path) -> Result<File> {
 }
 
 /// Writes what the machine sends to a file, down to the disk, and checks it. Returns the number of bytes.
-fn receive(machine: &mut UnixStream, file: &mut File, part: &Path) -> Result<u64> {
+fn receive(head: &Head, machine: &mut UnixStream, file: &mut File, part: &Path) -> Result<u64> {
     let wrong = |error| Error::file("write", part, error);
-    saved::copy(machine, file).map_err(wrong)?;
+    saved::copy(head, machine, file).map_err(wrong)?;
     file.sync_all().map_err(wrong)?;
     sync_folder(part)?;
-    saved::Saved::open(part)?;
+    Saved::open(part)?;
     file.metadata().map(|of| of.len()).map_err(wrong)
 }
 
@@ -273,24 +327,53 @@ fn sync_folder(file: &Path) -> Result<()> {
 mod tests {
     use super::*;
 
+    const LIFE: Life = [1; 16];
+
+    fn write(part: &Path, life: Life) {
+        crate::testing::with_memory(|memory| {
+            saved::write(File::create(part).unwrap(), &life, b"state", memory).unwrap();
+        });
+    }
+
     #[test]
     fn what_a_killed_save_has_left_goes_unless_it_is_a_machine() {
         let directory = tempfile::tempdir().unwrap();
         let part = directory.path().join("saved.part");
-        clear(&part).unwrap();
+        assert!(clear(&part).unwrap().is_none());
         fs::write(&part, "a part of a machine").unwrap();
-        clear(&part).unwrap();
-        assert!(!part.exists());
-        crate::testing::with_memory(|memory| {
-            saved::write(File::create(&part).unwrap(), b"state", memory).unwrap();
-        });
-        assert!(clear(&part).unwrap_err().message().contains("is there already"));
+        assert!(clear(&part).unwrap().is_none() && !part.exists());
+        write(&part, LIFE);
+        assert_eq!(clear(&part).unwrap().unwrap().life, LIFE);
         let other = File::create(directory.path().join("other.part")).unwrap();
         other.try_lock().unwrap();
         assert!(clear(&directory.path().join("other.part")).is_err(), "another save is at work");
         let link = directory.path().join("link.part");
         std::os::unix::fs::symlink(&part, &link).unwrap();
         assert!(clear(&link).is_err() && part.exists());
+    }
+
+    /// Stands for a machine that is saved again after a save that was killed when its file was whole.
+    #[test]
+    fn a_whole_file_gives_way_only_to_the_machine_that_wrote_it() {
+        let directory = tempfile::tempdir().unwrap();
+        let [socket, file, part, sent] =
+            ["socket", "saved", "saved.part", "sent"].map(|name| directory.path().join(name));
+        write(&sent, LIFE);
+        write(&part, [2; 16]);
+        assert!(save(&socket, &file).unwrap_err().message().contains("saved.part is there already"));
+        let listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        let machine = thread::spawn(move || {
+            [(); 2].map(|()| {
+                let (mut person, _) = listener.accept().unwrap();
+                let _ = person.write_all(&[&[SAVED], &*fs::read(&sent).unwrap()].concat());
+                person.read(&mut [0]).is_ok_and(|count| count == 1)
+            })
+        });
+        assert!(save(&socket, &file).unwrap_err().message().contains("saved.part is there already"));
+        write(&part, LIFE);
+        save(&socket, &file).unwrap();
+        assert_eq!(machine.join().unwrap(), [false, true], "the machine is told to end once");
+        assert!(file.exists() && !part.exists());
     }
 
     #[test]

@@ -38,17 +38,24 @@ impl Generator {
     /// # Errors
     /// If the host has no random numbers.
     pub fn reseed(self, memory: &Memory) -> Result<()> {
-        let mut key = [0_u8; KEY];
-        // SAFETY: There is room for so many bytes.
-        if unsafe { libc::getrandom(key.as_mut_ptr().cast(), key.len(), 0) } != KEY as isize {
-            return Err(Error::system("get random numbers"));
-        }
+        let key: [u8; KEY] = random()?;
         let outside = || Error::new("the kernel's generator is not in its memory: this is a bug");
         let generation = memory.read_long(self.0 + GENERATION).ok_or_else(outside)?;
         let next = if generation.wrapping_add(1) == NONE { 0 } else { generation.wrapping_add(1) };
         memory.write(self.0, &key).ok_or_else(outside)?;
         memory.write_long(self.0 + GENERATION, next).ok_or_else(outside)
     }
+}
+
+/// Returns random bytes of the host.
+///
+/// # Errors
+/// If the host has none.
+pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
+    let mut bytes = [0; N];
+    // SAFETY: There is room for so many bytes.
+    let count = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), N, 0) };
+    if count == N as isize { Ok(bytes) } else { Err(Error::system("get random numbers")) }
 }
 
 #[cfg(test)]

@@ -1,7 +1,8 @@
 //! A machine as a file: `mercury hosted save` and `restore`.
 //!
 //! Numbers are little-endian. The file is [`MAGIC`], the version and the length of the state (8 bytes each),
-//! the state, then runs of memory: the first page's number, the number of pages (8 bytes each), the pages.
+//! the [`Life`], the state, then runs of memory: the first page's number, the number of pages (8 bytes each),
+//! the pages.
 //! Pages that are in no run are zero. A run of no pages ends them. The last 32 bytes are BLAKE3 of all
 //! before, so a file that was cut short or changed in any bit is refused before anything of it is used.
 //!
@@ -27,8 +28,10 @@ use crate::{
 };
 
 const MAGIC: &[u8; 8] = b"MHOSTED\n";
-const VERSION: u64 = 1;
+const VERSION: u64 = 2;
 const SEAL: usize = blake3::OUT_LEN;
+/// The number of bytes before the state.
+const HEAD: usize = 24 + size_of::<Life>();
 /// The largest state that is believed, in bytes.
 const STATE_AT_MOST: u64 = 1 << 20;
 /// The number of pages that are looked at together.
@@ -50,6 +53,47 @@ const LEAVES: [(u32, u32); 12] = [
     (0x8000_0007, 0),
     (0x8000_0008, 0),
 ];
+
+/// A random number by which a machine is known from its start or restore until it ends. Of two files with
+/// the same number, the later has all that the machine did; a machine with the number of a file goes on.
+pub type Life = [u8; 16];
+
+/// The head of a saved machine.
+#[derive(Clone, Copy, Debug)]
+pub struct Head([u8; HEAD]);
+
+impl Head {
+    /// Reads the head from where a machine begins.
+    ///
+    /// # Errors
+    /// If there are fewer bytes.
+    pub fn read(from: &mut impl Read) -> io::Result<Self> {
+        let mut head = [0; HEAD];
+        from.read_exact(&mut head).map(|()| Self(head))
+    }
+
+    /// Returns the life of the machine that wrote it.
+    #[must_use]
+    pub fn life(&self) -> Life {
+        self.0[24..].try_into().unwrap_or_default()
+    }
+
+    fn number(&self, at: usize) -> u64 {
+        self.0[at..at + 8].try_into().map_or(0, u64::from_le_bytes)
+    }
+
+    fn is_saved_machine(&self) -> bool {
+        self.0[..8] == MAGIC[..]
+    }
+
+    fn version(&self) -> u64 {
+        self.number(8)
+    }
+
+    fn state_length(&self) -> u64 {
+        self.number(16)
+    }
+}
 
 /// The facts that a saved machine and the one that takes its state must have in common.
 #[derive(Clone, Copy, Debug)]
@@ -146,11 +190,12 @@ fn now() -> u64 {
 ///
 /// # Errors
 /// If the reader of it is gone, or the memory cannot be read.
-pub fn write(to: impl Write, state: &[u8], memory: &Memory) -> io::Result<()> {
+pub fn write(to: impl Write, life: &Life, state: &[u8], memory: &Memory) -> io::Result<()> {
     let mut sealed = Sealed { to, hash: blake3::Hasher::new() };
     sealed.write_all(MAGIC)?;
     sealed.write_all(&VERSION.to_le_bytes())?;
     sealed.write_all(&(state.len() as u64).to_le_bytes())?;
+    sealed.write_all(life)?;
     sealed.write_all(state)?;
     let mut piece = vec![0; (PIECE * PAGE) as usize];
     let pages = memory.size() / PAGE;
@@ -185,15 +230,13 @@ fn write_runs(to: &mut impl Write, first: u64, piece: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Copies a saved machine, which comes from a connection that stays open, to its end.
+/// Copies a saved machine, which comes from a connection that stays open, to its end. The head has been read.
 ///
 /// # Errors
 /// If the connection ends before, or the copy cannot be written.
-pub fn copy(from: &mut impl Read, to: &mut impl Write) -> io::Result<()> {
-    let mut head = [0; 24];
-    from.read_exact(&mut head)?;
-    to.write_all(&head)?;
-    let mut length = head[16..].try_into().map_or(0, u64::from_le_bytes);
+pub fn copy(head: &Head, from: &mut impl Read, to: &mut impl Write) -> io::Result<()> {
+    to.write_all(&head.0)?;
+    let mut length = head.state_length();
     loop {
         if io::copy(&mut from.by_ref().take(length), to)? < length {
             return Err(io::ErrorKind::UnexpectedEof.into());
@@ -234,6 +277,7 @@ impl<W: Write> Write for Sealed<W> {
 pub struct Saved {
     path: PathBuf,
     file: File,
+    pub life: Life,
     pub state: Vec<u8>,
 }
 
@@ -250,22 +294,21 @@ impl Saved {
             Error::new(format!("{} is damaged: it is not as it was written", path.display()))
                 .hint("copy it again from where it was saved")
         };
-        let mut head = [0; 24];
-        file.read_exact_at(&mut head, 0).map_err(|_| damaged())?;
-        let number = |at: usize| head[at..at + 8].try_into().map_or(0, u64::from_le_bytes);
-        if head[..8] != MAGIC[..] {
+        let mut head = Head([0; HEAD]);
+        file.read_exact_at(&mut head.0, 0).map_err(|_| damaged())?;
+        if !head.is_saved_machine() {
             return Err(Error::new(format!("{} is no saved machine", path.display())));
         }
         if !is_sealed(&file, length).map_err(wrong)? {
             return Err(damaged());
         }
-        if number(8) != VERSION {
-            return Err(Error::new(format!("{} has the format {}", path.display(), number(8)))
+        if head.version() != VERSION {
+            return Err(Error::new(format!("{} has the format {}", path.display(), head.version()))
                 .hint("restore it with the version of this program that has saved it"));
         }
-        let mut state = vec![0; number(16).min(STATE_AT_MOST) as usize];
-        file.read_exact_at(&mut state, 24).map_err(|_| damaged())?;
-        Ok(Self { path: path.to_owned(), file, state })
+        let mut state = vec![0; head.state_length().min(STATE_AT_MOST) as usize];
+        file.read_exact_at(&mut state, HEAD as u64).map_err(|_| damaged())?;
+        Ok(Self { path: path.to_owned(), file, life: head.life(), state })
     }
 
     /// Puts the saved memory into the guest's, which must be zero.
@@ -275,7 +318,7 @@ impl Saved {
     pub fn fill(&self, memory: &Memory) -> Result<()> {
         let wrong =
             || Error::new(format!("{} has memory that the machine does not have", self.path.display()));
-        let mut at = 24 + self.state.len() as u64;
+        let mut at = (HEAD + self.state.len()) as u64;
         let mut piece = vec![0; (PIECE * PAGE) as usize];
         loop {
             let mut head = [0; 16];
@@ -351,10 +394,10 @@ mod tests {
         with_memory(|memory| {
             memory.write(5 * PAGE, &[1; 3 * PAGE as usize]).unwrap();
             memory.write(9 * PAGE + 1, &[2]).unwrap();
-            write(File::create(&path).unwrap(), b"state", memory).unwrap();
+            write(File::create(&path).unwrap(), &[9; 16], b"state", memory).unwrap();
             memory.clear(5 * PAGE, 5 * PAGE).unwrap();
             let saved = Saved::open(&path).unwrap();
-            assert_eq!(saved.state, b"state");
+            assert_eq!((saved.life, &*saved.state), ([9; 16], &b"state"[..]));
             saved.fill(memory).unwrap();
             let mut back = vec![0; 6 * PAGE as usize];
             memory.read(4 * PAGE, &mut back).unwrap();

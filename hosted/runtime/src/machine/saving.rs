@@ -28,7 +28,7 @@ impl Machine {
     /// has been left by a slot, so all of its registers are in memory.
     pub(crate) fn save_if_wanted(&mut self) {
         let Some(Saving { control: Some(control), facts }) = &self.saving else { return };
-        let (Some(wanted), facts) = (control.wanted(), *facts) else { return };
+        let (Some(wanted), life, facts) = (control.wanted(), control.life(), *facts) else { return };
         if let Err(why) = self.can_be_saved() {
             return wanted.refuse(why);
         }
@@ -36,7 +36,7 @@ impl Machine {
             return wanted.refuse("a disk of the machine does not answer: try again when it does");
         }
         let state = self.save_state(&facts);
-        if wanted.send(|to| saved::write(to, &state, &self.memory)) {
+        if wanted.send(|to| saved::write(to, &life, &state, &self.memory)) {
             self.end(End::Ended, "saved");
         }
         // Nobody has kept it, so the guest goes on.
