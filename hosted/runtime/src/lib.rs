@@ -39,6 +39,7 @@ pub mod entry;
 pub mod fuzz;
 pub mod gdb;
 pub mod generator;
+pub mod heap;
 pub mod isolation;
 pub mod kernel;
 pub mod layout;

@@ -15,6 +15,7 @@ use crate::{
     entry,
     error::{Error, Result},
     gdb::{self, Debugger, KernelCode, Opened},
+    heap,
     isolation::ProgramProcesses,
     layout::{THUNKS, THUNKS_SIZE},
     limits::{self, Limits},
@@ -156,7 +157,7 @@ pub(crate) fn begin(options: &Options) -> Result<u64> {
     let limits = Limits::default();
     limits.addresses()?;
     let most_mapped = check_limits(options, &limits)?;
-    share_heap();
+    heap::share();
     Ok(most_mapped)
 }
 
@@ -184,7 +185,7 @@ pub(crate) fn launch(options: &Options, memory: Memory, prepared: Prepared) -> R
     drop(code);
     give_up_files(options)?;
     process::end_restartable_sequences();
-    give_memory_back();
+    heap::give_back();
     // Processes are made before there are threads, because they begin as copies of this one.
     let first = (options.cpus > 1).then(|| Processor::first(options.cpus)).transpose()?;
     let processor = first.map(Processor::multiply).transpose()?;
@@ -312,7 +313,7 @@ fn start_space_processes(
     }
     if options.rewrite {
         thunks::prepare_tables();
-        give_memory_back();
+        heap::give_back();
     }
     let space = SpaceProcess::multiply(memory, limits.space_processes(options.memory), filters)?;
     Ok(space.map_or(Placement::One, Placement::PerSpace))
@@ -575,20 +576,6 @@ fn prepare_block(system_return: u64) -> Result<()> {
     unsafe { std::arch::asm!("rdfsbase {}", out(reg) base, options(nomem, nostack, preserves_flags)) };
     block.monitor_fs.set(base);
     Ok(())
-}
-
-/// Makes all threads use one heap. A thread with a heap of its own would take more memory. And before
-/// it makes one, the C library opens a file to count the host's processors, for which the host would end
-/// the machine.
-fn share_heap() {
-    // SAFETY: It takes numbers.
-    unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };
-}
-
-/// Returns freed memory to the host.
-fn give_memory_back() {
-    // SAFETY: It takes a number.
-    unsafe { libc::malloc_trim(0) };
 }
 
 /// Unmaps this program's own code and constants, most of which only the start needs. The host maps again

@@ -80,19 +80,20 @@ pub fn close_inherited() -> Result<()> {
 ///
 /// # Errors
 /// If the host does not do it.
-pub fn keep_only(kept: impl Iterator<Item = RawFd>) -> Result<()> {
-    let mut kept: Vec<libc::c_uint> = kept.map(RawFd::cast_unsigned).collect();
-    kept.sort_unstable();
+pub fn keep_only(kept: impl Iterator<Item = RawFd> + Clone) -> Result<()> {
+    let kept = kept.map(RawFd::cast_unsigned);
     let mut first = 3;
-    for next in kept.into_iter().map(Some).chain([None]) {
+    loop {
+        // A list of them would be the first memory that the process takes.
+        let next: Option<libc::c_uint> = kept.clone().filter(|kept| *kept >= first).min();
         let last = next.map_or(libc::c_uint::MAX, |next| next - 1);
         // SAFETY: The former owners of these descriptors in this process never use them again.
         if first <= last && unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) } != 0 {
             return Err(Error::system("close the first process's descriptors"));
         }
-        first = next.map_or(first, |next| next + 1);
+        let Some(next) = next else { return Ok(()) };
+        first = next + 1;
     }
-    Ok(())
 }
 
 /// Forbids opening files and connections, as far as the host's kernel can (Landlock). Says whether it does.

@@ -6,7 +6,7 @@ use super::*;
 
 /// The largest monitor of a machine that is idle, in KiB: without the program's file, and with as much of the
 /// file as the host may map.
-const IDLE: u64 = 9 << 8;
+const IDLE: u64 = 2 << 10;
 const IDLE_WITH_PROGRAM: u64 = IDLE + (5 << 9);
 /// The same with programs in 20 more address spaces.
 const TWENTY: u64 = 10 << 10;

@@ -22,6 +22,7 @@ use mercury_control::{
 use mercury_hosted::{
     control,
     devices::{NetOption, SubnetOption},
+    heap,
     load::DISTANCE,
     run::{self, Isolation, Options, Report},
 };
@@ -52,7 +53,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let cli = parse();
+    let cli = heap::apart(Cli::parse);
     let format = if cli.json { Format::Json } else { Format::Text };
     let command = match &cli.command {
         Command::Hosted(command) => command,
@@ -76,16 +77,6 @@ fn main() -> ExitCode {
         HostedCommand::KeepSubnet(args) => ("hosted keep-subnet", subnet::keep(&args.name)),
     };
     result.unwrap_or_else(|error| fail(&error, format, name)).into()
-}
-
-/// Reads the command line, in a thread of its own. A machine's processes begin as copies of this one, and each
-/// writes to pages of its heap: reading the command line leaves many small holes in a heap, and so many pages
-/// to write to.
-fn parse() -> Cli {
-    match std::thread::spawn(Cli::parse).join() {
-        Ok(cli) => cli,
-        Err(panic) => std::panic::resume_unwind(panic),
-    }
 }
 
 /// Starts the machine, which this process is from then on. Returns if the kernel was only checked,

@@ -290,7 +290,7 @@ impl Memory {
     }
 
     /// Returns the descriptors of all files of the memory.
-    pub fn descriptors(&self) -> impl Iterator<Item = RawFd> {
+    pub fn descriptors(&self) -> impl Iterator<Item = RawFd> + Clone {
         std::iter::once(self.descriptor()).chain(self.layers.map(Layers::base))
     }
 
