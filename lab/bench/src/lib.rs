@@ -27,6 +27,7 @@ pub mod previrtualization;
 mod report;
 pub mod soak;
 mod stats;
+pub mod subnet;
 mod suite;
 pub mod switch;
 pub mod times;
@@ -72,6 +73,9 @@ const PREVIRTUALIZED: [Effort; 2] =
 /// The number of rounds for a hosted kernel and the systems like it, for docs/ and for a quick run.
 const HOSTED_ROUNDS: [hosted::Rounds; 2] =
     [hosted::Rounds { small: 5, work: 3 }, hosted::Rounds { small: 1, work: 1 }];
+/// The size of the measurement between hosted machines, for docs/ and for a quick run.
+const SUBNET: [subnet::Plan; 2] =
+    [subnet::Plan { rounds: 3, mib: 128, trips: 1000 }, subnet::Plan { rounds: 1, mib: 64, trips: 300 }];
 
 /// The amount of measurements.
 #[derive(Clone, Copy, Debug)]
@@ -134,8 +138,30 @@ pub enum Part {
     Footprint,
     /// Machines that begin as copies of one.
     Disco,
+    /// TCP between hosted machines.
+    Subnet,
     /// The papers' tables beside the same measurements, with a virtual machine of KVM.
     Papers,
+}
+
+impl Part {
+    /// The parts that can be measured by themselves, by the names that a person gives.
+    pub const NAMED: [(&'static str, Self); 14] = [
+        ("switch", Self::Switch),
+        ("checkpoint", Self::Checkpoint),
+        ("guard", Self::Guard),
+        ("kvm", Self::Kvm),
+        ("migration", Self::Migration),
+        ("previrtualization", Self::Previrtualization(&Release::ALL)),
+        ("previrtualization-6.1", Self::Previrtualization(&[Release::Bookworm])),
+        ("slots", Self::Slots(&Release::ALL)),
+        ("slots-6.1", Self::Slots(&[Release::Bookworm])),
+        ("hosted", Self::Hosted),
+        ("footprint", Self::Footprint),
+        ("disco", Self::Disco),
+        ("subnet", Self::Subnet),
+        ("papers", Self::Papers),
+    ];
 }
 
 /// All figures, in the order of docs/benchmarks.json.
@@ -297,6 +323,13 @@ pub fn run(part: Part, depth: Depth) -> Result<()> {
             let figures = disco::measure(Release::Bookworm)?;
             replace(disco::HEADING, &disco::section(&figures), disco::KEY, &pretty(&figures)?)?;
             report::judge(&disco::promises(&figures))
+        }
+        Part::Subnet => {
+            let [all, few] = SUBNET;
+            let plan = if depth == Depth::Full { all } else { few };
+            let figures = subnet::measure(Release::Bookworm, plan)?;
+            replace(subnet::HEADING, &subnet::section(&figures), subnet::KEY, &pretty(&figures)?)?;
+            report::judge(&subnet::promises(&figures))
         }
         Part::Hosted => {
             let [all, few] = HOSTED_ROUNDS;

@@ -10,7 +10,10 @@ use std::{
     time::Duration,
 };
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{
+    Args, Parser, Subcommand, ValueEnum,
+    builder::{PossibleValuesParser, TypedValueParser},
+};
 use mercury_lab::{
     Bus, Error, Exit, Icount, Image, Init, Kernel, Machine, Nic, Qemu, Release, Result, Spec, Stream,
     Variant, artefacts, check, deb, host, hosted, image, pair,
@@ -136,10 +139,8 @@ enum Command {
     },
     /// Measure the paper's tables, and the numbers that Mercury promises
     Bench {
-        /// Measure only this part, and replace only its section in docs/: switch, checkpoint,
-        /// guard, kvm, migration, previrtualization, previrtualization-6.1, slots, slots-6.1,
-        /// hosted, footprint, disco, papers
-        #[arg(value_parser = part)]
+        /// Measure only this part, and replace only its section in docs/
+        #[arg(value_parser = parts())]
         part: Option<Part>,
         /// Take a quick measurement of a few minutes, and leave docs/ alone
         #[arg(long)]
@@ -399,27 +400,12 @@ fn release(name: &str) -> Result<Release, String> {
     found.ok_or_else(|| "there are bookworm and trixie".to_owned())
 }
 
-fn part(name: &str) -> Result<Part, String> {
-    match name {
-        "checkpoint" => Ok(Part::Checkpoint),
-        "guard" => Ok(Part::Guard),
-        "kvm" => Ok(Part::Kvm),
-        "migration" => Ok(Part::Migration),
-        "switch" => Ok(Part::Switch),
-        "previrtualization" => Ok(Part::Previrtualization(&Release::ALL)),
-        "previrtualization-6.1" => Ok(Part::Previrtualization(&[Release::Bookworm])),
-        "slots" => Ok(Part::Slots(&Release::ALL)),
-        "slots-6.1" => Ok(Part::Slots(&[Release::Bookworm])),
-        "hosted" => Ok(Part::Hosted),
-        "footprint" => Ok(Part::Footprint),
-        "disco" => Ok(Part::Disco),
-        "papers" => Ok(Part::Papers),
-        _ => Err(
-            "there are switch, checkpoint, guard, kvm, migration, previrtualization, previrtualization-6.1, \
-             slots, slots-6.1, hosted, footprint, disco and papers"
-                .to_owned(),
-        ),
-    }
+/// Reads the name of a part. clap lists the names in its help and in its error.
+fn parts() -> impl TypedValueParser<Value = Part> {
+    PossibleValuesParser::new(Part::NAMED.map(|(name, _)| name)).map(|name| {
+        let named = Part::NAMED.into_iter().find(|(one, _)| *one == name);
+        named.map_or(Part::All, |(_, part)| part)
+    })
 }
 
 fn main() -> ExitCode {
