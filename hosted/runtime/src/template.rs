@@ -14,6 +14,7 @@ use std::{
 
 use crate::{
     error::{Error, Result},
+    heap,
     layout::PAGE,
     loader::{self, Ready},
     memory::Memory,
@@ -21,6 +22,7 @@ use crate::{
     run::{self, Isolation, Options, Prepared},
     sandbox,
     saved::Saved,
+    thunks,
 };
 
 /// Holes of the base with at least so many pages are a clone's own from the beginning.
@@ -72,6 +74,9 @@ impl Template {
         let base = memory.into_base()?;
         let holes = holes(base.as_raw_fd(), options.memory);
         let (options, clock_khz) = (options.clone(), run::clock_khz());
+        // What all clones need is made once, in memory that they share.
+        thunks::prepare_tables();
+        heap::give_back();
         let original = Some(Original { options, base, holes, ready, state, most_mapped, clock_khz });
         Ok(Self { original })
     }
