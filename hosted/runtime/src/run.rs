@@ -24,8 +24,11 @@ use crate::{
     machine::{LoadedCode, LocalProcessor, Machine, Resident, Saving, State},
     memory::Memory,
     patched::{PatchedCopies, Room},
-    process::{self, Placement, per_space::SpaceProcess},
-    sandbox::{self, CommonFilters, Special},
+    process::{
+        self, Placement,
+        per_space::{SpaceProcess, Started},
+    },
+    sandbox::{self, Filters, Special},
     saved::{self, Saved},
     signal,
     smp::{self, Processor, bus::Bus},
@@ -197,10 +200,10 @@ pub(crate) fn launch(options: &Options, memory: Memory, prepared: Prepared) -> R
     let state = State::new()?;
     // Threads that listen to devices send signals from their start on.
     signal::install()?;
-    let filters = CommonFilters::new()?;
+    let filters = Filters::new(Isolation::None, &Special { binds_itself: true, ..Special::default() })?;
     let placement = match isolated {
         Some(isolated) => Placement::Isolated(Box::new(isolated)),
-        None => start_space_processes(options, &memory, &limits, &filters)?,
+        None => start_space_processes(options, &memory, &limits)?,
     };
     let local = match (processor, facts.bringup) {
         (Some(one), Some(bringup)) => Some(LocalProcessor::new(one, clock_khz, bringup)?),
@@ -300,23 +303,22 @@ fn start_program_processes(
     is_wanted.then(|| ProgramProcesses::start(memory, most_mapped)).transpose()
 }
 
-/// Makes a process for each address space, if the options allow it and the host has room.
-fn start_space_processes(
-    options: &Options,
-    memory: &Memory,
-    limits: &Limits,
-    filters: &CommonFilters,
-) -> Result<Placement> {
+/// Starts what makes a process for each address space, if the options allow it and the host has room.
+fn start_space_processes(options: &Options, memory: &Memory, limits: &Limits) -> Result<Placement> {
     // A debugger and several processors know of one process for all address spaces.
     if options.cpus > 1 || options.gdb.is_some() {
         return Ok(Placement::One);
     }
     if options.rewrite {
         thunks::prepare_tables();
-        heap::give_back();
     }
-    let space = SpaceProcess::multiply(memory, limits.space_processes(options.memory), filters)?;
-    Ok(space.map_or(Placement::One, Placement::PerSpace))
+    let special = Special { makes: Some(process::SIBLING), binds_itself: true, ..Special::default() };
+    let filters = Filters::new(Isolation::None, &special)?;
+    heap::give_back();
+    Ok(match SpaceProcess::start(memory, limits.space_processes(options.memory), &filters)? {
+        Started::First(space) | Started::New(space) => Placement::PerSpace(space),
+        Started::Alone => Placement::One,
+    })
 }
 
 fn open_disks(options: &Options) -> Result<Vec<Block>> {
@@ -385,13 +387,8 @@ impl Start<'_> {
         }
     }
 
-    /// Waits in a new address-space process for its first turn, and makes its monitor then.
-    fn run_space_process(
-        self,
-        space: SpaceProcess,
-        files: Files,
-        filters: &CommonFilters,
-    ) -> Result<Infallible> {
+    /// Prepares a new address-space process, which waits for its first turn then.
+    fn run_space_process(self, space: SpaceProcess, files: Files, filters: &Filters) -> Result<Infallible> {
         files.leave();
         sandbox::keep_only(self.memory.descriptors())?;
         let room = self.rewrites().then(Room::new).transpose()?;
@@ -418,19 +415,21 @@ impl Start<'_> {
         let Files { mut disks, gdb, control, uplink, subnet } = files;
         let space = self.placement.per_space();
         if let Some(space) = space.filter(|space| space.are_few() && self.options.verbose) {
-            eprintln!("mercury hosted: the host allows {} processes for address spaces", space.count());
+            eprintln!(
+                "mercury hosted: the host has memory for {} processes of address spaces",
+                space.count()
+            );
         }
         self.overlap_requests(&mut disks);
         let debugger = gdb.map(|gdb| Debugger::new(gdb, first.debugged)).transpose()?;
         let control = control.map(|control| Control::new(control, signal_waker())).transpose()?;
-        let bound = space.map_or_else(Vec::new, |space| space.processes());
-        let processors = self.processor.map_or_else(|| bound.clone(), |one| one.processes());
         let listener = debugger.as_ref().map(Debugger::descriptor);
         let special = Special {
             rings: disks.iter().filter_map(Block::ring).collect(),
             listener: listener.or_else(|| control.as_ref().map(Control::descriptor)),
-            processors,
-            bound,
+            processors: self.processor.map_or_else(Vec::new, |one| one.processes()),
+            signals: space.is_some(),
+            binds_itself: space.is_some(),
             ..Special::default()
         };
         let net = uplink.map(|uplink| uplink.start(signal_waker())).transpose()?;

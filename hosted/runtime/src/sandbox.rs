@@ -2,11 +2,7 @@
 //! only the system calls that the monitor needs. A guest's program that gets past the monitor gets
 //! no further.
 
-use std::{
-    collections::BTreeMap,
-    os::fd::RawFd,
-    ptr::{self, NonNull},
-};
+use std::{collections::BTreeMap, os::fd::RawFd};
 
 use landlock::{
     ABI, Access as _, AccessFs, AccessNet, CompatLevel, Compatible, Ruleset, RulesetAttr, RulesetStatus,
@@ -14,12 +10,11 @@ use landlock::{
 };
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
-    TargetArch, sock_filter,
+    TargetArch,
 };
 
 use crate::{
     error::{Error, Result},
-    process,
     run::Isolation,
 };
 
@@ -58,9 +53,23 @@ const ALLOWED: &[i64] = &[
     libc::SYS_exit_group,
 ];
 
+/// System calls by which a new process prepares itself.
+const PREPARING: &[i64] = &[
+    libc::SYS_close_range,
+    libc::SYS_ftruncate,
+    libc::SYS_getppid,
+    libc::SYS_memfd_create,
+    libc::SYS_prctl,
+    libc::SYS_seccomp,
+    libc::SYS_setpgid,
+];
+
 /// The calls that the host makes itself at its page of virtual system calls (vsyscall). A program may
 /// jump there. These calls become signals, from which the guest gets the fault of its own kernel.
 const VIRTUAL: [i64; 3] = [libc::SYS_gettimeofday, libc::SYS_time, libc::SYS_getcpu];
+
+/// The number by which a call means the process that makes it.
+const THIS_PROCESS: u32 = 0;
 
 /// Closes the inherited descriptors, except the terminal's. A program that gets past the monitor
 /// would have them.
@@ -121,13 +130,16 @@ pub struct Special {
     pub rings: Vec<RawFd>,
     /// The socket that gdb connects to: to accept its connection.
     pub listener: Option<RawFd>,
-    /// The processes of the machine's processors, which call each other, or the address-space
-    /// processes, which the first one calls.
+    /// The processes of the machine's processors, which call each other.
     pub processors: Vec<u32>,
-    /// Processes that are bound to the host's processors.
-    pub bound: Vec<u32>,
+    /// True if this process sends signals to processes whose descriptors (pidfd) it has.
+    pub signals: bool,
+    /// True if this process binds itself to the host's processors.
+    pub binds_itself: bool,
     /// This process, if it may send itself signals.
     pub own: Option<u32>,
+    /// The flags with which this process makes others, which then give up these and more calls.
+    pub makes: Option<libc::c_int>,
 }
 
 /// Forbids all threads of this process other system calls: one ends it.
@@ -151,48 +163,18 @@ fn programs(isolation: Isolation, special: &Special) -> Result<[BpfProgram; 2]> 
     Ok([make(trap_virtual_calls())?, make(filter(isolation, special))?])
 }
 
-/// The largest number of instructions of a filter that other processes get.
-const LONGEST: usize = 1024;
-
-/// Filters in memory that processes made afterwards share. One process makes them for all: the
-/// making would take memory in each.
-#[derive(Clone, Copy, Debug)]
-pub struct CommonFilters(NonNull<[Placed; 2]>);
-
+/// The filters of [`forbid_calls`], which one process makes for those that begin as its copies: the making
+/// would take memory in each.
 #[derive(Debug)]
-struct Placed {
-    length: usize,
-    code: [sock_filter; LONGEST],
-}
+pub struct Filters([BpfProgram; 2]);
 
-impl CommonFilters {
-    /// Maps the memory.
+impl Filters {
+    /// Makes the filters.
     ///
     /// # Errors
-    /// If the host refuses the memory.
-    pub fn new() -> Result<Self> {
-        let memory = process::map_common(size_of::<[Placed; 2]>())?.cast();
-        NonNull::new(memory).map(Self).ok_or_else(|| Error::new("the host maps memory at 0"))
-    }
-
-    /// Makes the filters of [`forbid_calls`], before another process applies them.
-    ///
-    /// # Errors
-    /// If they are longer than expected.
-    pub fn make(&self, isolation: Isolation, special: &Special) -> Result<()> {
-        for (index, program) in programs(isolation, special)?.into_iter().enumerate() {
-            if program.len() > LONGEST {
-                return Err(Error::new("the filter of system calls is too long: this is a bug"));
-            }
-            // SAFETY: The memory stays and has room for so many instructions. The other processes
-            // read it later: their caller waits.
-            unsafe {
-                let to = self.0.cast::<Placed>().add(index).as_ptr();
-                ptr::copy_nonoverlapping(program.as_ptr(), (&raw mut (*to).code).cast(), program.len());
-                (*to).length = program.len();
-            }
-        }
-        Ok(())
+    /// If the host's processor is not known.
+    pub fn new(isolation: Isolation, special: &Special) -> Result<Self> {
+        programs(isolation, special).map(Self)
     }
 
     /// Forbids this process, which must have one thread, other system calls.
@@ -200,9 +182,8 @@ impl CommonFilters {
     /// # Errors
     /// If the host does not do it.
     pub fn apply(&self) -> Result<()> {
-        // SAFETY: The memory stays, began as zeros, which are valid, and nothing writes to it any more.
-        for placed in unsafe { self.0.as_ref() } {
-            seccompiler::apply_filter(&placed.code[..placed.length])
+        for program in &self.0 {
+            seccompiler::apply_filter(program)
                 .map_err(|error| Error::host(format!("cannot give up system calls: {error}")))?;
         }
         Ok(())
@@ -227,17 +208,21 @@ fn filter(
     // Programs' processes are waited for, answered, and interrupted; their descriptors are open.
     let listening = [libc::SECCOMP_IOCTL_NOTIF_RECV, libc::SECCOMP_IOCTL_NOTIF_SEND];
     let listening = listening.into_iter().filter(|_| isolation == Isolation::Process);
-    if isolation == Isolation::Process {
+    if isolation == Isolation::Process || special.signals {
         rules.insert(libc::SYS_pidfd_send_signal, Vec::new());
+    }
+    if let Some(flags) = special.makes {
+        rules.extend(PREPARING.iter().map(|&call| (call, Vec::new())));
+        let flags = SeccompRule::new(vec![equal(0, u64::from(flags.cast_unsigned()))?])?;
+        rules.insert(libc::SYS_clone, vec![flags]);
     }
     let requests =
         settings.into_iter().chain(listening).map(|request| SeccompRule::new(vec![equal(1, request)?]));
     rules.insert(libc::SYS_ioctl, requests.collect::<std::result::Result<_, _>>()?);
-    let called = special.processors.iter().copied().chain(special.own).collect();
+    let called: Vec<u32> = special.processors.iter().copied().chain(special.own).collect();
     let call = |process: u32| SeccompRule::new(vec![equal(0, process.into())?]);
-    for (number, processes) in
-        [(libc::SYS_tgkill, called), (libc::SYS_sched_setaffinity, special.bound.clone())]
-    {
+    let bound = special.binds_itself.then_some(THIS_PROCESS).into_iter().collect();
+    for (number, processes) in [(libc::SYS_tgkill, called), (libc::SYS_sched_setaffinity, bound)] {
         // A call without rules would be allowed with any arguments.
         if !processes.is_empty() {
             let rules_of = processes.into_iter().map(call).collect::<std::result::Result<_, _>>()?;
@@ -474,21 +459,37 @@ mod tests {
     }
 
     /// The filters that one process makes for others forbid these all ways out, too. They may bind
-    /// processes, and send no signals at all.
+    /// themselves, and send no signals at all.
     #[test]
     fn filters_made_for_other_processes_forbid_the_same() {
-        let filters = CommonFilters::new().unwrap();
-        assert!(filters.apply().is_err());
-        filters.make(Isolation::None, &Special { bound: vec![5432], ..Special::default() }).unwrap();
+        let special = Special { binds_itself: true, ..Special::default() };
+        let filters = Filters::new(Isolation::None, &special).unwrap();
         let signal = |number, arguments| signal_after(|| filters.apply().is_ok(), number, arguments);
         for &number in WAYS_OUT {
             assert_eq!(signal(number, [0; 5]), libc::SIGSYS, "call {number}");
         }
         let own = i64::from(std::process::id());
         assert_eq!(signal(libc::SYS_tgkill, [own, own, 0, 0, 0]), libc::SIGSYS);
-        assert_eq!(signal(libc::SYS_sched_setaffinity, [5432, 0, 0, 0, 0]), 0);
-        assert_eq!(signal(libc::SYS_sched_setaffinity, [5433, 0, 0, 0, 0]), libc::SIGSYS);
+        assert_eq!(signal(libc::SYS_pidfd_send_signal, [-1, 0, 0, 0, 0]), libc::SIGSYS);
+        assert_eq!(signal(libc::SYS_sched_setaffinity, [0, 0, 0, 0, 0]), 0);
+        assert_eq!(signal(libc::SYS_sched_setaffinity, [own, 0, 0, 0, 0]), libc::SIGSYS);
         assert_eq!(signal(libc::SYS_getpid, [0; 5]), 0);
+    }
+
+    /// A process that makes others may do what these need, and make no other kind.
+    #[test]
+    fn a_process_that_makes_others_makes_no_threads() {
+        let flags = libc::CLONE_PARENT | libc::SIGCHLD;
+        let special = Special { makes: Some(flags), ..Special::default() };
+        let program: BpfProgram = filter(Isolation::None, &special).unwrap().try_into().unwrap();
+        let ends = |number, arguments| signal_of(&program, number, arguments) == libc::SIGSYS;
+        for number in
+            [libc::SYS_execve, libc::SYS_openat, libc::SYS_socket, libc::SYS_ptrace, libc::SYS_clone3]
+        {
+            assert!(ends(number, [0; 5]), "call {number}");
+        }
+        assert!(ends(libc::SYS_clone, [libc::CLONE_VM.into(), 0, 0, 0, 0]));
+        assert!(!ends(libc::SYS_getppid, [0; 5]) && !ends(libc::SYS_close_range, [9, 8, 0, 0, 0]));
     }
 
     #[test]
@@ -530,8 +531,10 @@ mod tests {
             rings: vec![11],
             listener: Some(12),
             processors: vec![4321],
-            bound: vec![5432],
+            signals: true,
+            binds_itself: true,
             own: Some(std::process::id()),
+            makes: None,
         };
         let program: BpfProgram = filter(Isolation::None, &special).unwrap().try_into().unwrap();
         let ends = |number, arguments| signal_of(&program, number, arguments) == libc::SIGSYS;
@@ -544,10 +547,11 @@ mod tests {
             (libc::SYS_accept4, 12, 11),
             (libc::SYS_tgkill, own, 1),
             (libc::SYS_tgkill, 4321, 4322),
-            (libc::SYS_sched_setaffinity, 5432, 4321),
+            (libc::SYS_sched_setaffinity, 0, 4321),
         ] {
             assert!(!ends(number, [right, -1, 0, 0, 0]), "call {number} with {right}");
             assert!(ends(number, [wrong, -1, 0, 0, 0]), "call {number} with {wrong}");
         }
+        assert!(!ends(libc::SYS_pidfd_send_signal, [-1, 0, 0, 0, 0]));
     }
 }

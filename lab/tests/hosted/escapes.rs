@@ -106,12 +106,10 @@ fn every_process_of_a_machine_is_confined() -> Result<()> {
                 open(process).into_iter().filter(|file| !is_expected(file)).collect();
             assert!(unexpected.is_empty(), "{name} has open {unexpected:?}");
         }
-        let expected = match (isolation, cpus) {
-            (_, "1") => (1, 0, 31),
-            _ if isolation == ISOLATIONS[1] => (2, 96, 0),
-            _ => (2, 0, 0),
-        };
-        assert_eq!((monitors, programs, spaces), expected, "{isolation}");
+        // Those for address spaces come as they are needed, from a process of their own.
+        assert_eq!(monitors, 2, "{isolation}");
+        assert_eq!(programs, if isolation == ISOLATIONS[1] { 96 } else { 0 }, "{isolation}");
+        assert!(if cpus == "1" { (2..=31).contains(&spaces) } else { spaces == 0 }, "{spaces} processes");
         machine.type_line("poweroff -f");
         assert_well(&machine.end(HALTED));
     }

@@ -136,21 +136,51 @@ pub(crate) fn fork() -> Fork {
 
 /// Forks this process as [`fork`] does, but without the C library's preparations, which would write to
 /// many pages of each process. In the new process the library does not know the number of its thread,
-/// which it needs for threads and for `abort` only.
-pub(crate) fn fork_bare() -> Fork {
+/// which it needs for threads and for `abort` only. `descriptor` is for the new process's, if one is wanted.
+fn clone(flags: libc::c_int, descriptor: *mut i32) -> Fork {
     #[cfg(miri)]
     return fork();
-    let none = ptr::null::<c_void>();
+    let (flags, none) = (libc::c_long::from(flags), ptr::null::<c_void>());
     // SAFETY: The caller has one thread, so no lock is held by another one. The new process has a copy of
-    // all memory and goes on from here.
-    match unsafe { libc::syscall(libc::SYS_clone, libc::c_long::from(libc::SIGCHLD), none, none, none, none) }
-    {
+    // all memory and goes on from here. There is room for the descriptor.
+    match unsafe { libc::syscall(libc::SYS_clone, flags, none, descriptor, none, none) } {
         0 => {
             signal::forget_children();
             Fork::Child
         }
         pid if pid > 0 => Fork::Parent(pid as i32),
         _ => Fork::Refused,
+    }
+}
+
+/// Forks this process, which must have one thread. The new process has the same table of descriptors.
+pub(crate) fn fork_with_files() -> Fork {
+    clone(libc::CLONE_FILES | libc::SIGCHLD, ptr::null_mut())
+}
+
+/// A process that was made beside this one.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Sibling {
+    /// This is the new process.
+    Child,
+    /// This is the old process. The new one has this number and this descriptor (pidfd).
+    Made {
+        process: i32,
+        descriptor: i32,
+    },
+    Refused,
+}
+
+/// The flags of `clone` for a sibling.
+pub const SIBLING: libc::c_int = libc::CLONE_PARENT | libc::CLONE_PIDFD | libc::SIGCHLD;
+
+/// Forks this process, which must have one thread. The new process is a child of this one's parent.
+pub(crate) fn fork_sibling() -> Sibling {
+    let mut descriptor = -1;
+    match clone(SIBLING, &raw mut descriptor) {
+        Fork::Child => Sibling::Child,
+        Fork::Parent(process) => Sibling::Made { process, descriptor },
+        Fork::Refused => Sibling::Refused,
     }
 }
 

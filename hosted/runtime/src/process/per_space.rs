@@ -3,15 +3,15 @@
 //!
 //! A process has one address space. If the address spaces of a guest shared one process, each
 //! change would drop the mappings of programs, and faults would restore them. Here an address space
-//! keeps its mappings in a process of its own, and a write of CR3 changes the process. The
-//! processes are copies of the first process, which has the devices and never runs the guest.
+//! keeps its mappings in a process of its own, and a write of CR3 changes the process. The first process
+//! has the devices and never runs the guest. The others are copies of a process that does nothing else than
+//! to make them, the *nursery*: a copy of the first one from before it had threads and gave up system calls.
+//! A process is made when an address space needs it.
 //!
 //! One of these processes has the turn; the others wait. The state of the guest's processor is in
 //! shared memory: the block, with the guest's registers, and [`Vcpu`](crate::vcpu::Vcpu). Each
-//! process has its own monitor, which knows its mappings. The monitor of a process is made when the
-//! process gets its first turn: a process that waits for it has next to no memory of its own, and
-//! has given up the system calls already. A process asks the first one for devices,
-//! time and the terminal ([`Request`]). Changes of the kernel's own addresses, and of pages with
+//! process has its own monitor, which knows its mappings. A process gives up system calls before its first
+//! turn. A process asks the first one for devices, time and the terminal ([`Request`]). Changes of the kernel's own addresses, and of pages with
 //! patched copies, are recorded for the others ([`Event`]). They repeat the changes before they run
 //! the guest.
 //!
@@ -34,11 +34,10 @@ use crate::{
     machine::End,
     memory::Memory,
     process::{
-        self, Common, Fork, map_common,
+        self, Common, Fork, Sibling, map_common,
         tags::{Found, Tags},
     },
-    run::Isolation,
-    sandbox::{CommonFilters, Special},
+    sandbox::Filters,
     signal, smp,
 };
 
@@ -47,8 +46,6 @@ use crate::{
 const MOST: usize = 31;
 /// The number of pages whose bits are in a word.
 const PER_WORD: usize = u32::BITS as usize;
-/// The largest number of threads: for six disks, the network card and the terminal, with a reserve.
-const THREADS: usize = 12;
 /// The number of events that are remembered. A process that has missed more begins anew.
 const EVENTS: usize = 256;
 /// The longest reason, in bytes.
@@ -96,7 +93,9 @@ struct Turn {
     seen: (u64, u64),
     reason: [u8; REASON],
     reason_length: usize,
-    /// The host's processor to which each process is bound.
+    /// The host's processor on which all processes are to run.
+    processor: Option<usize>,
+    /// The host's processor to which each process has bound itself.
     bound: [Option<usize>; MOST + 1],
     /// The time at which the first process was last bound to none, by the host's clock.
     unbound_ns: u64,
@@ -116,6 +115,10 @@ pub struct Counters {
     pub compared: u64,
     /// Processes that were bound to another processor of the host.
     pub bound: u64,
+    /// Address-space processes that were made.
+    pub made: u64,
+    /// Address-space processes that the host has refused.
+    pub refused: u64,
 }
 
 #[repr(C, align(64))]
@@ -123,9 +126,19 @@ pub struct Counters {
 struct Gate {
     /// 1 if the process has been given the turn.
     is_open: AtomicU32,
+    /// The process's number, or 0 if there is none yet.
     process: AtomicI32,
+    /// The first process's descriptor of the process (pidfd), by which it sends signals.
+    descriptor: AtomicI32,
+    /// What the nursery has done: nothing yet, [`MADE`] or [`REFUSED`].
+    answer: AtomicU32,
+    /// 1 if the process is prepared for its first turn.
     ready: AtomicU32,
 }
+
+/// The answers of the nursery.
+const MADE: u32 = 1;
+const REFUSED: u32 = 2;
 
 /// The memory that all processes share.
 #[derive(Debug)]
@@ -134,8 +147,10 @@ struct Shared {
     gates: [Gate; MOST + 1],
     /// The number of the process that has the turn.
     active: AtomicU32,
-    /// 1 if all processes exist.
-    complete: AtomicU32,
+    /// The number of the process that the nursery is to make, or 0.
+    wanted: AtomicU32,
+    /// The number of the last process that was made. They are made in their order.
+    made: AtomicU32,
     /// The host's processors, if there are several to choose from.
     processors: Option<libc::cpu_set_t>,
     turn: UnsafeCell<Turn>,
@@ -148,8 +163,15 @@ unsafe impl Sync for Shared {}
 
 impl Shared {
     fn new() -> Self {
-        let gate =
-            || Gate { is_open: AtomicU32::new(0), process: AtomicI32::new(0), ready: AtomicU32::new(0) };
+        let zero = || AtomicU32::new(0);
+        let [process, descriptor] = [0, -1];
+        let gate = || Gate {
+            is_open: zero(),
+            process: AtomicI32::new(process),
+            descriptor: AtomicI32::new(descriptor),
+            answer: zero(),
+            ready: zero(),
+        };
         let turn = Turn {
             request: None,
             space: 0,
@@ -160,6 +182,7 @@ impl Shared {
             seen: (0, 0),
             reason: [0; REASON],
             reason_length: 0,
+            processor: None,
             bound: [None; MOST + 1],
             unbound_ns: 0,
             counters: Counters::default(),
@@ -167,7 +190,8 @@ impl Shared {
         Self {
             gates: std::array::from_fn(|_| gate()),
             active: AtomicU32::new(0),
-            complete: AtomicU32::new(0),
+            wanted: zero(),
+            made: zero(),
             processors: processors(),
             turn: UnsafeCell::new(turn),
             is_turn_used: AtomicBool::new(false),
@@ -188,31 +212,50 @@ pub struct SpaceProcess {
     copied: &'static [AtomicU32],
 }
 
-/// The result of the forks, in each process.
-enum Made {
+/// A process of the machine after the start of the nursery.
+#[derive(Clone, Copy, Debug)]
+pub enum Started {
+    /// The first process, which has others for address spaces.
+    First(SpaceProcess),
+    /// A process that the nursery has made.
     New(SpaceProcess),
-    /// This is the first process, and there are so many others.
-    All(usize),
+    /// The first process. The host allows no others.
+    Alone,
 }
 
 impl SpaceProcess {
-    /// Makes up to `most` address-space processes, as copies of this process, which must have one
-    /// thread. Returns its own number in each process. Returns nothing if no process is wanted, or
-    /// if the host allows this user no more. The filters of system calls are made for all of them.
+    /// Starts the nursery as a copy of this process, which must have one thread, and has it make a first
+    /// process. Returns in this process, and again in each process that the nursery makes. At most `most`
+    /// processes are made. The filters are the nursery's, and so those of all that it makes.
     ///
     /// # Errors
     /// If the host refuses memory.
-    pub fn multiply(memory: &Memory, most: u64, filters: &CommonFilters) -> Result<Option<Self>> {
-        let first = Self::first(memory)?;
+    pub fn start(memory: &Memory, most: u64, filters: &Filters) -> Result<Started> {
         let most = MOST.min(usize::try_from(most).unwrap_or(MOST));
-        match first.fork_all(most) {
-            Made::New(new) => new.begin().map(Some),
-            Made::All(count) => Self { count, ..first }.complete(filters),
+        if most == 0 {
+            return Ok(Started::Alone);
+        }
+        let first = Self { count: most, ..Self::first(memory)? };
+        match process::fork_with_files() {
+            Fork::Child => first.nurse(filters).map(Started::New),
+            Fork::Refused => Ok(Started::Alone),
+            Fork::Parent(nursery) => {
+                signal::watch_child(nursery);
+                first.turn(|turn| turn.tags = Tags::new(most));
+                match first.make(1) {
+                    true => Ok(Started::First(first)),
+                    false => {
+                        signal::forget_children();
+                        end_child(nursery);
+                        Ok(Started::Alone)
+                    }
+                }
+            }
         }
     }
 
     /// Makes the memory that all processes share. What it needs of the stack is no longer in use when the
-    /// processes are made, each of which writes to a copy of the stack.
+    /// nursery begins, of whose stack each process has a copy.
     #[inline(never)]
     fn first(memory: &Memory) -> Result<Self> {
         let shared = Common::new(Shared::new())?.share();
@@ -225,49 +268,77 @@ impl SpaceProcess {
         Ok(Self { number: 0, count: 0, shared, pages, copied })
     }
 
-    /// Forks the processes, and keeps their numbers.
-    #[inline(never)]
-    fn fork_all(self, most: usize) -> Made {
-        for number in 1..=most {
-            match process::fork_bare() {
-                Fork::Child => return Made::New(Self { number, ..self }),
-                Fork::Parent(pid) => self.shared.gates[number].process.store(pid, Ordering::Release),
-                Fork::Refused => {
-                    // The host limits a user's processes. Fewer address-space processes suffice,
-                    // but devices need threads.
-                    let made = number - 1;
-                    let kept = made.saturating_sub(THREADS);
-                    let surplus = &self.shared.gates[kept + 1..=made];
-                    surplus.iter().for_each(|gate| end_child(gate.process.swap(0, Ordering::AcqRel)));
-                    return Made::All(kept);
+    /// Makes processes as they are wanted. Returns in each of them, and never in the nursery.
+    fn nurse(self, filters: &Filters) -> Result<Self> {
+        let parent = self.shared.gates[0].process.load(Ordering::Acquire);
+        process::begin(parent, c"mercury-nursery")?;
+        filters.apply()?;
+        loop {
+            let number = self.shared.wanted.swap(0, Ordering::AcqRel) as usize;
+            if number == 0 {
+                process::wait_for_long(&self.shared.wanted, 0);
+                continue;
+            }
+            let Some(gate) = self.shared.gates[1..].get(number - 1) else { continue };
+            let answer = match process::fork_sibling() {
+                Sibling::Child => {
+                    process::begin(parent, c"mercury-space")?;
+                    return Ok(Self { number, ..self });
+                }
+                Sibling::Made { process, descriptor } => {
+                    gate.descriptor.store(descriptor, Ordering::Release);
+                    gate.process.store(process, Ordering::Release);
+                    self.shared.made.store(number as u32, Ordering::Release);
+                    MADE
+                }
+                Sibling::Refused => REFUSED,
+            };
+            gate.answer.store(answer, Ordering::Release);
+            process::wake(&gate.answer);
+        }
+    }
+
+    /// Has the nursery make a process, unless there is one. Returns false if the host refuses it.
+    fn make(&self, number: usize) -> bool {
+        let answer = &self.shared.gates[number].answer;
+        if answer.load(Ordering::Acquire) == MADE {
+            return true;
+        }
+        answer.store(0, Ordering::Release);
+        self.shared.wanted.store(number as u32, Ordering::Release);
+        process::wake(&self.shared.wanted);
+        loop {
+            match answer.load(Ordering::Acquire) {
+                0 => process::wait(answer, 0),
+                answer => {
+                    let is_made = answer == MADE;
+                    self.turn(|turn| match is_made {
+                        true => turn.counters.made += 1,
+                        false => turn.counters.refused += 1,
+                    });
+                    return is_made;
                 }
             }
+            // Without a nursery there is no answer. The first process finds out, and ends the machine.
+            if self.is_first() && self.is_one_gone() {
+                return false;
+            }
         }
-        Made::All(most)
     }
 
-    /// Lets the processes begin, and returns the first one.
-    #[inline(never)]
-    fn complete(self, filters: &CommonFilters) -> Result<Option<Self>> {
-        let bound = self.processes();
-        bound[1..].iter().for_each(|pid| signal::watch_child(pid.cast_signed()));
-        filters.make(Isolation::None, &Special { bound, ..Special::default() })?;
-        self.shared.complete.store(1, Ordering::Release);
-        process::wake(&self.shared.complete);
-        if self.count == 0 {
-            return Ok(None);
+    /// Returns true in the first process if another one has ended. It watches the new ones from here on.
+    fn is_one_gone(&self) -> bool {
+        /// The number of the last process that this one watches.
+        static WATCHED: AtomicU32 = AtomicU32::new(0);
+        let made = self.shared.made.load(Ordering::Acquire);
+        let watched = WATCHED.swap(made, Ordering::Relaxed);
+        if made == watched {
+            return signal::is_child_gone();
         }
-        self.turn(|turn| turn.tags = Tags::new(self.count));
-        Ok(Some(self))
-    }
-
-    /// Waits in the new process until all processes are known.
-    fn begin(self) -> Result<Self> {
-        process::begin(self.shared.gates[0].process.load(Ordering::Acquire), c"mercury-space")?;
-        while self.shared.complete.load(Ordering::Acquire) == 0 {
-            process::wait(&self.shared.complete, 0);
-        }
-        Ok(self)
+        let new = self.shared.gates.get(watched as usize + 1..=made as usize).unwrap_or(&[]);
+        new.iter().for_each(|gate| signal::watch_child(gate.process.load(Ordering::Acquire)));
+        // One may have ended before it was watched.
+        signal::is_child_gone() || signal::has_child_ended()
     }
 
     /// Announces that this process is prepared.
@@ -277,34 +348,26 @@ impl SpaceProcess {
         process::wake(&gate.ready);
     }
 
-    /// Waits until all address-space processes are prepared.
+    /// Waits until the address-space processes that were made are prepared.
     ///
     /// # Errors
     /// If a process has ended before.
     pub fn await_others(&self) -> Result<()> {
-        match self.shared.gates[1..=self.count]
-            .iter()
-            .all(|gate| process::await_ready(&gate.ready, &gate.process))
-        {
+        let made = self.shared.made.load(Ordering::Acquire) as usize;
+        let is_ready = |gate: &Gate| process::await_ready(&gate.ready, &gate.process);
+        match self.shared.gates.get(1..=made).unwrap_or(&[]).iter().all(is_ready) {
             true => Ok(()),
             false => Err(Error::host("a process for an address space could not be started")),
         }
     }
 
-    /// Returns the host's numbers of all processes.
-    #[must_use]
-    pub fn processes(&self) -> Vec<u32> {
-        let processes = self.shared.gates.iter().map(|gate| gate.process.load(Ordering::Acquire));
-        processes.filter(|process| *process != 0).map(i32::cast_unsigned).collect()
-    }
-
-    /// Returns true if there are fewer address-space processes than possible.
+    /// Returns true if fewer address-space processes are allowed than there can be.
     #[must_use]
     pub fn are_few(&self) -> bool {
         self.count < MOST
     }
 
-    /// Returns the number of address-space processes.
+    /// Returns the largest number of address-space processes.
     #[must_use]
     pub fn count(&self) -> usize {
         self.count
@@ -409,7 +472,6 @@ impl SpaceProcess {
             true => turn.counters.requests += u64::from(to == 0),
             false => turn.counters.moves += 1,
         });
-        self.bind(to);
         let gate = &self.shared.gates[to];
         self.shared.active.store(to as u32, Ordering::SeqCst);
         gate.is_open.store(1, Ordering::Release);
@@ -417,44 +479,44 @@ impl SpaceProcess {
         self.await_turn()
     }
 
-    /// Binds the next process to the host's processor of this one, which waits from now on. On
-    /// another processor, which sleeps, the next process would start late. From time to time the
-    /// first process is bound to none, so that the host chooses where all of them are.
-    fn bind(&self, to: usize) {
+    /// Binds this process, which has the turn, to the host's processor on which the others run. On another
+    /// processor, which sleeps, the next process would start late. From time to time the first process is
+    /// bound to none, so that the host chooses where all of them are.
+    fn settle(&self) {
         let Some(all) = &self.shared.processors else { return };
-        if let Some(set) = self.turn(|turn| Self::choose_processors(turn, to, all)) {
-            self.set_processors(to, &set);
+        if let Some(set) = self.turn(|turn| self.choose_processors(turn, all)) {
+            // A failure leaves the choice to the host.
+            // SAFETY: The set is one, and outlives the call.
+            unsafe { libc::sched_setaffinity(0, size_of_val(&set), &raw const set) };
         }
     }
 
-    /// Returns the host's processors to which a process must be bound, unless it is bound to them
-    /// already.
-    fn choose_processors(turn: &mut Turn, to: usize, all: &libc::cpu_set_t) -> Option<libc::cpu_set_t> {
-        const CHOICE_NS: u64 = 10_000_000;
-        if to == 0 && now().saturating_sub(turn.unbound_ns) > CHOICE_NS {
-            (turn.unbound_ns, turn.bound[0]) = (now(), None);
+    /// Returns the host's processors to which this process must bind itself, unless it is bound to them.
+    fn choose_processors(&self, turn: &mut Turn, all: &libc::cpu_set_t) -> Option<libc::cpu_set_t> {
+        const CHOICE_NS: u64 = 100_000_000;
+        if self.is_first() && now().saturating_sub(turn.unbound_ns) > CHOICE_NS {
+            (turn.unbound_ns, turn.bound[0], turn.processor) = (now(), None, None);
             return Some(*all);
         }
-        // SAFETY: It takes nothing.
-        let here = usize::try_from(unsafe { libc::sched_getcpu() }).ok()?;
-        if turn.bound[to] == Some(here) || here >= libc::CPU_SETSIZE as usize {
+        let Some(processor) = turn.processor else {
+            // The host has chosen. The first process decides for all.
+            // SAFETY: It takes nothing.
+            let here = usize::try_from(unsafe { libc::sched_getcpu() }).ok();
+            let here = here.filter(|here| self.is_first() && *here < libc::CPU_SETSIZE as usize)?;
+            turn.processor = Some(here);
+            return self.choose_processors(turn, all);
+        };
+        if turn.bound[self.number] == Some(processor) {
             return None;
         }
-        (turn.bound[to], turn.counters.bound) = (Some(here), turn.counters.bound + 1);
+        (turn.bound[self.number], turn.counters.bound) = (Some(processor), turn.counters.bound + 1);
         // SAFETY: All zeros are a valid set, and the number is below its size.
         let only = unsafe {
             let mut set: libc::cpu_set_t = std::mem::zeroed();
-            libc::CPU_SET(here, &mut set);
+            libc::CPU_SET(processor, &mut set);
             set
         };
         Some(only)
-    }
-
-    /// Binds a process. A failure leaves the choice to the host.
-    fn set_processors(&self, of: usize, set: &libc::cpu_set_t) {
-        let process = self.shared.gates[of].process.load(Ordering::Acquire);
-        // SAFETY: The set is one.
-        unsafe { libc::sched_setaffinity(process, size_of_val(set), set) };
     }
 
     /// Waits for the turn. Returns nothing if a process has ended meanwhile. Only the first process
@@ -467,27 +529,38 @@ impl SpaceProcess {
                 process::wait_for_long(own, 0);
                 continue;
             }
-            if signal::is_child_gone() {
+            if self.is_one_gone() {
                 return None;
             }
             process::wait_for(own, 0, PATIENCE_NS);
         }
+        self.settle();
         Some(())
     }
 
-    /// Loads CR3. Translations are kept unless `flush` is set.
+    /// Loads CR3. Translations are kept unless `flush` is set. An address space without a process gets a new
+    /// one, or that of another one if the host allows no more.
     pub fn load(&self, cr3: u64, flush: bool) {
-        self.turn(|turn| {
-            turn.tags.load(cr3, flush);
-            turn.space = 1 + match turn.tags.choose(cr3) {
-                Found::Own(index) => index,
-                Found::Other(index) => {
-                    turn.counters.taken_over += 1;
-                    turn.tags.make_stale(index);
-                    index
-                }
-            };
-        });
+        loop {
+            let number = self.turn(|turn| {
+                turn.tags.load(cr3, flush);
+                let index = match turn.tags.choose(cr3) {
+                    Found::Own(index) => index,
+                    Found::Other(index) => {
+                        turn.counters.taken_over += 1;
+                        turn.tags.make_stale(index);
+                        index
+                    }
+                };
+                turn.space = 1 + index;
+                turn.space
+            });
+            if self.make(number) || number == 1 {
+                return;
+            }
+            // The ones before it were made before.
+            self.turn(|turn| turn.tags.limit(number - 1));
+        }
     }
 
     /// Drops all translations of programs.
@@ -581,13 +654,14 @@ impl SpaceProcess {
         if self.number != 0 || active == 0 {
             return;
         }
-        let process = self.shared.gates[active].process.load(Ordering::Acquire);
+        let process = self.shared.gates[active].descriptor.load(Ordering::Acquire);
         let signal = if is_urgent { smp::CALL } else { libc::SIGUSR1 };
-        // SAFETY: All calls take numbers. The interrupted code may be about to read the error's
+        let none = ptr::null::<libc::siginfo_t>();
+        // SAFETY: All calls take numbers, or nothing. The interrupted code may be about to read the error's
         // number, so it is restored.
         unsafe {
             let error = *libc::__errno_location();
-            libc::syscall(libc::SYS_tgkill, process, process, signal);
+            libc::syscall(libc::SYS_pidfd_send_signal, process, signal, none, 0);
             *libc::__errno_location() = error;
         }
     }
@@ -627,7 +701,7 @@ mod tests {
     use std::sync::atomic::AtomicU64;
 
     use super::*;
-    use crate::testing::with_memory;
+    use crate::{run::Isolation, sandbox::Special, testing::with_memory};
 
     /// Makes address-space processes without a process of the host.
     fn empty(count: usize) -> Vec<SpaceProcess> {
@@ -636,6 +710,7 @@ mod tests {
         let (pages, copied) = (words(16), words(1));
         let processes: Vec<SpaceProcess> =
             (0..=count).map(|number| SpaceProcess { number, count, shared, pages, copied }).collect();
+        shared.gates.iter().for_each(|gate| gate.answer.store(MADE, Ordering::Release));
         processes[0].turn(|turn| turn.tags = Tags::new(count));
         processes
     }
@@ -709,11 +784,13 @@ mod tests {
     #[cfg_attr(miri, ignore = "Miri has one process")]
     fn one_process_after_the_other_has_the_turn() {
         const TURNS: u64 = 500;
-        let filters = CommonFilters::new().unwrap();
-        assert!(with_memory(|memory| SpaceProcess::multiply(memory, 0, &filters).unwrap().is_none()));
+        let special = Special { binds_itself: true, makes: Some(process::SIBLING), ..Special::default() };
+        let filters = Filters::new(Isolation::None, &special).unwrap();
+        let none = with_memory(|memory| SpaceProcess::start(memory, 0, &filters).unwrap());
+        assert!(matches!(none, Started::Alone));
         let counts = Common::new([AtomicU64::new(0), AtomicU64::new(0)]).unwrap().share();
-        let first =
-            with_memory(|memory| SpaceProcess::multiply(memory, u64::MAX, &filters).unwrap().unwrap());
+        let started = with_memory(|memory| SpaceProcess::start(memory, u64::MAX, &filters).unwrap());
+        let (Started::First(first) | Started::New(first)) = started else { panic!("the host refuses") };
         if !first.is_first() {
             first.is_ready();
             first.await_turn().unwrap();
@@ -741,7 +818,9 @@ mod tests {
             counters.moves > TURNS / 2 && counters.requests == 1 && counters.taken_over > 50,
             "{counters:?}"
         );
-        first.processes()[1..].iter().for_each(|process| end_child(process.cast_signed()));
+        assert_eq!((counters.made, counters.refused), (MOST as u64, 0));
+        let gates = first.shared.gates[1..].iter();
+        gates.for_each(|gate| end_child(gate.process.load(Ordering::Acquire)));
         signal::forget_children();
     }
 }

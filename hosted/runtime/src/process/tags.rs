@@ -43,6 +43,11 @@ impl Tags {
         Self { tags: [Tag::default(); MOST], count: count.min(MOST), time: 0 }
     }
 
+    /// Gives up all but the first processes, which are the ones that were chosen first.
+    pub fn limit(&mut self, count: usize) {
+        self.count = count.min(self.count);
+    }
+
     /// Returns the index of an address space's process, if it has one.
     #[must_use]
     pub fn own(&self, cr3: u64) -> Option<usize> {
@@ -166,6 +171,16 @@ mod tests {
         tags.load(B | 1, true);
         tags.load(A | 1, true);
         assert!(stale(&mut tags, A | 1));
+    }
+
+    #[test]
+    fn processes_are_chosen_in_order_and_given_up_from_the_end() {
+        let mut tags = Tags::new(3);
+        let roots = [A, B, 0x30_0000];
+        assert_eq!(roots.map(|root| tags.choose(root)), [0, 1, 2].map(Found::Other));
+        tags.limit(2);
+        assert_eq!(roots.map(|root| tags.own(root)), [Some(0), Some(1), None]);
+        assert_eq!(tags.choose(roots[2]), Found::Other(0));
     }
 
     #[test]
