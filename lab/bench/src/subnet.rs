@@ -26,13 +26,14 @@ pub const HEADING: &str = "## TCP between hosted machines";
 /// The key of this section in docs/benchmarks.json.
 pub const KEY: &str = "subnet";
 
-/// The goal: a stream on a subnet is so many times as fast as by interfaces of the host as they are by default.
+/// The goal: a stream on a subnet is so many times as fast as by interfaces of the host as they are by
+/// default.
 const AT_LEAST: f64 = 4.0;
 const LIMIT: Duration = Duration::from_secs(240);
 const PORT: u16 = 8080;
 
-/// A network of its own for two machines, with two interfaces on one bridge. `/sys` shows the network in which
-/// it was mounted.
+/// A network of its own for two machines, with two interfaces on one bridge. `/sys` shows the network in
+/// which it was mounted.
 const BRIDGE: &str = "set -e
     mount -t sysfs sysfs /sys
     ip link add mercury-bridge type bridge
@@ -128,8 +129,8 @@ impl Row {
 /// Measures all ways, by turns.
 ///
 /// # Errors
-/// If a part of the project does not build, a machine does not come up, or the host allows no network of one's
-/// own.
+/// If a part of the project does not build, a machine does not come up, or the host allows no network of
+/// one's own.
 pub fn measure(release: Release, plan: Plan) -> Result<Figures> {
     let place = Place::new(release)?;
     let row = |&(_, key, isolation): &(&str, &'static str, &str)| {

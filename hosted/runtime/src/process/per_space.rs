@@ -11,9 +11,9 @@
 //! One of these processes has the turn; the others wait. The state of the guest's processor is in
 //! shared memory: the block, with the guest's registers, and [`Vcpu`](crate::vcpu::Vcpu). Each
 //! process has its own monitor, which knows its mappings. A process gives up system calls before its first
-//! turn. A process asks the first one for devices, time and the terminal ([`Request`]). Changes of the kernel's own addresses, and of pages with
-//! patched copies, are recorded for the others ([`Event`]). They repeat the changes before they run
-//! the guest.
+//! turn. A process asks the first one for devices, time and the terminal ([`Request`]). Changes of the
+//! kernel's own addresses, and of pages with patched copies, are recorded for the others ([`Event`]). They
+//! repeat the changes before they run the guest.
 //!
 //! The guest's kernel is shown process-context identifiers, by which it says what a processor may
 //! keep. [`Tags`] decides when the mappings of a process must be compared with the page tables.
