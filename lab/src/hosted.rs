@@ -8,6 +8,8 @@ use std::{
     process::{Command, ExitCode},
 };
 
+use mercury_initramfs::Archive;
+
 use crate::{
     artefacts,
     error::{Context, Error, Result},
@@ -28,6 +30,40 @@ const FILES: &[(&str, &str, &str)] = &[
     ("/usr/sbin/hosted-init", include_str!("../guest/hosted/init"), "0100755"),
     ("/etc/hosted.bashrc", include_str!("../guest/hosted/bashrc"), "0100644"),
 ];
+
+/// What each archive of [`root_archive`] has from Debian's image: the place, and the file there.
+const SHELL: [(&str, &str); 3] = [
+    ("bin/sh", "usr/bin/dash"),
+    ("lib/x86_64-linux-gnu/libc.so.6", "usr/lib/x86_64-linux-gnu/libc.so.6"),
+    ("lib64/ld-linux-x86-64.so.2", "usr/lib/x86_64-linux-gnu/ld-linux-x86-64.so.2"),
+];
+
+/// Makes an archive (initramfs) with a shell, its libraries, a console and more: files by their places there,
+/// and character devices by their places and numbers. `init` is the first program.
+///
+/// # Errors
+/// If a file cannot be read.
+pub fn root_archive(
+    tree: &Path,
+    files: &[(&str, &Path)],
+    devices: &[(&str, (u32, u32))],
+    init: &str,
+) -> Result<Vec<u8>> {
+    let mut archive = Archive::default();
+    for directory in ["bin", "dev", "lib", "lib/x86_64-linux-gnu", "lib64"] {
+        archive.directory(directory);
+    }
+    for (place, numbers) in [("dev/console", (5, 1))].iter().chain(devices) {
+        archive.char_device(place, *numbers);
+    }
+    let shell = SHELL.map(|(place, from)| (place, tree.join(from)));
+    let files = files.iter().map(|(place, from)| (*place, from.to_path_buf()));
+    for (place, from) in shell.into_iter().chain(files) {
+        archive.file(place, &fs::read(&from).context(|| format!("read {}", from.display()))?);
+    }
+    archive.file("init", init.as_bytes());
+    Ok(archive.finish())
+}
 
 /// Starts a hosted Debian with a shell, on the small pre-virtualized kernel and a disk that stays.
 /// `arguments` go to `mercury hosted run`.

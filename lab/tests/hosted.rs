@@ -18,11 +18,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use mercury_initramfs::Archive;
 use mercury_lab::{
     Image, Release, Result, artefacts,
     command::patient,
-    host,
+    host, hosted,
     previrtualization::{self, Built, Flavour, account},
 };
 use rustix::process::{Pid, Signal, kill_process};
@@ -293,25 +292,9 @@ fn archive(tree: &Path, init: &str) -> Vec<u8> {
 
 /// Makes an archive with a shell, its libraries and more programs.
 fn archive_with(tree: &Path, init: &str, programs: &[(&str, &Path)]) -> Vec<u8> {
-    let mut archive = Archive::default();
-    for directory in ["bin", "dev", "lib", "lib/x86_64-linux-gnu", "lib64"] {
-        archive.directory(directory);
-    }
-    archive.char_device("dev/console", (5, 1));
-    for (name, from) in [
-        ("bin/sh", "usr/bin/dash"),
-        ("bin/uname", "usr/bin/uname"),
-        ("bin/nproc", "usr/bin/nproc"),
-        ("lib/x86_64-linux-gnu/libc.so.6", "usr/lib/x86_64-linux-gnu/libc.so.6"),
-        ("lib64/ld-linux-x86-64.so.2", "usr/lib/x86_64-linux-gnu/ld-linux-x86-64.so.2"),
-    ] {
-        archive.file(name, &fs::read(tree.join(from)).expect("a file of the image"));
-    }
-    for (name, from) in programs {
-        archive.file(name, &fs::read(from).expect("a program"));
-    }
-    archive.file("init", init.as_bytes());
-    archive.finish()
+    let [uname, nproc] = ["usr/bin/uname", "usr/bin/nproc"].map(|name| tree.join(name));
+    let programs = [&[("bin/uname", &*uname), ("bin/nproc", &*nproc)], programs].concat();
+    hosted::root_archive(tree, &programs, &[], init).expect("files of the image")
 }
 
 /// Builds a kernel from Debian's sources with the present afterburner, in every run of the tests,

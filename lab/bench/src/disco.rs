@@ -9,10 +9,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use mercury_initramfs::Archive;
 use mercury_lab::{
     artefacts,
     error::{Context, Error, Result},
+    hosted::root_archive,
     image::{Image, Release},
     live,
     markdown::table,
@@ -42,15 +42,10 @@ const LIMIT: Duration = Duration::from_secs(120);
 /// The time after which a machine has nothing to do any more.
 const REST: Duration = Duration::from_secs(2);
 
-/// Programs from Debian's image, beneath `usr`.
-const FILES: &[(&str, &str)] = &[
-    ("bin/sh", "bin/dash"),
-    ("bin/perl", "bin/perl"),
-    ("lib/x86_64-linux-gnu/libc.so.6", "lib/x86_64-linux-gnu/libc.so.6"),
-    ("lib/x86_64-linux-gnu/libm.so.6", "lib/x86_64-linux-gnu/libm.so.6"),
-    ("lib/x86_64-linux-gnu/libcrypt.so.1", "lib/x86_64-linux-gnu/libcrypt.so.1"),
-    ("lib64/ld-linux-x86-64.so.2", "lib/x86_64-linux-gnu/ld-linux-x86-64.so.2"),
-];
+/// The interpreter and its libraries, in Debian's image beneath `usr`.
+const FILES: [&str; 3] = ["bin/perl", "lib/x86_64-linux-gnu/libm.so.6", "lib/x86_64-linux-gnu/libcrypt.so.1"];
+/// The kernel's generator and its empty file.
+const DEVICES: [(&str, (u32, u32)); 2] = [("urandom", (1, 9)), ("dev/null", (1, 3))];
 
 /// An interpreter that has started, has some memory, and answers each line. It reads a random number
 /// before it waits: the kernel takes a second for the first one.
@@ -113,21 +108,12 @@ impl Files {
         let folder = paths::lab_dir("bench")?.join("disco");
         let _ = fs::remove_dir_all(&folder);
         fs::create_dir_all(&folder).context(|| format!("make {}", folder.display()))?;
-        let usr = Image::ensure(release)?.tree().join("usr");
-        let mut archive = Archive::default();
-        for name in ["bin", "dev", "lib", "lib/x86_64-linux-gnu", "lib64"] {
-            archive.directory(name);
-        }
-        archive.char_device("dev/console", (5, 1));
-        archive.char_device("urandom", (1, 9));
-        archive.char_device("dev/null", (1, 3));
-        for (name, from) in FILES {
-            let from = usr.join(from);
-            archive.file(name, &fs::read(&from).context(|| format!("read {}", from.display()))?);
-        }
-        archive.file("init", INIT.as_bytes());
+        let tree = Image::ensure(release)?.tree();
+        let from = FILES.map(|file| (file, tree.join("usr").join(file)));
+        let files: Vec<(&str, &Path)> = from.iter().map(|(place, from)| (*place, from.as_path())).collect();
+        let archive = root_archive(&tree, &files, &DEVICES, INIT)?;
         let path = folder.join("initramfs");
-        fs::write(&path, archive.finish()).context(|| format!("write {}", path.display()))?;
+        fs::write(&path, archive).context(|| format!("write {}", path.display()))?;
         let template = format!("bench-{}", std::process::id());
         Ok(Self { mercury: artefacts::build_hosted()?, vmlinux, archive: path, folder, template })
     }

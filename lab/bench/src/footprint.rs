@@ -9,11 +9,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use mercury_initramfs::Archive;
 use mercury_lab::{
     artefacts,
     error::{Context, Error, Result},
     footprint::{self, Footprint},
+    hosted::root_archive,
     image::{Image, Release},
     markdown::table,
     paths,
@@ -33,14 +33,6 @@ const PROGRAMS: usize = 20;
 const LIMIT: Duration = Duration::from_secs(120);
 /// The time after which a machine has nothing to do any more.
 const REST: Duration = Duration::from_secs(3);
-
-/// Programs from Debian's image, beneath `usr`.
-const FILES: &[(&str, &str)] = &[
-    ("bin/sh", "bin/dash"),
-    ("bin/sleep", "bin/sleep"),
-    ("lib/x86_64-linux-gnu/libc.so.6", "lib/x86_64-linux-gnu/libc.so.6"),
-    ("lib64/ld-linux-x86-64.so.2", "lib/x86_64-linux-gnu/ld-linux-x86-64.so.2"),
-];
 
 /// The options that are measured, with the words for them and their keys.
 const OPTIONS: [(&str, &str, &[&str]); 3] = [
@@ -110,24 +102,15 @@ pub fn measure(release: Release) -> Result<Figures> {
 
 /// Makes the file system of the machines.
 fn archive(release: Release, dir: &Path) -> Result<PathBuf> {
-    let usr = Image::ensure(release)?.tree().join("usr");
-    let mut archive = Archive::default();
-    for name in ["bin", "dev", "lib", "lib/x86_64-linux-gnu", "lib64"] {
-        archive.directory(name);
-    }
-    archive.char_device("dev/console", (5, 1));
-    for (name, from) in FILES {
-        let from = usr.join(from);
-        archive.file(name, &fs::read(&from).context(|| format!("read {}", from.display()))?);
-    }
+    let tree = Image::ensure(release)?.tree();
     let init = format!(
         "#!/bin/sh\necho up\nread word\nn=0\nwhile [ $n -lt {PROGRAMS} ]; do sleep 9999 & n=$((n + 1)); \
         done\n\
          echo all started\nread word\n"
     );
-    archive.file("init", init.as_bytes());
+    let archive = root_archive(&tree, &[("bin/sleep", &tree.join("usr/bin/sleep"))], &[], &init)?;
     let path = dir.join("footprint.cpio");
-    fs::write(&path, archive.finish()).context(|| format!("write {}", path.display()))?;
+    fs::write(&path, archive).context(|| format!("write {}", path.display()))?;
     Ok(path)
 }
 

@@ -4,6 +4,8 @@
 
 use std::collections::BTreeSet;
 
+use mercury_initramfs::Archive;
+
 use super::*;
 
 /// Lines about parts of the address space that belong to the monitor and the kernel: the program is

@@ -29,3 +29,18 @@ pub struct CpusArgs {
     #[arg(long, value_name = "LIST")]
     pub cpus: Option<CpuSet>,
 }
+
+/// The option of commands that connect to a destination.
+#[derive(Clone, Debug, Args)]
+pub struct TokenArg {
+    /// Pairing token that `mercury receive` has printed; - reads it from standard input, where `ps`
+    /// does not show it
+    #[arg(
+        long,
+        env = "MERCURY_KEY",
+        hide_env_values = true,
+        value_name = "TOKEN",
+        allow_hyphen_values = true
+    )]
+    pub key: Option<String>,
+}

@@ -4,6 +4,7 @@
 //! there. That command answers by the same way, a line of JSON for each message.
 
 use super::find;
+use crate::shared::TokenArg;
 use clap::Args;
 use mercury_control::{
     error::{Error, Result},
@@ -34,16 +35,8 @@ pub struct MigrateArgs {
     pub name: Name,
     /// The destination that waits in `mercury receive`: HOST or HOST:PORT, as the guest reaches it
     pub host: String,
-    /// Pairing token that `mercury receive` has printed; - reads it from standard input, where `ps` does not
-    /// show it
-    #[arg(
-        long,
-        env = "MERCURY_KEY",
-        hide_env_values = true,
-        value_name = "TOKEN",
-        allow_hyphen_values = true
-    )]
-    pub key: Option<String>,
+    #[command(flatten)]
+    pub token: TokenArg,
     /// Options for `mercury migrate` in the guest, after --
     #[arg(last = true, value_name = "OPTIONS")]
     pub options: Vec<String>,
@@ -69,7 +62,7 @@ pub fn migrate(root: &Root, args: &MigrateArgs, say: Say<'_>) -> Result<Moved> {
 
 /// Returns the order: a variable of the environment and words, each with a NUL at its end, and a NUL.
 fn order(args: &MigrateArgs) -> Result<Vec<u8>> {
-    let token = pairing_token(args.key.as_deref())?;
+    let token = pairing_token(args.token.key.as_deref())?;
     let mut words = vec![format!("MERCURY_KEY={token}"), "migrate".into()];
     // Nothing but this host starts a guest, so no tombstone would be read.
     words.extend(["--ordered", "--without-tombstone"].map(String::from));
@@ -195,7 +188,7 @@ mod tests {
         MigrateArgs {
             name: "node7".parse().expect("a name"),
             host: "10.9.0.4".into(),
-            key: Some(token.to_string()),
+            token: TokenArg { key: Some(token.to_string()) },
             options: options.iter().map(|&word| word.to_owned()).collect(),
         }
     }
@@ -218,7 +211,7 @@ mod tests {
     #[test]
     fn an_order_is_words_that_end_with_nul() {
         let args = args(&["--max-downtime", "2s"]);
-        let token = args.key.clone().expect("a token");
+        let token = args.token.key.clone().expect("a token");
         let expected = format!(
             "MERCURY_KEY={token}\0migrate\0--ordered\0--without-tombstone\0--max-downtime\0\
              2s\0--\010.9.0.4\0\0"
@@ -232,7 +225,7 @@ mod tests {
         for options in [&[""][..], &["a\0b"], &[&long], &["x"; WORDS_MAX]] {
             assert_eq!(order(&args(options)).expect_err("refused").exit, Exit::Usage);
         }
-        let without = MigrateArgs { key: Some("word".into()), ..args(&[]) };
+        let without = MigrateArgs { token: TokenArg { key: Some("word".into()) }, ..args(&[]) };
         assert_eq!(order(&without).expect_err("refused").exit, Exit::Usage);
     }
 

@@ -1,6 +1,6 @@
 //! The options of `mercury migrate`.
 
-use crate::shared::{LevelArgs, ModuleArgs};
+use crate::shared::{LevelArgs, ModuleArgs, TokenArg};
 use clap::Args;
 use mercury_control::{size::mebibytes, span::Span};
 use mercury_migration::{session::MachineName, streams::STREAMS_MAX};
@@ -12,16 +12,8 @@ pub struct MigrateArgs {
     /// The destination that waits in `mercury receive`: HOST or HOST:PORT
     #[arg(default_value = "", hide_default_value = true, required_unless_present = "dry_run")]
     pub host: String,
-    /// Pairing token that `mercury receive` has printed; - reads it from standard input, where `ps`
-    /// does not show it
-    #[arg(
-        long,
-        env = "MERCURY_KEY",
-        hide_env_values = true,
-        value_name = "TOKEN",
-        allow_hyphen_values = true
-    )]
-    pub key: Option<String>,
+    #[command(flatten)]
+    pub token: TokenArg,
     /// The destination's name, as `mercury identity` prints it there, instead of a pairing token. The
     /// destination must know this machine (`mercury receive --source`)
     #[arg(long, value_name = "NAME", conflicts_with = "key")]
@@ -118,7 +110,7 @@ impl From<&MigrateArgs> for MigrateOptions {
     fn from(args: &MigrateArgs) -> Self {
         Self {
             host: args.host.clone(),
-            key: args.key.clone(),
+            key: args.token.key.clone(),
             spare: args.spare,
             identity: args.identity.clone(),
             dry_run: args.dry_run,
