@@ -27,6 +27,10 @@ pub fn parse() -> Cli {
 }
 
 fn read(words: Vec<OsString>) -> Result<Cli, clap::Error> {
+    // Pages for all commands take milliseconds. They are made when one is shown.
+    if let Ok(matches) = Cli::command().try_get_matches_from(&words) {
+        return Cli::from_arg_matches(&matches);
+    }
     let mut command = command();
     let error = match command.try_get_matches_from_mut(&words) {
         Ok(matches) => return Cli::from_arg_matches(&matches),
