@@ -122,6 +122,8 @@ pub enum Part {
     Checkpoint,
     /// Figures of the guard and of rollbacks from deaths.
     Guard,
+    /// The previous part's figures of exits alone.
+    GuardExits,
     /// Figures of KVM above the hypervisor.
     Kvm,
     /// Figures of moves.
@@ -146,10 +148,11 @@ pub enum Part {
 
 impl Part {
     /// The parts that can be measured by themselves, by the names that a person gives.
-    pub const NAMED: [(&'static str, Self); 14] = [
+    pub const NAMED: [(&'static str, Self); 15] = [
         ("switch", Self::Switch),
         ("checkpoint", Self::Checkpoint),
         ("guard", Self::Guard),
+        ("guard-exits", Self::GuardExits),
         ("kvm", Self::Kvm),
         ("migration", Self::Migration),
         ("previrtualization", Self::Previrtualization(&Release::ALL)),
@@ -272,6 +275,16 @@ pub fn run(part: Part, depth: Depth) -> Result<()> {
         }
         Part::Guard => {
             let figures = guard::measure(depth)?;
+            replace(guard::HEADING, &guard::section(&figures), guard::KEY, &pretty(&figures)?)?;
+            report::judge(&guard::promises(&figures))
+        }
+        Part::GuardExits => {
+            let exits = guard::exits(depth)?;
+            let old = alone_of(&fs::read_to_string(&json).unwrap_or_default(), guard::KEY);
+            let old = old.and_then(|text| serde_json::from_str(&text).ok());
+            let figures = exits.into_figures(old.ok_or_else(|| {
+                Error::Host(format!("{} has no figures of the guard: `bench guard` first", json.display()))
+            })?);
             replace(guard::HEADING, &guard::section(&figures), guard::KEY, &pretty(&figures)?)?;
             report::judge(&guard::promises(&figures))
         }
