@@ -229,7 +229,7 @@ impl SpaceProcess {
     /// processes are made. The filters are the nursery's, and so those of all that it makes.
     ///
     /// # Errors
-    /// If the host refuses memory.
+    /// If the host refuses memory, or ends the nursery.
     pub fn start(memory: &Memory, most: u64, filters: &Filters) -> Result<Started> {
         let most = MOST.min(usize::try_from(most).unwrap_or(MOST));
         if most == 0 {
@@ -237,19 +237,25 @@ impl SpaceProcess {
         }
         let first = Self { count: most, ..Self::first(memory)? };
         match process::fork_with_files() {
-            Fork::Child => first.nurse(filters).map(Started::New),
+            Fork::Child => Ok(Started::New(first.nurse(filters).unwrap_or_else(|error| {
+                eprintln!("mercury hosted: {error}");
+                // SAFETY: It ends the process, without the destructors: those of files would close the first
+                // process's.
+                unsafe { libc::_exit(1) }
+            }))),
             Fork::Refused => Ok(Started::Alone),
             Fork::Parent(nursery) => {
                 signal::watch_child(nursery);
                 first.turn(|turn| turn.tags = Tags::new(most));
-                match first.make(1) {
-                    true => Ok(Started::First(first)),
-                    false => {
-                        signal::forget_children();
-                        end_child(nursery);
-                        Ok(Started::Alone)
-                    }
+                if first.make(1) {
+                    return Ok(Started::First(first));
                 }
+                if first.is_one_gone() {
+                    return Err(Error::host(signal::how_child_has_ended()));
+                }
+                signal::forget_children();
+                end_child(nursery);
+                Ok(Started::Alone)
             }
         }
     }
