@@ -122,7 +122,7 @@ pub enum End {
     NotInjected,
     /// The emulator has ended: the machine has restarted.
     Off,
-    /// The machine was silent for too long.
+    /// The machine was silent for too long, and was not put back on an order from outside.
     Silent,
 }
 
@@ -205,23 +205,16 @@ impl Subject {
             fault.line(),
             rests.words()
         ));
-        let started = ordered.timeout(ANSWERS_WITHIN).run();
         let limit = patient(LIMIT) + rests.sum();
-        let mut seen = Seen::of("", &key);
-        while started.is_ok() {
-            let log = self.machine.serial_log();
-            seen = Seen::of(log.get(before..).unwrap_or_default(), &key);
-            if seen.end != End::Silent {
-                break;
-            }
-            if self.machine.is_off().unwrap_or(true) {
-                seen.end = End::Off;
-                break;
-            }
-            if begun.elapsed() > limit {
-                break;
-            }
-            thread::sleep(POLL_INTERVAL);
+        let mut seen = match ordered.timeout(ANSWERS_WITHIN).run() {
+            Ok(_) => self.watch(before, &key, limit),
+            Err(_) => Seen::of("", &key),
+        };
+        if seen.end == End::Silent && seen.kept {
+            // The script may be what the fault has struck, and the machine well enough to be put back. An answer
+            // may come from neither life.
+            let _ = self.machine.command("mercury rollback").timeout(ANSWERS_WITHIN).run();
+            seen = self.watch(before, &key, patient(ANSWERS_WITHIN));
         }
         seen.seconds = begun.elapsed().as_secs_f64();
         if seen.end == End::Back && self.machine.command("true").timeout(ANSWERS_WITHIN).run().is_err() {
@@ -229,6 +222,22 @@ impl Subject {
         }
         self.machine.forgive();
         seen
+    }
+
+    /// Reads the console from a place on, until a life has told its end, the machine is off, or the time is over.
+    fn watch(&self, from: usize, key: &str, limit: Duration) -> Seen {
+        let begun = Instant::now();
+        loop {
+            let log = self.machine.serial_log();
+            let mut seen = Seen::of(log.get(from..).unwrap_or_default(), key);
+            if seen.end == End::Silent && self.machine.is_off().unwrap_or(true) {
+                seen.end = End::Off;
+            }
+            if seen.end != End::Silent || begun.elapsed() > limit {
+                return seen;
+            }
+            thread::sleep(POLL_INTERVAL);
+        }
     }
 }
 
