@@ -1,6 +1,16 @@
 //! Starts a machine: everything that can be wrong is found before the guest runs.
 
-use std::{arch::x86_64::_rdtsc, convert::Infallible, ffi::CString, path::PathBuf, thread, time::Duration};
+use std::{
+    arch::x86_64::_rdtsc,
+    convert::Infallible,
+    ffi::{CString, c_void},
+    ops::Range,
+    path::PathBuf,
+    ptr, slice,
+    sync::OnceLock,
+    thread,
+    time::Duration,
+};
 
 use mercury_hosted_options::gdb::GdbOption;
 
@@ -17,7 +27,7 @@ use crate::{
     gdb::{self, Debugger, KernelCode, Opened},
     heap,
     isolation::ProgramProcesses,
-    layout::{THUNKS, THUNKS_SIZE},
+    layout::{PAGE, THUNKS, THUNKS_SIZE},
     limits::{self, Limits},
     load::Loaded,
     loader::{self, Facts, Ready},
@@ -188,6 +198,7 @@ pub(crate) fn launch(options: &Options, memory: Memory, prepared: Prepared) -> R
     drop(code);
     give_up_files(options)?;
     process::end_restartable_sequences();
+    let _ = constant_parts();
     heap::give_back();
     // Processes are made before there are threads, because they begin as copies of this one.
     let first = (options.cpus > 1).then(|| Processor::first(options.cpus)).transpose()?;
@@ -577,17 +588,48 @@ fn prepare_block(system_return: u64) -> Result<()> {
     Ok(())
 }
 
-/// Unmaps this program's own code and constants, most of which only the start needs. The host maps again
-/// what is used from here on.
+/// Unmaps the code and constants of this program and of its libraries, most of which only the start needs.
+/// The host maps again what is used from here on.
 fn forget_the_start() {
-    unsafe extern "C" {
-        static __executable_start: u8;
-        static etext: u8;
+    for part in constant_parts() {
+        let start = ptr::with_exposed_provenance_mut(part.start);
+        // SAFETY: The range begins at a page, and has nothing but files' pages, which nothing has written to.
+        unsafe { libc::madvise(start, part.end - part.start, libc::MADV_DONTNEED) };
     }
-    let (start, end) = (&raw const __executable_start, &raw const etext);
-    let length = end.addr() - start.addr();
-    // SAFETY: The range begins at a page, and has nothing but the file's pages, which nothing has written to.
-    unsafe { libc::madvise(start.cast_mut().cast(), length, libc::MADV_DONTNEED) };
+}
+
+/// Returns where the program and its libraries have what nothing writes to. Processes made after the first
+/// call have the answer in common.
+fn constant_parts() -> &'static [Range<usize>] {
+    static PARTS: OnceLock<Vec<Range<usize>>> = OnceLock::new();
+    unsafe extern "C" fn add(
+        object: *mut libc::dl_phdr_info,
+        _size: libc::size_t,
+        parts: *mut c_void,
+    ) -> libc::c_int {
+        // SAFETY: The C library gives an object with its headers, and the caller a list, for this call.
+        let (object, parts) = unsafe { (&*object, &mut *parts.cast::<Vec<Range<usize>>>()) };
+        // SAFETY: As above.
+        let headers = unsafe { slice::from_raw_parts(object.dlpi_phdr, object.dlpi_phnum.into()) };
+        let is_constant =
+            |header: &&libc::Elf64_Phdr| header.p_type == libc::PT_LOAD && header.p_flags & libc::PF_W == 0;
+        parts.extend(headers.iter().filter(is_constant).map(|header| {
+            let start = object.dlpi_addr + header.p_vaddr;
+            (start & !(PAGE - 1)) as usize..(start + header.p_memsz).next_multiple_of(PAGE) as usize
+        }));
+        0
+    }
+    PARTS.get_or_init(|| {
+        let mut parts = Vec::new();
+        // SAFETY: The function is called with the list, before the call returns. The kernel gives the number.
+        let kernels = unsafe {
+            libc::dl_iterate_phdr(Some(add), (&raw mut parts).cast());
+            libc::getauxval(libc::AT_SYSINFO_EHDR) as usize
+        };
+        // The kernel's own object is in no file.
+        parts.retain(|part: &Range<usize>| !part.contains(&kernels));
+        parts
+    })
 }
 
 /// Checks the host's processor and kernel.
