@@ -4,12 +4,12 @@
 //! [`command`] joins them.
 
 use crate::{
-    args::Cli,
+    args::{self, Cli},
     pages::{Example, Group, members, page},
 };
 use anstyle::Style;
 use clap::{
-    Command, CommandFactory, FromArgMatches,
+    Command, CommandFactory, FromArgMatches, Parser, Subcommand,
     builder::{StyledStr, Styles},
     error::{ContextKind, ContextValue},
 };
@@ -17,6 +17,7 @@ use mercury_control::{
     exit,
     output::{Tone, WIDTH_MAX, terminal_width},
 };
+use mercury_hosted_options::{HostedCommand, disco::DiscoCommand};
 use std::{env, ffi::OsString, io::stdout};
 
 /// Reads the command line. Ends the process with the help that the user asked for, or with an error
@@ -27,6 +28,13 @@ pub fn parse() -> Cli {
 }
 
 fn read(words: Vec<OsString>) -> Result<Cli, clap::Error> {
+    if let Ok(HostedCli { json, command }) = HostedCli::try_parse_from(&words) {
+        let command = match command {
+            HostedCommands::Hosted(command) => args::Command::Hosted(command),
+            HostedCommands::Disco(command) => args::Command::Disco(command),
+        };
+        return Ok(Cli { json, command });
+    }
     // Pages for all commands take milliseconds. They are made when one is shown.
     if let Ok(matches) = Cli::command().try_get_matches_from(&words) {
         return Cli::from_arg_matches(&matches);
@@ -37,6 +45,25 @@ fn read(words: Vec<OsString>) -> Result<Cli, clap::Error> {
         Err(error) => error,
     };
     Err(without_hidden(error, &command, &words))
+}
+
+/// The commands for hosted machines alone. All commands take longer to define than a clone to begin work, and
+/// what these do not understand is read by the full definition.
+#[derive(Debug, Parser)]
+#[command(disable_help_flag = true)]
+struct HostedCli {
+    #[arg(long, global = true)]
+    json: bool,
+    #[command(subcommand)]
+    command: HostedCommands,
+}
+
+#[derive(Debug, Subcommand)]
+enum HostedCommands {
+    #[command(subcommand)]
+    Hosted(HostedCommand),
+    #[command(subcommand)]
+    Disco(DiscoCommand),
 }
 
 /// Returns the definition of the command line with its help.
@@ -180,6 +207,24 @@ mod tests {
     fn said(words: &[&str]) -> String {
         let error = read(words.iter().map(OsString::from).collect()).expect_err("wrong usage");
         error.render().to_string()
+    }
+
+    #[test]
+    fn commands_for_hosted_machines_are_read_as_by_the_full_definition() {
+        for line in [
+            "mercury disco run tt --count 32 --json",
+            "mercury --json hosted run --kernel vmlinux --memory 256 --append quiet",
+            "mercury disco list",
+            "mercury hosted save control file",
+        ] {
+            let words: Vec<OsString> = line.split(' ').map(OsString::from).collect();
+            assert!(HostedCli::try_parse_from(&words).is_ok(), "{line}");
+            let full = format!("{:?}", Cli::try_parse_from(&words));
+            assert_eq!(format!("{:?}", read(words)), full, "{line}");
+        }
+        for line in ["mercury status", "mercury disco run --help", "mercury hosted"] {
+            assert!(HostedCli::try_parse_from(line.split(' ')).is_err(), "{line}");
+        }
     }
 
     #[test]
