@@ -211,8 +211,8 @@ impl Subject {
             Err(_) => Seen::of("", &key),
         };
         if seen.end == End::Silent && seen.kept {
-            // The script may be what the fault has struck, and the machine well enough to be put back. An answer
-            // may come from neither life.
+            // The script may be what the fault has struck, and the machine well enough to be put back. An
+            // answer may come from neither life.
             let _ = self.machine.command("mercury rollback").timeout(ANSWERS_WITHIN).run();
             seen = self.watch(before, &key, patient(ANSWERS_WITHIN));
         }
@@ -224,7 +224,8 @@ impl Subject {
         seen
     }
 
-    /// Reads the console from a place on, until a life has told its end, the machine is off, or the time is over.
+    /// Reads the console from a place on, until a life has told its end, the machine is off, or the time is
+    /// over.
     fn watch(&self, from: usize, key: &str, limit: Duration) -> Seen {
         let begun = Instant::now();
         loop {
