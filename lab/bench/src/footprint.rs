@@ -1,17 +1,16 @@
 //! `lab bench footprint`: the memory of hosted machines, as this host's kernel counts it.
 
 use std::{
-    fs::{self, File},
-    io::Write,
+    fs,
     path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
+    process::Command,
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use mercury_lab::{
     artefacts,
-    error::{Context, Error, Result},
+    error::{Context, Result},
     footprint::{self, Footprint},
     hosted::root_archive,
     image::{Image, Release},
@@ -20,6 +19,8 @@ use mercury_lab::{
     previrtualization::{self, Flavour},
 };
 use serde::Serialize;
+
+use crate::running::Running;
 
 /// The heading of this section in docs/benchmarks.md.
 pub const HEADING: &str = "## Memory of hosted machines";
@@ -30,7 +31,6 @@ pub const KEY: &str = "footprint";
 const AT_MOST: f64 = 4.0;
 const MEMORY_MIB: &str = "256";
 const PROGRAMS: usize = 20;
-const LIMIT: Duration = Duration::from_secs(120);
 /// The time after which a machine has nothing to do any more.
 const REST: Duration = Duration::from_secs(3);
 
@@ -93,8 +93,8 @@ pub fn measure(release: Release) -> Result<Figures> {
         command.args(["hosted", "run", "--memory", MEMORY_MIB, "--kernel"]).arg(&vmlinux);
         command.arg("--initramfs").arg(&archive).args(["--append", "quiet loglevel=1"]).args(*options);
         let mut machine = Running::start(&mut command, &dir.join("footprint.log"))?;
-        let idle = machine.rest("up")?;
-        let with_20_programs = machine.rest("all started")?;
+        let idle = rest(&mut machine, "up")?;
+        let with_20_programs = rest(&mut machine, "all started")?;
         Ok(Row { options: key, idle, with_20_programs })
     };
     Ok(Figures { machines: OPTIONS.iter().map(machine).collect::<Result<_>>()? })
@@ -114,45 +114,13 @@ fn archive(release: Release, dir: &Path) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// A machine that runs, and its output.
-struct Running {
-    child: Child,
-    log: PathBuf,
-}
-
-impl Running {
-    fn start(command: &mut Command, log: &Path) -> Result<Self> {
-        let file = File::create(log).context(|| format!("write {}", log.display()))?;
-        let errors = file.try_clone().context(|| "keep the log open".into())?;
-        let child = command.stdin(Stdio::piped()).stdout(file).stderr(errors).spawn();
-        Ok(Self { child: child.context(|| "start a hosted machine".into())?, log: log.to_owned() })
-    }
-
-    /// Waits until the machine has said a line and rests, measures it, and lets it go on.
-    fn rest(&mut self, line: &str) -> Result<Memory> {
-        let start = Instant::now();
-        let said = |log: &Path| fs::read_to_string(log).unwrap_or_default().replace('\r', "");
-        while !said(&self.log).contains(&format!("{line}\n")) {
-            let is_ended = self.child.try_wait().is_ok_and(|status| status.is_some());
-            if is_ended || start.elapsed() > LIMIT {
-                return Err(Error::Host(format!("a machine does not say {line:?}: {}", said(&self.log))));
-            }
-            thread::sleep(Duration::from_millis(100));
-        }
-        thread::sleep(REST);
-        let memory = footprint::of(self.child.id())?;
-        if let Some(input) = &mut self.child.stdin {
-            writeln!(input, "go").context(|| "type a line".into())?;
-        }
-        Ok(memory.into())
-    }
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
+/// Waits until the machine has said a line and rests, measures it, and lets it go on.
+fn rest(machine: &mut Running, line: &str) -> Result<Memory> {
+    machine.wait_for(&format!("{line}\n"))?;
+    thread::sleep(REST);
+    let memory = footprint::of(machine.process())?;
+    machine.type_line("go")?;
+    Ok(memory.into())
 }
 
 /// Returns the promises, and if they are kept.

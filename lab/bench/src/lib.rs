@@ -25,6 +25,7 @@ pub mod papers;
 mod phases;
 pub mod previrtualization;
 mod report;
+mod running;
 pub mod soak;
 mod stats;
 pub mod subnet;

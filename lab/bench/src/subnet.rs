@@ -1,17 +1,10 @@
 //! `lab bench subnet`: TCP between two hosted machines, on a subnet and by the host's network.
 
-use std::{
-    fs::{self, File},
-    io::Write,
-    path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
-    thread,
-    time::{Duration, Instant},
-};
+use std::{path::PathBuf, process::Command};
 
 use mercury_lab::{
     artefacts,
-    error::{Context, Error, Result},
+    error::{Error, Result},
     image::{Image, Release},
     markdown::table,
     paths,
@@ -19,7 +12,7 @@ use mercury_lab::{
 };
 use serde::Serialize;
 
-use crate::stats::median;
+use crate::{running::Running, stats::median};
 
 /// The heading of this section in docs/benchmarks.md.
 pub const HEADING: &str = "## TCP between hosted machines";
@@ -29,7 +22,6 @@ pub const KEY: &str = "subnet";
 /// The goal: a stream on a subnet is so many times as fast as by interfaces of the host as they are by
 /// default.
 const AT_LEAST: f64 = 4.0;
-const LIMIT: Duration = Duration::from_secs(240);
 const PORT: u16 = 8080;
 
 /// A network of its own for two machines, with two interfaces on one bridge. `/sys` shows the network in
@@ -182,8 +174,9 @@ impl Place {
         command.args(["hosted", "run", isolation, "--memory", "512", "--kernel"]).arg(&self.vmlinux);
         command.args(["--disk", &format!("{},ro", self.disk.display()), "--net", net]);
         command.args(["--append", "root=/dev/vda ro init=/bin/sh"]);
-        let mut guest = Guest::start(&mut command, &self.directory.join(format!("subnet-{name}.log")))?;
-        guest.wait_for("Run /bin/sh as init")?;
+        let log = self.directory.join(format!("subnet-{name}.log"));
+        let mut guest = Guest { machine: Running::start(&mut command, &log)?, commands: 0 };
+        guest.machine.wait_for("Run /bin/sh as init")?;
         guest.run(
             "PS1=; stty -echo; export PATH=/usr/bin:/bin:/usr/sbin:/sbin; mount -t proc p /proc; \
              mount -t devtmpfs d /dev; mount -t tmpfs t /tmp; ip link set eth0 up",
@@ -201,9 +194,9 @@ impl Place {
     fn by_bridge(&self, isolation: &str, mtu: u32, plan: Plan) -> Result<[f64; 2]> {
         let mut command = Command::new("unshare");
         command.args(["--map-root-user", "--net", "--mount", "sh", "-c", BRIDGE, &mtu.to_string()]);
-        let mut bridge = Guest::start(&mut command, &self.directory.join("subnet-bridge.log"))?;
+        let mut bridge = Running::start(&mut command, &self.directory.join("subnet-bridge.log"))?;
         bridge.wait_for("ready\n")?;
-        let within = Some(bridge.child.id());
+        let within = Some(bridge.process());
         let server = self.machine("server", isolation, "tap=mercury0", within)?;
         let client = self.machine("client", isolation, "tap=mercury1", within)?;
         exchange(server, client, plan)
@@ -216,72 +209,34 @@ fn exchange(mut server: Guest, mut client: Guest, plan: Plan) -> Result<[f64; 2]
     client.run("ip address add 10.9.0.1/24 dev eth0")?;
     server.write("/tmp/server.py", SERVER)?;
     client.write("/tmp/client.py", CLIENT)?;
-    server.type_line("python3 /tmp/server.py")?;
-    server.wait_for("listening\n")?;
-    client.type_line(&format!("python3 /tmp/client.py 10.9.0.2 {PORT} {} {}", plan.mib, plan.trips))?;
-    let line = client.wait_for("figures ")?;
+    server.machine.type_line("python3 /tmp/server.py")?;
+    server.machine.wait_for("listening\n")?;
+    client
+        .machine
+        .type_line(&format!("python3 /tmp/client.py 10.9.0.2 {PORT} {} {}", plan.mib, plan.trips))?;
+    let line = client.machine.wait_for("figures ")?;
     let mut numbers = line.split_whitespace().filter_map(|word| word.parse().ok());
     let mut next = || numbers.next().ok_or_else(|| Error::Host(format!("strange figures: {line}")));
     Ok([next()?, next()?])
 }
 
-/// A machine that runs, and its console.
+/// A machine with a shell on its console.
 struct Guest {
-    child: Child,
-    log: PathBuf,
+    machine: Running,
     commands: usize,
 }
 
 impl Guest {
-    fn start(command: &mut Command, log: &Path) -> Result<Self> {
-        let file = File::create(log).context(|| format!("write {}", log.display()))?;
-        let errors = file.try_clone().context(|| "keep the log open".into())?;
-        let child = command.stdin(Stdio::piped()).stdout(file).stderr(errors).spawn();
-        let child = child.context(|| "start a hosted machine".into())?;
-        Ok(Self { child, log: log.to_owned(), commands: 0 })
-    }
-
-    fn type_line(&mut self, line: &str) -> Result<()> {
-        let input =
-            self.child.stdin.as_mut().ok_or_else(|| Error::Host("a machine has no console".into()))?;
-        writeln!(input, "{line}").context(|| "type a line".into())
-    }
-
     /// Runs a line to its end.
     fn run(&mut self, line: &str) -> Result<()> {
         self.commands += 1;
-        self.type_line(&format!("{line}; echo do''ne {}", self.commands))?;
-        self.wait_for(&format!("done {}\n", self.commands)).map(drop)
+        self.machine.type_line(&format!("{line}; echo do''ne {}", self.commands))?;
+        self.machine.wait_for(&format!("done {}\n", self.commands)).map(drop)
     }
 
     /// Writes a file in the machine.
     fn write(&mut self, path: &str, text: &str) -> Result<()> {
         self.run(&format!("cat > {path} <<'END'\n{text}END\ntrue"))
-    }
-
-    /// Waits until the machine has said some text. Returns the line after it, as far as it is there.
-    fn wait_for(&mut self, text: &str) -> Result<String> {
-        let start = Instant::now();
-        loop {
-            let said = fs::read_to_string(&self.log).unwrap_or_default().replace('\r', "");
-            if let Some((_, rest)) = said.split_once(text)
-                && (text.ends_with('\n') || !text.ends_with(' ') || rest.contains('\n'))
-            {
-                return Ok(rest.lines().next().unwrap_or_default().to_owned());
-            }
-            let is_ended = self.child.try_wait().is_ok_and(|status| status.is_some());
-            if is_ended || start.elapsed() > LIMIT {
-                return Err(Error::Host(format!("a machine does not say {text:?}: {said}")));
-            }
-            thread::sleep(Duration::from_millis(50));
-        }
-    }
-}
-
-impl Drop for Guest {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 
