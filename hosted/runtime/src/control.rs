@@ -259,7 +259,7 @@ fn clear(part: &Path) -> Result<Option<Left>> {
     // Locked until it is removed, so that no save begins on it meanwhile.
     let left = File::open(part).map_err(wrong)?;
     left.try_lock().map_err(|_| busy())?;
-    if let Ok(Saved { life, .. }) = Saved::open(part) {
+    if let Some(life) = saved::life_if_whole(&left).map_err(wrong)? {
         return Ok(Some(Left { part: part.to_owned(), life, _locked: left }));
     }
     fs::remove_file(part).map_err(|error| Error::file("remove", part, error))?;
@@ -344,6 +344,14 @@ mod tests {
         assert!(clear(&part).unwrap().is_none() && !part.exists());
         write(&part, LIFE);
         assert_eq!(clear(&part).unwrap().unwrap().life, LIFE);
+        // One of another version of this program is whole, too.
+        let mut older = fs::read(&part).unwrap();
+        older[8] ^= 1;
+        let end = older.len() - blake3::OUT_LEN;
+        let seal = blake3::hash(&older[..end]);
+        older[end..].copy_from_slice(seal.as_bytes());
+        fs::write(&part, older).unwrap();
+        assert!(Saved::open(&part).is_err() && clear(&part).unwrap().is_some() && part.exists());
         let other = File::create(directory.path().join("other.part")).unwrap();
         other.try_lock().unwrap();
         assert!(clear(&directory.path().join("other.part")).is_err(), "another save is at work");

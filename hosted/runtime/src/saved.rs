@@ -12,7 +12,7 @@
 use std::{
     arch::x86_64::_rdtsc,
     fs::File,
-    io::{self, BufReader, Read, Write},
+    io::{self, BufReader, Read, Seek, Write},
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
 };
@@ -334,6 +334,19 @@ impl Saved {
             at += count * PAGE;
         }
     }
+}
+
+/// Returns the life of the machine in a file that is whole, of whatever version, and nothing for other files.
+///
+/// # Errors
+/// If the file cannot be read.
+pub fn life_if_whole(mut file: &File) -> io::Result<Option<Life>> {
+    let length = file.metadata()?.len();
+    if length < (HEAD + SEAL) as u64 || !is_sealed(file, length)? {
+        return Ok(None);
+    }
+    file.rewind()?;
+    Head::read(&mut file).map(|head| head.is_saved_machine().then(|| head.life()))
 }
 
 fn is_sealed(file: &File, length: u64) -> io::Result<bool> {
