@@ -24,6 +24,16 @@ pub enum DiscoCommand {
         console` shows their consoles."
     )]
     Run(DiscoRunArgs),
+    /// Start machines as copies of a machine that runs
+    #[command(
+        long_about = "Starts machines as copies of a running machine that `mercury disco run` has started. The \
+        machine stands still for a moment, and goes on; its copies go on from the same instant, in the \
+        background. They share all memory that neither they nor the machine write afterwards. Connections over \
+        the network stay with the machine. A machine can be forked seven times, and each of its copies as well.",
+        after_long_help = "EXAMPLES:\n  mercury disco fork web-1\n  mercury disco fork web-1 --count 32\n  \
+        mercury disco fork web-1 --name before-upgrade"
+    )]
+    Fork(ForkArgs),
     /// List templates and their machines
     List,
     /// Show the memory that machines share, and what each has for itself
@@ -70,6 +80,22 @@ pub struct DiscoRunArgs {
     #[arg(long)]
     pub detach: bool,
     /// A port of this host that leads to one of the machine, as for `mercury hosted run`
+    #[arg(long, value_name = "[udp:]PORT[:PORT]", conflicts_with = "count")]
+    pub forward: Vec<Forward>,
+}
+
+/// The options of `mercury disco fork`.
+#[derive(Debug, Args)]
+pub struct ForkArgs {
+    /// The machine that is copied
+    pub machine: Name,
+    /// The copy's name. With --count it is the beginning of the names [default: the machine's name and a number]
+    #[arg(long)]
+    pub name: Option<Name>,
+    /// Start so many copies
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub count: Option<u32>,
+    /// A port of this host that leads to one of the copy, as for `mercury hosted run`
     #[arg(long, value_name = "[udp:]PORT[:PORT]", conflicts_with = "count")]
     pub forward: Vec<Forward>,
 }

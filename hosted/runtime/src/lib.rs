@@ -21,6 +21,8 @@
 //! - [`process`]: the processes of the machine, and which of them show address spaces.
 //! - [`isolation`]: programs in processes of their own. [`user_access`] checks the addresses that
 //!   the kernel uses for them.
+//! - [`saved`]: a machine as a file. [`template`]: machines that begin as copies of one. [`fork`]: copies of a
+//!   machine that runs.
 //! - [`smp`]: several processors, each a process.
 //! - [`devices`]: the devices of a small PC. [`gdb`]: a debugger. `sandbox`: the rights that remain
 //!   once the guest runs.
@@ -35,6 +37,7 @@ pub mod control;
 pub mod cpuid;
 pub mod devices;
 pub mod entry;
+pub mod fork;
 #[doc(hidden)]
 pub mod fuzz;
 pub mod gdb;

@@ -24,6 +24,7 @@ use crate::{
     },
     entry,
     error::{Error, Result},
+    fork::Link,
     gdb::{self, Debugger, KernelCode, Opened},
     heap,
     isolation::ProgramProcesses,
@@ -158,7 +159,7 @@ pub fn run(options: &Options) -> Result<Infallible> {
     let memory = make_memory(options)?;
     let ready = loader::load(options, &memory)?;
     let restored = saved.map(|saved| fill(saved, &memory)).transpose()?;
-    launch(options, memory, Prepared { ready, restored, most_mapped, clock_khz: clock_khz() })
+    launch(options, memory, Prepared { ready, restored, most_mapped, clock_khz: clock_khz(), link: None })
 }
 
 /// Prepares this process for a machine or a template. Returns the number of mappings that the host allows.
@@ -182,6 +183,8 @@ pub(crate) struct Prepared {
     /// The number of mappings that the host allows.
     pub most_mapped: u64,
     pub clock_khz: u64,
+    /// The way to the template that may fork the machine.
+    pub link: Option<Link>,
 }
 
 /// Turns this process into a machine, whose memory has its kernel or a saved machine.
@@ -189,8 +192,8 @@ pub(crate) struct Prepared {
 /// # Errors
 /// The first obstacle.
 pub(crate) fn launch(options: &Options, memory: Memory, prepared: Prepared) -> Result<Infallible> {
-    let Prepared { ready: Ready { code, places, facts, debugged }, restored, most_mapped, clock_khz } =
-        prepared;
+    let Prepared { ready, restored, most_mapped, clock_khz, link } = prepared;
+    let Ready { code, places, facts, debugged } = ready;
     let limits = Limits::default();
     let code_hash = *blake3::hash(&code).as_bytes();
     let files = Files::open(options)?;
@@ -224,7 +227,7 @@ pub(crate) fn launch(options: &Options, memory: Memory, prepared: Prepared) -> R
     match start.role() {
         Role::SpaceProcess(space) => start.run_space_process(space, files, &filters),
         Role::OtherProcessor(one) => start.run_other_processor(one, files),
-        Role::First => start.run_first(files, First { debugged, restored, clock_khz, code_hash }),
+        Role::First => start.run_first(files, First { debugged, restored, clock_khz, code_hash, link }),
     }
 }
 
@@ -242,6 +245,7 @@ struct First {
     restored: Option<Vec<u8>>,
     clock_khz: u64,
     code_hash: [u8; 32],
+    link: Option<Link>,
 }
 
 /// Checks the host's limits. Returns the number of mappings that the host allows.
@@ -407,10 +411,20 @@ impl Start<'_> {
         filters.apply()?;
         space.is_ready();
         forget_the_start();
-        let _ = space.await_turn();
+        let _ = space.await_turn(|| self.follow());
         let machine = self.machine(room, Bus::Absent);
         forget_the_start();
         machine.run()
+    }
+
+    /// Maps the machine's pages again after a fork, before this process has had a turn.
+    fn follow(&self) {
+        if let Err(error) = self.memory.follow() {
+            eprintln!("mercury hosted: {error}");
+            // The first process notices it, and ends the machine.
+            // SAFETY: It ends the process.
+            unsafe { libc::_exit(1) }
+        }
     }
 
     fn run_other_processor(self, one: Processor, files: Files) -> Result<Infallible> {
@@ -438,6 +452,7 @@ impl Start<'_> {
         let special = Special {
             rings: disks.iter().filter_map(Block::ring).collect(),
             listener: listener.or_else(|| control.as_ref().map(Control::descriptor)),
+            link: first.link.as_ref().map(Link::descriptor),
             processors: self.processor.map_or_else(Vec::new, |one| one.processes()),
             signals: space.is_some(),
             binds_itself: space.is_some(),
@@ -457,7 +472,11 @@ impl Start<'_> {
             code: first.code_hash,
             clock_khz: first.clock_khz,
         };
-        let parts = Parts { debugger, saving: Some(Saving { control, facts }), restored: first.restored };
+        let parts = Parts {
+            debugger,
+            saving: Some(Saving { control, link: first.link, facts }),
+            restored: first.restored,
+        };
         self.run(Bus::Own(Box::new(devices)), parts, special)
     }
 

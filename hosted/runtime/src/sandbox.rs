@@ -25,6 +25,7 @@ const ALLOWED: &[i64] = &[
     libc::SYS_write,
     libc::SYS_writev,
     libc::SYS_fstat,
+    libc::SYS_lseek,
     libc::SYS_pread64,
     libc::SYS_pwrite64,
     libc::SYS_fdatasync,
@@ -130,6 +131,8 @@ pub struct Special {
     pub rings: Vec<RawFd>,
     /// The socket that gdb connects to: to accept its connection.
     pub listener: Option<RawFd>,
+    /// The socket by which this process sends descriptors.
+    pub link: Option<RawFd>,
     /// The processes of the machine's processors, which call each other.
     pub processors: Vec<u32>,
     /// True if this process sends signals to processes whose descriptors (pidfd) it has.
@@ -230,9 +233,11 @@ fn filter(
         }
     }
     let only = |descriptor: &RawFd| SeccompRule::new(vec![equal(0, u64::from(descriptor.cast_unsigned()))?]);
-    for (call, descriptors) in
-        [(libc::SYS_io_uring_enter, &special.rings[..]), (libc::SYS_accept4, special.listener.as_slice())]
-    {
+    for (call, descriptors) in [
+        (libc::SYS_io_uring_enter, &special.rings[..]),
+        (libc::SYS_accept4, special.listener.as_slice()),
+        (libc::SYS_sendmsg, special.link.as_slice()),
+    ] {
         if !descriptors.is_empty() {
             rules.insert(call, descriptors.iter().map(only).collect::<std::result::Result<_, _>>()?);
         }
@@ -530,6 +535,7 @@ mod tests {
         let special = Special {
             rings: vec![11],
             listener: Some(12),
+            link: Some(13),
             processors: vec![4321],
             signals: true,
             binds_itself: true,
@@ -545,6 +551,7 @@ mod tests {
         for (number, right, wrong) in [
             (libc::SYS_io_uring_enter, 11, 12),
             (libc::SYS_accept4, 12, 11),
+            (libc::SYS_sendmsg, 13, 12),
             (libc::SYS_tgkill, own, 1),
             (libc::SYS_tgkill, 4321, 4322),
             (libc::SYS_sched_setaffinity, 0, 4321),

@@ -12,6 +12,7 @@ use crate::{
     block::{self, Segments},
     entry,
     error::{Error, Result},
+    fork,
     isolation::{self, filter::X86_64},
     machine::{self, End, Exception, Machine, Turn, Writer},
     memory::layers::own_at,
@@ -149,6 +150,16 @@ pub fn is_child_gone() -> bool {
     CHILD_GONE.load(Ordering::Acquire)
 }
 
+/// Set if a template may have asked for a fork. A request may come before the signal is handled, so at first
+/// it is set.
+static FORK: AtomicBool = AtomicBool::new(true);
+
+/// Returns true if a template may have asked for a fork since this function was called.
+#[must_use]
+pub fn may_be_forked() -> bool {
+    FORK.load(Ordering::Relaxed) && FORK.swap(false, Ordering::Acquire)
+}
+
 /// Returns true if a signal has asked for the machine's end.
 #[must_use]
 pub fn is_end_wanted() -> bool {
@@ -193,6 +204,7 @@ pub fn install() -> Result<()> {
         libc::SIGSYS,
         libc::SIGALRM,
         libc::SIGUSR1,
+        fork::CALL,
         smp::CALL,
         libc::SIGTERM,
         libc::SIGINT,
@@ -251,7 +263,11 @@ pub unsafe extern "C" fn handle_signal(
     let registers = unsafe { &mut (*context).uc_mcontext.gregs };
     let rip = registers[libc::REG_RIP as usize].cast_unsigned();
     let is_end = matches!(signal, libc::SIGTERM | libc::SIGINT | libc::SIGHUP);
-    let is_notice = is_end || matches!(signal, libc::SIGALRM | libc::SIGUSR1 | smp::CALL | libc::SIGCHLD);
+    let is_notice =
+        is_end || matches!(signal, libc::SIGALRM | libc::SIGUSR1 | fork::CALL | smp::CALL | libc::SIGCHLD);
+    if signal == fork::CALL {
+        FORK.store(true, Ordering::Release);
+    }
     if signal == libc::SIGCHLD && has_child_ended() {
         CHILD_GONE.store(true, Ordering::Release);
     }

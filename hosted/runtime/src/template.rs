@@ -7,17 +7,20 @@
 
 use std::{
     convert::Infallible,
-    ops::Range,
-    os::fd::{AsRawFd, OwnedFd, RawFd},
+    os::{
+        fd::{AsRawFd, RawFd},
+        unix::net::UnixStream,
+    },
     path::Path,
+    sync::Arc,
 };
 
 use crate::{
     error::{Error, Result},
+    fork::{self, Image, Link, Source},
     heap,
-    layout::PAGE,
     loader::{self, Ready},
-    memory::Memory,
+    memory::{Memory, holes, layers::Run},
     process::{self, Fork},
     run::{self, Isolation, Options, Prepared},
     sandbox,
@@ -25,10 +28,6 @@ use crate::{
     thunks,
 };
 
-/// Holes of the base with at least so many pages are a clone's own from the beginning.
-const LEAST_HOLE: u64 = 64;
-/// The largest number of such holes.
-const MOST_HOLES: usize = 64;
 /// Each piece of own pages splits the direct map and the window twice. So many of the mappings that the host
 /// allows are for each piece, with a reserve for programs.
 const MAPPINGS_PER_PIECE: u64 = 8;
@@ -36,6 +35,8 @@ const MAPPINGS_PER_PIECE: u64 = 8;
 /// A saved machine that is ready to be cloned.
 #[derive(Debug)]
 pub struct Template {
+    /// The saved machine.
+    image: Arc<Image>,
     /// None in a clone, which has taken it.
     original: Option<Original>,
 }
@@ -43,13 +44,18 @@ pub struct Template {
 #[derive(Debug)]
 struct Original {
     options: Options,
-    base: OwnedFd,
-    /// The pages of large holes in the base.
-    holes: Vec<Range<u64>>,
     ready: Ready,
-    state: Vec<u8>,
     most_mapped: u64,
     clock_khz: u64,
+}
+
+/// A machine that has begun as a clone.
+#[derive(Debug)]
+pub struct Started {
+    /// The process number of the machine's first process.
+    pub process: i32,
+    /// The way to the machine, by which it can be forked.
+    pub source: Source,
 }
 
 impl Template {
@@ -72,36 +78,41 @@ impl Template {
         }
         let state = run::fill(saved, &memory)?;
         let base = memory.into_base()?;
+        // Large parts that were never used are a clone's own from the beginning.
         let holes = holes(base.as_raw_fd(), options.memory);
+        let runs = holes.into_iter().map(|pages| Run { pages, level: 1 }).collect();
+        let image = Arc::new(Image { files: vec![Arc::new(base)], runs, state });
         let (options, clock_khz) = (options.clone(), run::clock_khz());
         // What all clones need is made once, in memory that they share.
         thunks::prepare_tables();
         heap::give_back();
-        let original = Some(Original { options, base, holes, ready, state, most_mapped, clock_khz });
-        Ok(Self { original })
+        Ok(Self { image, original: Some(Original { options, ready, most_mapped, clock_khz }) })
     }
 
-    /// Starts a clone: a process that is a copy of this one, which must have one thread. `begin` is called in
-    /// the clone, and may change its options. All descriptors but the first three and `kept` are closed
-    /// there. If the clone cannot start, it ends with the status that `failed` returns. Returns the clone's
-    /// process number.
+    /// Starts a clone of the saved machine, or of a machine that was forked: a process that is a copy of this
+    /// one, which must have one thread. `begin` is called in the clone, and may change its options. All
+    /// descriptors but the first three and `kept` are closed there. If the clone cannot start, it ends with
+    /// the status that `failed` returns.
     ///
     /// # Errors
-    /// If the host refuses a process.
+    /// If the host refuses a process or a socket.
     pub fn start(
         &mut self,
+        image: Option<&Arc<Image>>,
         kept: RawFd,
         begin: impl FnOnce(&mut Options) -> Result<()>,
         failed: impl FnOnce(Error) -> i32,
-    ) -> Result<i32> {
+    ) -> Result<Started> {
+        let (socket, link) = fork::pair()?;
+        let image = Arc::clone(image.unwrap_or(&self.image));
         match process::fork() {
-            Fork::Parent(pid) => Ok(pid),
+            Fork::Parent(process) => Ok(Started { process, source: Source::new(socket, process, image) }),
             Fork::Refused => Err(Error::system("start a process")
                 .hint("the host limits your processes: end some machines, or raise ulimit -u")),
             Fork::Child => {
                 let started = self.original.take().map_or_else(
                     || Err(Error::new("a clone has no template: this is a bug")),
-                    |original| original.become_clone(kept, begin),
+                    |original| original.become_clone(&image, (socket, link), kept, begin),
                 );
                 let status = match started {
                     Ok(never) => match never {},
@@ -139,65 +150,29 @@ fn can_be_cloned(options: &Options) -> Result<()> {
 impl Original {
     fn become_clone(
         mut self,
+        image: &Image,
+        (socket, link): (UnixStream, Link),
         kept: RawFd,
         begin: impl FnOnce(&mut Options) -> Result<()>,
     ) -> Result<Infallible> {
         begin(&mut self.options)?;
-        sandbox::keep_only([self.base.as_raw_fd(), kept].into_iter())?;
+        // The template's own descriptors are closed below, and their owners are never dropped here.
+        std::mem::forget(socket);
+        let files = image.files.iter().map(|file| file.as_raw_fd());
+        sandbox::keep_only(files.clone().chain([kept, link.descriptor()]))?;
         let most_pieces = u32::try_from(self.most_mapped / MAPPINGS_PER_PIECE).unwrap_or(u32::MAX);
-        let memory = Memory::over(self.base, self.options.memory, &self.holes, most_pieces)?;
+        let memory = Memory::over(files, self.options.memory, &image.runs, most_pieces)?;
         // Clones must not make the same keys.
         if let Some(generator) = self.ready.facts.generator {
             generator.reseed(&memory)?;
         }
         let prepared = Prepared {
             ready: self.ready,
-            restored: Some(self.state),
+            restored: Some(image.state.clone()),
             most_mapped: self.most_mapped / 2,
             clock_khz: self.clock_khz,
+            link: Some(link),
         };
         run::launch(&self.options, memory, prepared)
-    }
-}
-
-/// Returns the pages of the largest holes of a file, in order.
-fn holes(file: RawFd, size: u64) -> Vec<Range<u64>> {
-    // SAFETY: It takes a descriptor and numbers.
-    let seek = |at: u64, what| u64::try_from(unsafe { libc::lseek(file, at.cast_signed(), what) }).ok();
-    let mut found = Vec::new();
-    let mut at = 0;
-    while at < size {
-        let start = seek(at, libc::SEEK_HOLE).unwrap_or(size);
-        // There is no data after the last hole.
-        let end = seek(start, libc::SEEK_DATA).unwrap_or(size).min(size);
-        found.push(start.div_ceil(PAGE)..end / PAGE);
-        at = end.max(at + PAGE);
-    }
-    found.retain(|hole| hole.end >= hole.start + LEAST_HOLE);
-    found.sort_by_key(|hole| std::cmp::Reverse(hole.end - hole.start));
-    found.truncate(MOST_HOLES);
-    found.sort_by_key(|hole| hole.start);
-    found
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use std::{fs::File, os::unix::fs::FileExt};
-
-    use super::*;
-    use crate::memory::new_file;
-
-    #[test]
-    fn large_holes_are_found() {
-        const SIZE: u64 = 1000 * PAGE;
-        let file = File::from(new_file(c"test", SIZE, 0).unwrap());
-        assert_eq!(holes(file.as_raw_fd(), SIZE), std::iter::once(0..1000).collect::<Vec<_>>());
-        for page in [10, 11, 80, 500, 999] {
-            file.write_all_at(&[1], page * PAGE + 7).unwrap();
-        }
-        assert_eq!(holes(file.as_raw_fd(), SIZE), [12..80, 81..500, 501..999]);
-        file.write_all_at(&vec![1; SIZE as usize], 0).unwrap();
-        assert!(holes(file.as_raw_fd(), SIZE).is_empty());
     }
 }

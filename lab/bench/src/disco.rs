@@ -30,8 +30,14 @@ pub const KEY: &str = "disco";
 
 /// The machines that begin together.
 pub const MANY: usize = 32;
-/// The size of a machine's memory.
-const MEMORY_MIB: &str = "256";
+/// The size of a machine's memory, in MiB.
+const MEMORY_MIB: u64 = 256;
+/// The sizes of machines that are forked while they run.
+const FORKED_MIB: [u64; 3] = [64, MEMORY_MIB, 4096];
+/// The forks of each of them.
+const FORKS: usize = 5;
+/// The aim: a machine that is forked stands still so many milliseconds at most.
+const PAUSE_WITHIN_MS: f64 = 2.0;
 /// The aims: a clone's first answer, and that of the last of many, in milliseconds.
 const ONE_WITHIN_MS: f64 = 10.0;
 const MANY_WITHIN_MS: f64 = 300.0;
@@ -76,6 +82,20 @@ pub struct Figures {
     base_mib: f64,
     /// The mean of the memory of a clone that is idle.
     idle: Memory,
+    /// Forks of running machines, by the size of their memory.
+    forks: Vec<Fork>,
+}
+
+/// Forks of a machine.
+#[derive(Clone, Copy, Debug, Serialize)]
+struct Fork {
+    memory_mib: u64,
+    /// The median time in which the machine stood still, by its own clock.
+    #[serde(serialize_with = "rounded")]
+    pause_ms: f64,
+    /// The same from the command to the first answer of the copy.
+    #[serde(serialize_with = "rounded")]
+    fork_ms: f64,
 }
 
 /// Memory in MiB.
@@ -99,6 +119,7 @@ pub(crate) struct Files {
     archive: PathBuf,
     folder: PathBuf,
     pub(crate) template: String,
+    memory_mib: u64,
 }
 
 impl Files {
@@ -115,7 +136,16 @@ impl Files {
         let path = folder.join("initramfs");
         fs::write(&path, archive).context(|| format!("write {}", path.display()))?;
         let template = format!("bench-{}", std::process::id());
-        Ok(Self { mercury: artefacts::build_hosted()?, vmlinux, archive: path, folder, template })
+        let (mercury, memory_mib) = (artefacts::build_hosted()?, MEMORY_MIB);
+        Ok(Self { mercury, vmlinux, archive: path, folder, template, memory_mib })
+    }
+
+    /// Returns the same for machines of another size.
+    fn resize(&mut self, memory_mib: u64) -> Result<()> {
+        self.remove()?;
+        let _ = fs::remove_file(self.folder.join("saved"));
+        self.memory_mib = memory_mib;
+        self.make_template()
     }
 
     fn mercury(&self, words: &[&str]) -> Command {
@@ -126,7 +156,7 @@ impl Files {
 
     fn machine(&self, words: &[&str]) -> Command {
         let mut command = self.mercury(words);
-        command.args(["--memory", MEMORY_MIB, "--kernel"]).arg(&self.vmlinux);
+        command.args(["--memory", &self.memory_mib.to_string(), "--kernel"]).arg(&self.vmlinux);
         command
     }
 
@@ -164,6 +194,7 @@ impl Files {
 
     /// Makes the template of a machine that is saved when it has begun.
     pub(crate) fn make_template(&self) -> Result<()> {
+        let _ = fs::remove_file(self.folder.join("control"));
         let (mut machine, mut lines) = start(&mut self.boot())?;
         await_line(&mut lines, "up")?;
         self.done(self.mercury(&["hosted", "save", "control", "saved"]))?;
@@ -255,6 +286,18 @@ impl Background {
         pipe.write_all(b"go\n").context(|| "ask a machine".into())
     }
 
+    /// Waits for the answer.
+    fn await_answer(&self) -> Result<()> {
+        let begin = Instant::now();
+        while !self.has_answered() {
+            if begin.elapsed() > LIMIT {
+                return Err(Error::Host("a machine does not answer".to_owned()));
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
+    }
+
     fn has_answered(&self) -> bool {
         self.answer().is_some()
     }
@@ -282,6 +325,43 @@ pub(crate) fn many(files: &Files) -> Result<(f64, serde_json::Value)> {
         thread::sleep(Duration::from_millis(1));
     }
     Ok((begin.elapsed().as_secs_f64() * 1e3, started["machines"].clone()))
+}
+
+/// Forks a running machine of the template. Returns the milliseconds in which the machine stood still, those from
+/// the command to the copy's first answer, and the copy.
+pub(crate) fn fork(files: &Files, machine: &str) -> Result<(f64, f64, Background)> {
+    let begin = Instant::now();
+    let command = files.mercury(&["--json", "disco", "fork", machine]);
+    let forked: serde_json::Value =
+        serde_json::from_str(&files.done(command)?).context(|| "read the names of machines".into())?;
+    let pause_us =
+        forked["pause_us"].as_f64().ok_or_else(|| Error::Host("a fork has no pause".to_owned()))?;
+    let copies = Background::all(&forked["machines"]);
+    let copy = copies.into_iter().next().ok_or_else(|| Error::Host("a fork has made no copy".to_owned()))?;
+    copy.ask()?;
+    copy.await_answer()?;
+    Ok((pause_us / 1e3, begin.elapsed().as_secs_f64() * 1e3, copy))
+}
+
+/// Forks a machine of each size again and again.
+fn forks(files: &mut Files) -> Result<Vec<Fork>> {
+    let mut all = Vec::new();
+    for memory_mib in FORKED_MIB {
+        files.resize(memory_mib)?;
+        files.text(&["disco", "run", &files.template, "--detach", "--name", "forked"])?;
+        let machine = Background::all(&serde_json::json!(["forked"])).remove(0);
+        machine.ask()?;
+        machine.await_answer()?;
+        let (mut pauses, mut times) = (Vec::new(), Vec::new());
+        for _ in 0..FORKS {
+            let (pause, time, _) = fork(files, "forked")?;
+            pauses.push(pause);
+            times.push(time);
+        }
+        let (pause_ms, fork_ms) = (stats::median(&pauses), stats::median(&times));
+        all.push(Fork { memory_mib, pause_ms, fork_ms });
+    }
+    Ok(all)
 }
 
 /// Returns the memory of the template, and the mean of that of its clones.
@@ -312,7 +392,7 @@ pub(crate) fn memory(files: &Files) -> Result<(f64, Memory)> {
 /// # Errors
 /// If a part of the project does not build, or a machine does not answer.
 pub fn measure(release: Release) -> Result<Figures> {
-    let files = Files::make(release)?;
+    let mut files = Files::make(release)?;
     live::say("A machine boots, is saved, and is restored");
     let boot_ms = medians(3, || files.boot_once())?;
     files.make_template()?;
@@ -322,7 +402,9 @@ pub fn measure(release: Release) -> Result<Figures> {
         medians(ROUNDS, || first_answer(&mut files.mercury(&["disco", "run", &files.template]), false))?;
     let (many_ms, _) = many(&files)?;
     let (base_mib, idle) = memory(&files)?;
-    Ok(Figures { boot_ms, restore_ms, clone_ms, many_ms, machines: MANY, base_mib, idle })
+    live::say("Running machines of several sizes are forked");
+    let forks = forks(&mut files)?;
+    Ok(Figures { boot_ms, restore_ms, clone_ms, many_ms, machines: MANY, base_mib, idle, forks })
 }
 
 /// Returns the promises, and for each true if it is kept. Times of a shared host promise nothing.
@@ -352,6 +434,12 @@ pub fn section(figures: &Figures) -> String {
     ];
     let ratio = figures.boot_ms / figures.clone_ms;
     let Memory { own, guest, monitor } = figures.idle;
+    let of = |fork: &Fork| {
+        let times = [fork.pause_ms, fork.fork_ms].map(|ms| format!("{ms:.1}"));
+        [vec![format!("{} MiB", fork.memory_mib)], times.to_vec()].concat()
+    };
+    let forks: Vec<_> = figures.forks.iter().map(of).collect();
+    let longest = figures.forks.iter().map(|fork| fork.pause_ms).fold(0.0, f64::max);
     format!(
         "{HEADING}\n\n\
         `lab bench disco` writes this section alone ([disco.md](disco.md)). A machine of {MEMORY_MIB} MiB \
@@ -365,12 +453,19 @@ pub fn section(figures: &Figures) -> String {
         kernel's count (PSS) it\n\
         has {guest:.1} MiB of guest's memory, with its share of the template's, and {monitor:.1} MiB of \
         monitor. The aim for the\n\
-        sum is 4 MiB ({}).\n",
+        sum is 4 MiB ({}).\n\n\
+        A running machine is forked {FORKS} times (`mercury disco fork`). The table has the medians, in \
+        milliseconds: the time\n\
+        in which the machine stands still, and from the command to the first answer of the copy. The aim for \
+        the first is\n\
+        {PAUSE_WITHIN_MS:.0} ({}).\n\n{}",
         table(&["", "milliseconds", "aim"], &times),
         word(ratio >= OVER_BOOT),
         figures.base_mib,
         figures.machines,
         word(guest + monitor <= 4.0),
+        word(longest <= PAUSE_WITHIN_MS),
+        table(&["memory of the machine", "it stands still", "first answer of a copy"], &forks),
     )
 }
 
@@ -389,10 +484,12 @@ mod tests {
             machines: MANY,
             base_mib: 20.0,
             idle,
+            forks: vec![Fork { memory_mib: 64, pause_ms: 2.5, fork_ms: 30.0 }],
         };
         let text = section(&figures);
         assert!(text.contains("83 times as long") && text.contains("50 (kept)"), "{text}");
         assert!(text.contains("10 (**missed**)") && text.contains("300 (kept)"), "{text}");
         assert!(text.contains("4 MiB (**missed**)") && promises(&figures)[0].0, "{text}");
+        assert!(text.contains("2 (**missed**)") && text.contains("64 MiB"), "{text}");
     }
 }

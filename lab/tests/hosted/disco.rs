@@ -26,7 +26,8 @@ const INIT: &str = "#!/bin/sh\n\
     i=$((i + 1)); done\n\
     echo round $r $(cat /f* | md5sum)\n\
     r=$((r + 1)); done\n\
-    echo finished; read word; echo again $word; while :; do read word; done\n";
+    echo finished; read word; echo again $word\n\
+    while :; do read word; echo says $word $(head -c 16 /urandom | od -An -tx1) $(cat /f* | md5sum); done\n";
 
 /// A user's folder for what runs.
 fn disco(place: &Place, words: &[&str]) -> Command {
@@ -103,6 +104,24 @@ fn wait_for(place: &Place, machine: &str, word: &str) -> String {
             return said;
         }
         assert!(Instant::now() < end, "{machine} did not say {word:?}: {said}");
+        thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// Waits for the answer to a word. Returns it: random bytes, and the sum of all files.
+fn answer(place: &Place, machine: &str, word: &str) -> String {
+    let begin = format!("says {word} ");
+    let whole = |said: &str| {
+        let rest = said.split_once(&begin)?.1;
+        rest.split_once('\n').map(|(line, _)| line.to_owned())
+    };
+    let end = Instant::now() + patient(Duration::from_secs(120));
+    loop {
+        let said = said(place, machine);
+        if let Some(line) = whole(&said) {
+            return line;
+        }
+        assert!(Instant::now() < end, "{machine} has no answer to {word:?}: {said}");
         thread::sleep(Duration::from_millis(50));
     }
 }
@@ -192,6 +211,71 @@ fn clones_compute_what_their_template_would_have() -> Result<()> {
     assert_eq!(sums(&attached.said()), sums(&first));
     done(disco(&place, &["rm", "web"]));
     attached.end(HALTED);
+    Ok(())
+}
+
+/// A machine is forked while it computes. It and its copies compute the same, and each goes on when the others
+/// have ended. So does a copy of a copy, however deep.
+#[test]
+fn a_running_machine_is_forked() -> Result<()> {
+    /// So many that files are put together.
+    const DEEP: usize = 20;
+    let (place, archive) = place()?;
+    save(&place, &archive, &[]);
+    done(disco(&place, &["template", "web", "saved", "--kernel", "vmlinux", "--memory", "128"]));
+    done(disco(&place, &["run", "web", "--detach"]));
+    tell(&place, "web-1", "go\n");
+    wait_for(&place, "web-1", "round 0");
+    let forked = json(&place, &["fork", "web-1", "--count", "3"]);
+    println!("the machine stood still for {} us", forked["pause_us"]);
+    assert_eq!(forked["machines"], serde_json::json!(["web-1-1", "web-1-2", "web-1-3"]));
+    done(disco(&place, &["fork", "web-1", "--name", "other"]));
+    let original = wait_for(&place, "web-1", "finished\n");
+    let copies = ["web-1-1", "web-1-2", "web-1-3", "other"];
+    for copy in copies {
+        let said = wait_for(&place, copy, "finished\n");
+        assert!(!said.contains("differs") && !said.contains("got go"), "it began in the middle: {said}");
+        assert!(sums(&said) == sums(&original) && sums(&said).len() == 1, "{said}");
+        assert_well(&said);
+    }
+    let all = [&["web-1"][..], &copies].concat();
+    let mut answers = BTreeSet::new();
+    for machine in &all {
+        tell(&place, machine, "now\n");
+        wait_for(&place, machine, "again now\n");
+        tell(&place, machine, "here\n");
+        answers.insert(answer(&place, machine, "here"));
+    }
+    assert_eq!(answers.len(), all.len(), "copies must not make the same keys: {answers:?}");
+
+    // Each copy is forked, and then ended.
+    let mut newest = "web-1-1".to_owned();
+    for number in 1..=DEEP {
+        let next = format!("deep-{number}");
+        done(disco(&place, &["fork", &newest, "--name", &next]));
+        done(disco(&place, &["stop", &newest]));
+        newest = next;
+    }
+    let answer_of_all = answers.first().expect("an answer");
+    let sum = answer_of_all.split_whitespace().rev().nth(1).expect("a sum").to_owned();
+    tell(&place, &newest, "deep\n");
+    let said = answer(&place, &newest, "deep");
+    assert!(said.contains(&sum), "its files are not what they were: {said}");
+
+    // Twice it was forked before.
+    for _ in 0..5 {
+        done(disco(&place, &["fork", "web-1"]));
+    }
+    refused(&disco(&place, &["fork", "web-1"]).output().expect("the command"), "as often as it can be");
+    tell(&place, "web-1", "still\n");
+    assert!(answer(&place, "web-1", "still").contains(&sum));
+    refused(&disco(&place, &["fork", "nobody"]).output().expect("the command"), "no machine nobody runs");
+
+    let map = json(&place, &["map"]);
+    let [guests, mapped] = ["guest_bytes", "pss_guest_bytes"].map(|name| map[name].as_u64().expect("a size"));
+    assert!(mapped <= guests, "no page is counted twice: {map}");
+    done(disco(&place, &["rm", "web"]));
+    assert!(json(&place, &["list"])["machines"].as_array().expect("machines").is_empty());
     Ok(())
 }
 

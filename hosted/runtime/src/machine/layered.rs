@@ -48,9 +48,28 @@ impl Machine {
     /// before the guest runs here.
     pub fn catch_up_with_layers(&mut self, by: Writer) {
         let Some(layers) = self.memory.layers() else { return };
+        if layers.is_behind() {
+            self.follow();
+        }
         let (from, to) = (self.resident.caught_up, layers.logged());
         if from != to {
             self.map_own_pages(layers, from, to, by);
+        }
+    }
+
+    /// Maps the machine's pages again after a fork. Another process may have the turn.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn follow(&mut self) {
+        let Some(layers) = self.memory.layers().filter(|layers| layers.is_behind()) else { return };
+        self.drop_all();
+        // What comes to the log from here on is mapped when this process has the turn.
+        self.resident.caught_up = layers.logged();
+        if !layers.follow(self.placement.runs_guest()) {
+            self.end(End::Broken, "the host has no room for the machine's pages after a fork");
+        }
+        if let Some(copies) = &mut self.resident.copies {
+            copies.replaced(0..self.memory.size());
         }
     }
 

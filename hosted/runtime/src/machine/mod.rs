@@ -372,7 +372,7 @@ impl Machine {
         if let Some(space) = self.placement.per_space().filter(|space| !space.is_first()) {
             loop {
                 space.demand_end(how, why);
-                let _ = space.hand_over();
+                let _ = space.hand_over(|| ());
             }
         }
         self.devices.restore();
@@ -551,6 +551,7 @@ impl Machine {
             self.service();
         }
         self.save_if_wanted();
+        self.fork_if_wanted();
     }
 }
 

@@ -1,6 +1,6 @@
 //! The state of the machine as bytes, and the machine from them ([`crate::saved`]).
 
-use std::{cell::Cell, ptr, slice, sync::atomic::Ordering};
+use std::{cell::Cell, ptr, slice, sync::atomic::Ordering, time::Instant};
 
 use mercury_devices::state::{Reader, Writer};
 
@@ -10,16 +10,19 @@ use crate::{
     control::Control,
     cpuid,
     error::{Error, Result},
+    fork::Link,
     saved::{self, Facts},
-    selectors,
+    selectors, signal,
     vcpu::{Table, Vcpu},
 };
 
-/// The parts of the first process by which the machine is saved.
+/// The parts of the first process by which the machine is saved and forked.
 #[derive(Debug)]
 pub struct Saving {
     /// The socket of the person who may ask for it.
     pub control: Option<Control>,
+    /// The socket of the template that may fork it.
+    pub link: Option<Link>,
     pub facts: Facts,
 }
 
@@ -27,7 +30,7 @@ impl Machine {
     /// Saves the machine if a person has asked for it, and ends it when the person has all of it. The guest
     /// has been left by a slot, so all of its registers are in memory.
     pub(crate) fn save_if_wanted(&mut self) {
-        let Some(Saving { control: Some(control), facts }) = &self.saving else { return };
+        let Some(Saving { control: Some(control), facts, .. }) = &self.saving else { return };
         let (Some(wanted), life, facts) = (control.wanted(), control.life(), *facts) else { return };
         if let Err(why) = self.can_be_saved() {
             return wanted.refuse(why);
@@ -40,6 +43,38 @@ impl Machine {
             self.end(End::Ended, "saved");
         }
         // Nobody has kept it, so the guest goes on.
+    }
+
+    /// Gives the machine as it is to its template, if that has asked for it. The guest has been left by a
+    /// slot, and goes on.
+    pub(crate) fn fork_if_wanted(&mut self) {
+        if !signal::may_be_forked() {
+            return;
+        }
+        let Some(Saving { link: Some(link), facts, .. }) = &self.saving else { return };
+        if !link.is_wanted() {
+            return;
+        }
+        let (start, facts) = (Instant::now(), *facts);
+        let taken = self.can_be_saved().and_then(|()| {
+            if self.devices.own().is_some_and(|devices| !devices.drain()) {
+                return Err("a disk of the machine does not answer: try again when it does");
+            }
+            let state = self.save_state(&facts);
+            let layers = self.memory.layers().ok_or("the machine has no layers: this is a bug")?;
+            Ok((layers.freeze()?, state))
+        });
+        if taken.is_ok() {
+            if let Some(space) = self.placement.per_space() {
+                space.have_all_follow();
+            }
+            self.follow();
+        }
+        let Some(Saving { link: Some(link), .. }) = &self.saving else { return };
+        match taken {
+            Ok((frozen, state)) => link.send(&frozen, &state, start.elapsed()),
+            Err(why) => link.refuse(why),
+        }
     }
 
     /// Goes on from a saved state in the process that shows all address spaces, or has the kernel.

@@ -28,7 +28,7 @@ impl Machine {
             space.show(rip, self.visible(rip));
             self.block().data.set(selectors::read());
             // The first process watches for processes that have ended.
-            let _ = space.hand_over();
+            let _ = space.hand_over(|| self.follow());
             selectors::load(self.block().data.get());
             self.catch_up(space);
         }
@@ -93,7 +93,8 @@ impl Machine {
                 self.service();
             }
             self.save_if_wanted();
-            if space.hand_over().is_none() {
+            self.fork_if_wanted();
+            if space.hand_over(|| ()).is_none() {
                 self.end(End::Broken, &signal::how_child_has_ended());
             }
         }

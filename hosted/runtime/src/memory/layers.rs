@@ -1,12 +1,17 @@
-//! Layers of the guest's memory: a base that many machines have in common, and the machine's own pages.
+//! Layers of the guest's memory: pages that many machines have in common, and the machine's own pages.
 //!
-//! Each page of the guest is in one of two files, at the same offset: in the *base*, which nobody can
-//! write to, or in the machine's own file. This is Disco's pmap (paper 002, section 4.2), kept as a bit for
+//! Each page of the guest is in one of several files, at the same offset. The file's number is the page's
+//! *level*. The lowest levels are sealed: nobody can write to them, and other machines have them, too. The
+//! machine's own file is the highest level. This is Disco's pmap (paper 002, section 4.2), kept as a byte for
 //! each page. A page becomes the machine's own at its first write: the monitor copies it, maps the own file
-//! there, and writes the page's number to a log. All processes of the machine share the bits and the log.
+//! there, and writes the page's number to a log. All processes of the machine share the levels and the log.
 //! Each process maps what is new in the log before it runs the guest, so nobody reads a page that has
-//! become old. A page becomes the machine's own once, so the log has room for each page and never wraps
-//! around.
+//! become old.
+//!
+//! A fork of the running machine ([`Layers::freeze`]) makes a level of the own file. The next file is the
+//! machine's own from then on, and the log begins anew. Each process follows ([`Layers::follow`]): it maps the
+//! pages of the former own file again, for reading. A process that waits for its turn is woken for it. The
+//! former own file can be sealed when all processes have followed.
 //!
 //! Two kinds of writes make a page the machine's own. Writes of the guest fault, and reach
 //! [`Machine::page_fault`](crate::machine::Machine::page_fault). The monitor writes through a mapping of its
@@ -16,93 +21,134 @@
 
 use std::{
     ops::Range,
-    os::fd::{AsRawFd, OwnedFd, RawFd},
+    os::fd::{AsRawFd, IntoRawFd, RawFd},
     ptr,
-    sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering},
+    sync::atomic::{AtomicPtr, AtomicU8, AtomicU32, Ordering},
 };
 
-use super::Rights;
+use super::{Rights, holes, new_file};
 use crate::{
     error::{Error, Result},
-    layout::{DIRECT_MAP, PAGE},
+    layout::PAGE,
     process::{Common, map_common},
 };
 
-const PER_WORD: u64 = u64::BITS as u64;
 /// If the own pages are in too many pieces, a whole region of so many pages becomes the machine's own.
 const REGION: u64 = 512;
+/// The number of files that a machine has for its own pages, one after the other.
+const OWN_FILES: usize = 8;
+/// The number of times that a machine can be forked.
+pub const MOST_FORKS: usize = OWN_FILES - 1;
 
 /// The layers of this process's memory, for the handler of signals.
 static LAYERS: AtomicPtr<Layers> = AtomicPtr::new(ptr::null_mut());
 
-/// The two files of the guest's memory, and where each page is.
+/// Pages that follow each other and have the same level.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Run {
+    pub pages: Range<u64>,
+    pub level: u8,
+}
+
+/// A file of the memory, which is never closed.
+#[derive(Clone, Copy, Debug)]
+struct Level {
+    /// By this descriptor nobody can map the file for writing, also if it is not sealed. A negative number if
+    /// the host does not give one: then the machine cannot be forked.
+    readable: RawFd,
+    /// The same as `readable` for a sealed file.
+    writable: RawFd,
+}
+
+/// The files of the guest's memory, and where each page is.
 #[derive(Debug)]
 pub struct Layers {
-    base: OwnedFd,
-    own: RawFd,
+    files: Vec<Level>,
     /// The size of the memory, in pages.
     pages: u64,
     /// The address of the monitor's own mapping.
     window: usize,
+    /// The address of the kernel's direct map.
+    direct: u64,
     shared: &'static Shared,
-    /// A bit for each page: it is in the machine's own file.
-    bits: &'static [AtomicU64],
+    /// The level of each page.
+    levels: &'static [AtomicU8],
     log: &'static [AtomicU32],
     /// The number of pieces of own pages from which regions are made own.
     most_pieces: u32,
+    /// The level of the machine's own file when this process last mapped its pages.
+    followed: AtomicU8,
 }
 
 /// The numbers that all processes of the machine share.
 #[derive(Debug, Default)]
 struct Shared {
+    /// The level of the machine's own file.
+    own: AtomicU8,
     /// The number of pages in the log.
     logged: AtomicU32,
-    /// The number of pieces in which the own pages are.
+    /// The number of pieces in which pages above the lowest level are.
     pieces: AtomicU32,
 }
 
+/// The machine's memory at an instant. The descriptors stay those of the machine.
+#[derive(Debug)]
+pub struct Frozen {
+    /// The file that was the machine's own.
+    pub file: RawFd,
+    /// Where each page is, as for [`Layers::new`].
+    pub runs: Vec<Run>,
+}
+
 impl Layers {
-    /// Maps a base, and the machine's own file over parts of it. `first` are the pages that are the machine's
-    /// own from the beginning: they are zero in both files. The layers are never dropped.
+    /// Maps sealed files, which stay open, and the machine's own file over parts of them. Pages that are in no run have the
+    /// lowest level. Pages whose level is the number of files are the machine's own from the beginning: they
+    /// are zero. At `direct` the lowest file must be mapped. The layers are never dropped.
     ///
     /// # Errors
     /// If the host refuses memory or a mapping.
     pub fn new(
-        base: OwnedFd,
-        own: RawFd,
-        size: u64,
-        first: &[Range<u64>],
+        files: impl Iterator<Item = RawFd>,
+        (direct, size): (u64, u64),
+        runs: &[Run],
         most_pieces: u32,
     ) -> Result<&'static Self> {
         let pages = size / PAGE;
-        let window = map_window(&base, size)?;
-        let (bits, log) = (words(pages.div_ceil(PER_WORD))?, words(pages)?);
+        let mut files: Vec<Level> = files.map(|file| Level { readable: file, writable: file }).collect();
+        let own = files.len() as u8;
+        let window = map_window(files[0].readable, size)?;
+        for _ in 0..OWN_FILES {
+            files.push(make_file(size)?);
+        }
+        let (levels, log) = (words(pages)?, words(pages)?);
         let shared = Common::new(Shared::default())?.share();
-        let layers = Self { base, own, pages, window, shared, bits, log, most_pieces };
-        for range in first {
-            layers.set_first(range)?;
+        shared.own.store(own, Ordering::Relaxed);
+        let layers = Self {
+            files,
+            pages,
+            window,
+            direct,
+            shared,
+            levels,
+            log,
+            most_pieces,
+            followed: AtomicU8::new(own),
+        };
+        for Run { pages, level } in runs {
+            pages.clone().for_each(|page| layers.set(page, *level));
+        }
+        shared.pieces.store(layers.count_pieces(), Ordering::Relaxed);
+        if !layers.map_from(1, true) {
+            return Err(Error::system("map the machine's own memory"));
         }
         let layers = Box::leak(Box::new(layers));
         LAYERS.store(layers, Ordering::Release);
         Ok(layers)
     }
 
-    /// Makes a range the machine's own before any other process exists.
-    fn set_first(&self, range: &Range<u64>) -> Result<()> {
-        let length = (range.end - range.start) * PAGE;
-        let is_mapped = self.map_direct(range.start, length) && self.map_window(range.start, length);
-        if !is_mapped {
-            return Err(Error::system("map the machine's own memory"));
-        }
-        range.clone().for_each(|page| self.set(page));
-        self.shared.pieces.fetch_add(1, Ordering::Relaxed);
-        Ok(())
-    }
-
-    /// Returns the descriptor of the base.
-    #[must_use]
-    pub fn base(&self) -> RawFd {
-        self.base.as_raw_fd()
+    /// Returns the descriptors of all files.
+    pub fn descriptors(&self) -> impl Iterator<Item = RawFd> + Clone {
+        self.files.iter().flat_map(|file| [file.readable, file.writable]).filter(|file| *file >= 0)
     }
 
     /// Returns the address of the monitor's own mapping.
@@ -111,39 +157,69 @@ impl Layers {
         self.window
     }
 
+    fn own_level(&self) -> u8 {
+        self.shared.own.load(Ordering::Acquire)
+    }
+
+    fn level(&self, page: u64) -> u8 {
+        let level = self.levels.get(page as usize);
+        level.map_or_else(|| self.own_level(), |level| level.load(Ordering::Acquire))
+    }
+
     /// Returns true if a page is in the machine's own file.
     #[must_use]
     pub fn is_own(&self, page: u64) -> bool {
-        let word = self.bits.get((page / PER_WORD) as usize);
-        word.is_none_or(|word| word.load(Ordering::Acquire) & (1 << (page % PER_WORD)) != 0)
+        self.level(page) == self.own_level()
     }
 
-    fn set(&self, page: u64) {
-        if let Some(word) = self.bits.get((page / PER_WORD) as usize) {
-            word.fetch_or(1 << (page % PER_WORD), Ordering::Release);
+    fn set(&self, page: u64, level: u8) {
+        if let Some(place) = self.levels.get(page as usize) {
+            place.store(level, Ordering::Release);
         }
     }
 
     /// Returns the number of pages from one on, up to an end, that are in the same file as that one.
     #[must_use]
     pub fn same(&self, page: u64, end: u64) -> u64 {
-        let is_own = self.is_own(page);
-        (page..end).take_while(|page| self.is_own(*page) == is_own).count() as u64
+        let level = self.level(page);
+        (page..end).take_while(|page| self.level(*page) == level).count() as u64
     }
 
     /// Returns the pages before one, down to a start, that are in the same file as that one.
     #[must_use]
     pub fn same_before(&self, page: u64, start: u64) -> u64 {
-        let is_own = self.is_own(page);
-        (start..page).rev().take_while(|page| self.is_own(*page) == is_own).count() as u64
+        let level = self.level(page);
+        (start..page).rev().take_while(|page| self.level(*page) == level).count() as u64
+    }
+
+    /// Returns all pages, in order.
+    fn runs(&self) -> impl Iterator<Item = Run> {
+        let mut at = 0;
+        std::iter::from_fn(move || {
+            let (start, level) = (at, self.level(at));
+            // The process that has the turn may change levels meanwhile, so each is read once.
+            at += 1;
+            at += (at..self.pages).take_while(|page| self.level(*page) == level).count() as u64;
+            (start < self.pages).then(|| Run { pages: start..at, level })
+        })
+    }
+
+    /// Returns the number of pieces in which pages above the lowest level are, about.
+    fn count_pieces(&self) -> u32 {
+        (self.runs().count() / 2) as u32
     }
 
     /// Returns the file of a page, and the rights that a mapping of it may have.
     #[must_use]
     pub fn file(&self, page: u64, rights: Rights) -> (RawFd, Rights) {
-        match self.is_own(page) {
-            true => (self.own, rights),
-            false => (self.base.as_raw_fd(), Rights { write: false, ..rights }),
+        self.file_of(self.level(page), rights)
+    }
+
+    fn file_of(&self, level: u8, rights: Rights) -> (RawFd, Rights) {
+        let file = self.files[usize::from(level)];
+        match level == self.own_level() {
+            true => (file.writable, rights),
+            false => (file.readable, Rights { write: false, ..rights }),
         }
     }
 
@@ -169,7 +245,7 @@ impl Layers {
             .all(|page| self.take(page))
     }
 
-    /// Copies a page of the base to the own file, and records it.
+    /// Copies a page to the own file, and records it.
     fn take(&self, page: u64) -> bool {
         let at = ptr::with_exposed_provenance_mut::<u8>(self.window + (page * PAGE) as usize);
         let mut content = [0_u8; PAGE as usize];
@@ -188,7 +264,7 @@ impl Layers {
         if let Some(place) = self.log.get(index as usize) {
             place.store(page as u32, Ordering::Relaxed);
         }
-        self.set(page);
+        self.set(page, self.own_level());
         self.shared.logged.store(index + 1, Ordering::Release);
         true
     }
@@ -215,34 +291,99 @@ impl Layers {
         ranges
     }
 
+    /// Makes a level of the machine's own pages: the machine and its copies write to other files from now on.
+    /// No process may write to the memory meanwhile. This process and all others must follow.
+    ///
+    /// # Errors
+    /// The reason for which the machine cannot be forked, as a sentence.
+    pub fn freeze(&self) -> std::result::Result<Frozen, &'static str> {
+        let level = self.own_level();
+        let file = self.files[usize::from(level)];
+        if usize::from(level) + 1 == self.files.len() {
+            return Err("this machine has been forked as often as it can be: fork one of its copies");
+        }
+        if file.readable < 0 {
+            return Err("the host has no /proc, without which the machine's memory cannot be shared");
+        }
+        let own = level + 1;
+        // The pages that were never used cost no copy later.
+        for pages in holes(file.writable, self.pages * PAGE) {
+            pages.filter(|page| self.level(*page) == level).for_each(|page| self.set(page, own));
+        }
+        self.shared.logged.store(0, Ordering::Relaxed);
+        self.shared.own.store(own, Ordering::Release);
+        self.shared.pieces.store(self.count_pieces(), Ordering::Relaxed);
+        Ok(Frozen { file: file.writable, runs: self.runs().filter(|run| run.level > 0).collect() })
+    }
+
+    /// Returns true if the machine was forked since this process last mapped its own pages.
+    #[must_use]
+    pub fn is_behind(&self) -> bool {
+        self.followed.load(Ordering::Relaxed) != self.own_level()
+    }
+
+    /// Maps the pages that were the machine's own for reading. Without `direct` the direct map loses its own
+    /// pages instead: the guest does not run in this process. Returns false if the host has no room.
+    #[must_use]
+    pub fn follow(&self, direct: bool) -> bool {
+        let followed = self.followed.swap(self.own_level(), Ordering::Relaxed);
+        if !direct {
+            let (file, rights) = self.file_of(0, Rights { write: true, execute: true });
+            if !map(self.direct, 0, self.pages * PAGE, rights, file) {
+                return false;
+            }
+        }
+        self.map_from(followed, direct)
+    }
+
+    /// Maps all pages from a level on, in the window and perhaps in the direct map.
+    fn map_from(&self, level: u8, direct: bool) -> bool {
+        self.runs().filter(|run| run.level >= level).all(|Run { pages, level }| {
+            let (file, rights) = self.file_of(level, Rights { write: true, execute: true });
+            let length = (pages.end - pages.start) * PAGE;
+            let window = Rights { execute: false, ..rights };
+            map(self.window as u64 + pages.start * PAGE, pages.start, length, window, file)
+                && (!direct || map(self.direct + pages.start * PAGE, pages.start, length, rights, file))
+        })
+    }
+
     /// Maps own pages in the monitor's window. Returns true if the host has done so.
     #[must_use]
     pub fn map_window(&self, page: u64, length: u64) -> bool {
-        let rights = libc::PROT_READ | libc::PROT_WRITE;
-        self.map_own(self.window as u64 + page * PAGE, page, length, rights)
+        let (file, rights) = self.file_of(self.own_level(), Rights { write: true, execute: false });
+        map(self.window as u64 + page * PAGE, page, length, rights, file)
     }
 
     /// Maps own pages in the kernel's direct map. Returns true if the host has done so.
     #[must_use]
     pub fn map_direct(&self, page: u64, length: u64) -> bool {
-        let rights = libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC;
-        self.map_own(DIRECT_MAP + page * PAGE, page, length, rights)
+        let (file, rights) = self.file_of(self.own_level(), Rights { write: true, execute: true });
+        map(self.direct + page * PAGE, page, length, rights, file)
     }
+}
 
-    fn map_own(&self, address: u64, page: u64, length: u64, rights: i32) -> bool {
-        // SAFETY: The address is in the window or the direct map, which have this page there already.
-        let mapped = unsafe {
-            libc::mmap(
-                ptr::with_exposed_provenance_mut(address as usize),
-                length as usize,
-                rights,
-                libc::MAP_SHARED | libc::MAP_FIXED,
-                self.own,
-                (page * PAGE).cast_signed(),
-            )
-        };
-        mapped != libc::MAP_FAILED
-    }
+/// Makes a file for own pages.
+fn make_file(size: u64) -> Result<Level> {
+    let file = new_file(c"mercury-hosted", size, libc::MFD_ALLOW_SEALING)?;
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let readable = std::fs::File::open(path).map_or(-1, |file| file.into_raw_fd());
+    Ok(Level { readable, writable: file.into_raw_fd() })
+}
+
+/// Maps pages of a file in the window or in the direct map. Returns true if the host has done so.
+fn map(address: u64, page: u64, length: u64, rights: Rights, file: RawFd) -> bool {
+    // SAFETY: The address is in the window or the direct map, which have this page there already.
+    let mapped = unsafe {
+        libc::mmap(
+            ptr::with_exposed_provenance_mut(address as usize),
+            length as usize,
+            rights.flags(),
+            libc::MAP_SHARED | libc::MAP_FIXED,
+            file,
+            (page * PAGE).cast_signed(),
+        )
+    };
+    mapped != libc::MAP_FAILED
 }
 
 /// Makes the page at an address of the monitor's window the machine's own. Returns false if the address is
@@ -257,8 +398,7 @@ pub fn own_at(address: u64) -> bool {
     page < layers.pages && !layers.is_own(page) && layers.make_own(page)
 }
 
-fn map_window(base: &OwnedFd, size: u64) -> Result<usize> {
-    let file = base.as_raw_fd();
+fn map_window(file: RawFd, size: u64) -> Result<usize> {
     // SAFETY: A new mapping where the host likes.
     let window =
         unsafe { libc::mmap(ptr::null_mut(), size as usize, libc::PROT_READ, libc::MAP_SHARED, file, 0) };
@@ -278,37 +418,58 @@ fn words<T: Number>(count: u64) -> Result<&'static [T]> {
 
 /// An atomic number, for which zero bytes are zero.
 trait Number {}
+impl Number for AtomicU8 {}
 impl Number for AtomicU32 {}
-impl Number for AtomicU64 {}
 
 #[cfg(all(test, not(miri)))]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use std::{fs::File, os::unix::fs::FileExt};
+    use std::{
+        fs::File,
+        os::{
+            fd::{BorrowedFd, OwnedFd},
+            unix::fs::FileExt,
+        },
+    };
 
     use proptest::prelude::*;
 
     use super::*;
-    use crate::memory::new_file;
 
     const PAGES: u64 = 1200;
     const SIZE: u64 = PAGES * PAGE;
 
-    /// Makes a base in which each page begins with its number, and layers over it, with the own file.
-    fn layers(most_pieces: u32) -> (&'static Layers, File) {
+    /// Makes a sealed file in which each page begins with its number, and layers over it.
+    fn layers(most_pieces: u32) -> &'static Layers {
         let base = File::from(new_file(c"test", SIZE, 0).unwrap());
         (0..PAGES).for_each(|page| base.write_all_at(&(page + 1).to_le_bytes(), page * PAGE).unwrap());
-        let own = new_file(c"test", SIZE, 0).unwrap();
-        let file = File::from(own.try_clone().unwrap());
-        let descriptor = own.as_raw_fd();
-        std::mem::forget(own);
-        (Layers::new(base.into(), descriptor, SIZE, &[], most_pieces).unwrap(), file)
+        over(vec![base.into()], &[], most_pieces)
+    }
+
+    fn over(files: Vec<OwnedFd>, runs: &[Run], most_pieces: u32) -> &'static Layers {
+        let direct = map_window(files[0].as_raw_fd(), SIZE).unwrap() as u64;
+        let files = files.into_iter().map(IntoRawFd::into_raw_fd);
+        Layers::new(files, (direct, SIZE), runs, most_pieces).unwrap()
     }
 
     fn word(layers: &Layers, page: u64) -> u64 {
         let at = ptr::with_exposed_provenance::<u64>(layers.window + (page * PAGE) as usize);
         // SAFETY: The window has the page.
         unsafe { at.read_volatile() }
+    }
+
+    /// Writes as the monitor does.
+    fn write(layers: &Layers, page: u64, word: u64) {
+        assert!(layers.make_own(page));
+        let at = ptr::with_exposed_provenance_mut::<u64>(layers.window + (page * PAGE) as usize);
+        // SAFETY: The window has the page, which is the machine's own.
+        unsafe { at.write_volatile(word) };
+    }
+
+    /// Returns a copy of a descriptor, as another process gets it.
+    fn copy_of(file: RawFd) -> OwnedFd {
+        // SAFETY: The layers never close it.
+        unsafe { BorrowedFd::borrow_raw(file) }.try_clone_to_owned().unwrap()
     }
 
     proptest! {
@@ -319,7 +480,7 @@ mod tests {
         fn whoever_has_caught_up_knows_all_pages(
             steps in prop::collection::vec((0..PAGES, 0..4_usize, any::<bool>()), 1..200), most in 1..20_u32,
         ) {
-            let (layers, own) = layers(most);
+            let layers = layers(most);
             let mut known: [(u32, Vec<bool>); 4] = std::array::from_fn(|_| (0, vec![false; PAGES as usize]));
             let mut model = vec![false; PAGES as usize];
             for (page, process, breaks) in steps {
@@ -349,16 +510,62 @@ mod tests {
             for page in 0..PAGES {
                 prop_assert_eq!(word(layers, page), page + 1, "the content stays");
                 let mut there = [0; 8];
-                own.read_exact_at(&mut there, page * PAGE).unwrap();
+                own_file(layers).read_exact_at(&mut there, page * PAGE).unwrap();
                 let expected = if layers.is_own(page) { page + 1 } else { 0 };
                 prop_assert_eq!(u64::from_le_bytes(there), expected);
             }
         }
+
+        /// Machines write, and are forked, as are their copies. Each has what it wrote, or what its ancestor
+        /// had at the fork.
+        #[test]
+        fn each_machine_has_its_own_memory(
+            steps in prop::collection::vec((0..4_usize, 0..PAGES, 1..40_u64, any::<u8>()), 1..60),
+            most in 1..300_u32,
+        ) {
+            let mut machines = vec![(layers(most), (1..=PAGES).collect::<Vec<u64>>())];
+            for (which, page, count, what) in steps {
+                let which = which % machines.len();
+                let (layers, model) = &mut machines[which];
+                let layers = *layers;
+                if what % 5 != 0 {
+                    for page in page..(page + count).min(PAGES) {
+                        model[page as usize] = u64::from(what) << 32 | page;
+                        write(layers, page, model[page as usize]);
+                    }
+                    continue;
+                }
+                let model = model.clone();
+                let Ok(frozen) = layers.freeze() else {
+                    prop_assert_eq!(usize::from(layers.own_level()) + 1, layers.files.len());
+                    continue;
+                };
+                prop_assert!(layers.is_behind() && layers.follow(what % 2 == 0) && !layers.is_behind());
+                prop_assert_eq!(layers.logged(), 0);
+                let below = layers.files.iter().take(layers.own_level().into());
+                let files: Vec<OwnedFd> = below.map(|file| copy_of(file.writable)).collect();
+                // Nobody has the former own file mapped for writing any more.
+                crate::memory::seal(files.last().unwrap()).unwrap();
+                let machine = (over(files, &frozen.runs, most), model);
+                match machines.len() {
+                    4 => machines[(which + 1) % 4] = machine,
+                    _ => machines.push(machine),
+                }
+            }
+            for (layers, model) in machines {
+                (0..PAGES).for_each(|page| assert_eq!(word(layers, page), model[page as usize], "{page}"));
+            }
+        }
+    }
+
+    /// Returns the machine's own file.
+    fn own_file(layers: &Layers) -> File {
+        copy_of(layers.files[usize::from(layers.own_level())].writable).into()
     }
 
     #[test]
     fn many_pieces_become_one() {
-        let (layers, _own) = layers(8);
+        let layers = layers(8);
         for page in (0..PAGES).step_by(2) {
             assert!(layers.make_own(page));
         }
@@ -368,7 +575,7 @@ mod tests {
 
     #[test]
     fn ranges_of_one_file_are_found() {
-        let (layers, _own) = layers(u32::MAX);
+        let layers = layers(u32::MAX);
         [10, 11, 12, 20].into_iter().for_each(|page| assert!(layers.make_own(page)));
         assert_eq!((layers.same(10, 100), layers.same(13, 100), layers.same(13, 15)), (3, 7, 2));
         assert_eq!(
@@ -376,9 +583,26 @@ mod tests {
             (2, 0, 6)
         );
         let all = Rights { write: true, execute: true };
-        assert_eq!(layers.file(11, all), (layers.own, all));
-        assert_eq!(layers.file(13, all), (layers.base(), Rights { write: false, execute: true }));
+        assert_eq!(layers.file(11, all), (layers.files[1].writable, all));
+        assert_eq!(layers.file(13, all), (layers.files[0].readable, Rights { write: false, execute: true }));
         assert!(layers.is_own(PAGES + 1000), "pages outside are nobody's base");
         assert!(!layers.make_own(PAGES));
+    }
+
+    #[test]
+    fn a_machine_is_forked_so_often_and_no_more() {
+        let layers = layers(u32::MAX);
+        for number in 0..MOST_FORKS as u64 {
+            write(layers, number, 7);
+            let frozen = layers.freeze().unwrap();
+            assert!(layers.follow(false));
+            // What was never used is the machine's own again, and costs no copy.
+            assert!(
+                layers.is_own(PAGES / 2) == frozen.runs.iter().any(|run| run.pages.contains(&(PAGES / 2)))
+            );
+        }
+        assert!(layers.freeze().unwrap_err().contains("fork one of its copies"));
+        write(layers, 3, 9);
+        assert_eq!((word(layers, 3), word(layers, 0)), (9, 7), "it goes on");
     }
 }

@@ -1,6 +1,6 @@
 //! The guest's memory: a file without a name. It is mapped once as the kernel's direct map, and in
-//! parts at the addresses in the guest's page tables. A clone has a second file, which it shares with other
-//! machines ([`layers`]).
+//! parts at the addresses in the guest's page tables. A clone has several files, of which it shares some with
+//! other machines ([`layers`]).
 //!
 //! Other processors of the guest, which are other processes, the host's kernel and a disk's ring
 //! write to the memory at any time. So Rust has no reference to it. The monitor copies out of it
@@ -14,7 +14,7 @@ use std::{
     ffi::CStr,
     io,
     ops::Range,
-    os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd},
+    os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
     ptr,
     sync::atomic::{AtomicU8, AtomicU64, Ordering},
 };
@@ -24,7 +24,7 @@ use crate::{
     layout::{self, DIRECT_MAP, PAGE},
     process,
 };
-use layers::Layers;
+use layers::{Layers, Run};
 
 /// The rights to mapped memory. Reading is always allowed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,16 +82,11 @@ impl Memory {
     /// # Errors
     /// If the host refuses, because another process has the memory mapped.
     pub fn into_base(self) -> Result<OwnedFd> {
-        const SEALS: i32 = libc::F_SEAL_WRITE | libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
         for address in [DIRECT_MAP as usize, self.window] {
             // SAFETY: It is this memory's own mapping, and nothing points into it any more.
             unsafe { libc::munmap(ptr::with_exposed_provenance_mut(address), self.size as usize) };
         }
-        // SAFETY: It takes a descriptor and numbers.
-        match unsafe { libc::fcntl(self.descriptor(), libc::F_ADD_SEALS, SEALS) } {
-            0 => Ok(self.file),
-            _ => Err(Error::system("seal the memory that machines share")),
-        }
+        seal(&self.file).map(|()| self.file)
     }
 
     #[cfg_attr(miri, expect(unused))]
@@ -112,16 +107,25 @@ impl Memory {
         Ok(memory)
     }
 
-    /// Makes memory over a base that other machines have, too. The base must be at least as large, and nobody
-    /// may be able to write to it. `first` and `most_pieces` are those of [`Layers::new`].
+    /// Makes memory over sealed files that other machines have, too. The files must be at least as large, and
+    /// stay open. `runs` and `most_pieces` are those of [`Layers::new`].
     ///
     /// # Errors
     /// If the host does not have so much memory, or the addresses are taken.
-    pub fn over(base: OwnedFd, size: u64, first: &[Range<u64>], most_pieces: u32) -> Result<Self> {
-        let file = new_file(c"mercury-hosted", size, 0)?;
+    pub fn over(
+        files: impl Iterator<Item = RawFd> + Clone,
+        size: u64,
+        runs: &[Run],
+        most_pieces: u32,
+    ) -> Result<Self> {
+        let lowest = files.clone().next().unwrap_or(-1);
+        // SAFETY: The caller's files stay open.
+        let file = unsafe { BorrowedFd::borrow_raw(lowest) }.try_clone_to_owned();
+        // The lowest file stands for all where a descriptor is enough.
+        let file = file.map_err(|_| Error::system("keep the guest's memory"))?;
         let mut memory = Self { file, size, window: 0, layers: None };
-        memory.map_new(DIRECT_MAP, size, base.as_raw_fd(), Rights { write: false, execute: true })?;
-        let layers = Layers::new(base, memory.descriptor(), size, first, most_pieces)?;
+        memory.map_new(DIRECT_MAP, size, memory.descriptor(), Rights { write: false, execute: true })?;
+        let layers = Layers::new(files, (DIRECT_MAP, size), runs, most_pieces)?;
         (memory.window, memory.layers) = (layers.window(), Some(layers));
         Ok(memory)
     }
@@ -150,9 +154,9 @@ impl Memory {
         ))
     }
 
-    /// Maps a part of the memory at an address of the guest's choice, over any mapping there. Pages of the
-    /// base cannot be written to there, whatever the rights are. Returns the ranges of physical addresses
-    /// that are the base's.
+    /// Maps a part of the memory at an address of the guest's choice, over any mapping there. Pages that are not
+    /// the machine's own cannot be written to there, whatever the rights are. Returns the ranges of physical
+    /// addresses of such pages.
     ///
     /// # Errors
     /// The error of the host. Then a part may be mapped.
@@ -173,7 +177,7 @@ impl Memory {
             let length = layers.same(at / PAGE, end.div_ceil(PAGE)) * PAGE;
             let (file, rights) = layers.file(at / PAGE, rights);
             Self::map_file(address + (at - physical), length, at, rights, file)?;
-            if file == layers.base() {
+            if !layers.is_own(at / PAGE) {
                 base.push(at..at + length);
             }
             at += length;
@@ -194,6 +198,17 @@ impl Memory {
             )
         };
         if mapped == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
+    }
+
+    /// Maps the machine's pages again after a fork, in a process that has mapped nothing else of them.
+    ///
+    /// # Errors
+    /// If the host has no room for the mappings.
+    pub fn follow(&self) -> Result<()> {
+        match self.layers.filter(|layers| layers.is_behind()).is_none_or(|layers| layers.follow(true)) {
+            true => Ok(()),
+            false => Err(Error::system("map the guest's memory after a fork")),
+        }
     }
 
     /// Returns the layers of the memory of a clone.
@@ -283,7 +298,7 @@ impl Memory {
         physical < self.size && length <= self.size - physical
     }
 
-    /// Returns the descriptor of the machine's own file in this process.
+    /// Returns the descriptor of the file in this process if all of the memory is in one.
     #[must_use]
     pub fn descriptor(&self) -> RawFd {
         self.file.as_raw_fd()
@@ -291,7 +306,7 @@ impl Memory {
 
     /// Returns the descriptors of all files of the memory.
     pub fn descriptors(&self) -> impl Iterator<Item = RawFd> + Clone {
-        std::iter::once(self.descriptor()).chain(self.layers.map(Layers::base))
+        std::iter::once(self.descriptor()).chain(self.layers.into_iter().flat_map(Layers::descriptors))
     }
 
     /// Returns the address of guest memory in the monitor's own mapping.
@@ -427,6 +442,44 @@ impl Memory {
     pub fn rest_of_page(address: u64) -> u64 {
         PAGE - address % PAGE
     }
+}
+
+/// Makes sure that nobody writes to a file any more.
+///
+/// # Errors
+/// If the host refuses, because a process has the file mapped for writing.
+pub fn seal(file: &OwnedFd) -> Result<()> {
+    const SEALS: i32 = libc::F_SEAL_WRITE | libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+    // SAFETY: It takes a descriptor and numbers.
+    match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, SEALS) } {
+        0 => Ok(()),
+        _ => Err(Error::system("seal the memory that machines share")),
+    }
+}
+
+/// Holes of a file that are shorter are not worth a mapping.
+const LEAST_HOLE: u64 = 64;
+/// The largest number of holes that are.
+const MOST_HOLES: usize = 64;
+
+/// Returns the pages of the largest holes of a file, in order.
+pub(crate) fn holes(file: RawFd, size: u64) -> Vec<Range<u64>> {
+    // SAFETY: It takes a descriptor and numbers.
+    let seek = |at: u64, what| u64::try_from(unsafe { libc::lseek(file, at.cast_signed(), what) }).ok();
+    let mut found = Vec::new();
+    let mut at = 0;
+    while at < size {
+        let start = seek(at, libc::SEEK_HOLE).unwrap_or(size);
+        // There is no data after the last hole.
+        let end = seek(start, libc::SEEK_DATA).unwrap_or(size).min(size);
+        found.push(start.div_ceil(PAGE)..end / PAGE);
+        at = end.max(at + PAGE);
+    }
+    found.retain(|hole| hole.end >= hole.start + LEAST_HOLE);
+    found.sort_by_key(|hole| std::cmp::Reverse(hole.end - hole.start));
+    found.truncate(MOST_HOLES);
+    found.sort_by_key(|hole| hole.start);
+    found
 }
 
 /// Makes a file of zeros that is in no folder. The name is for `/proc`, and `flags` are those of
@@ -595,7 +648,7 @@ fn unmap(address: u64, length: u64) -> bool {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use std::{env, fs, process::Command};
+    use std::{env, fs, os::unix::fs::FileExt, process::Command};
 
     use proptest::prelude::*;
 
@@ -687,6 +740,19 @@ mod tests {
                 }
             });
         });
+    }
+
+    #[test]
+    fn large_holes_are_found() {
+        const SIZE: u64 = 1000 * PAGE;
+        let file = fs::File::from(new_file(c"test", SIZE, 0).unwrap());
+        assert_eq!(holes(file.as_raw_fd(), SIZE), std::iter::once(0..1000).collect::<Vec<_>>());
+        for page in [10, 11, 80, 500, 999] {
+            file.write_all_at(&[1], page * PAGE + 7).unwrap();
+        }
+        assert_eq!(holes(file.as_raw_fd(), SIZE), [12..80, 81..500, 501..999]);
+        file.write_all_at(&vec![1; SIZE as usize], 0).unwrap();
+        assert!(holes(file.as_raw_fd(), SIZE).is_empty());
     }
 
     /// Runs in a process of its own, because it leaves the host no mapping.

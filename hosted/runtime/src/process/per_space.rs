@@ -51,6 +51,12 @@ const EVENTS: usize = 256;
 /// The longest reason, in bytes.
 const REASON: usize = 1024;
 
+/// What a waiting process is told, in its gate: that it has the turn, or that it follows a fork.
+const TURN: u32 = 1;
+const FOLLOW: u32 = 2;
+/// The number that stands for no process, where the nursery is told which one is wanted.
+const NOTHING: u32 = u32::MAX;
+
 /// A request to the first process.
 #[derive(Clone, Copy, Debug)]
 pub enum Request {
@@ -237,7 +243,7 @@ impl SpaceProcess {
         }
         let first = Self { count: most, ..Self::first(memory)? };
         match process::fork_with_files() {
-            Fork::Child => Ok(Started::New(first.nurse(filters).unwrap_or_else(|error| {
+            Fork::Child => Ok(Started::New(first.nurse(memory, filters).unwrap_or_else(|error| {
                 eprintln!("mercury hosted: {error}");
                 // SAFETY: It ends the process, without the destructors: those of files would close the first
                 // process's.
@@ -275,12 +281,13 @@ impl SpaceProcess {
     }
 
     /// Makes processes as they are wanted. Returns in each of them, and never in the nursery.
-    fn nurse(self, filters: &Filters) -> Result<Self> {
+    fn nurse(self, memory: &Memory, filters: &Filters) -> Result<Self> {
         let parent = self.shared.gates[0].process.load(Ordering::Acquire);
         process::begin(parent, c"mercury-nursery")?;
         filters.apply()?;
         loop {
             let number = self.shared.wanted.swap(0, Ordering::AcqRel) as usize;
+            memory.follow()?;
             if number == 0 {
                 process::wait_for_long(&self.shared.wanted, 0);
                 continue;
@@ -469,10 +476,10 @@ impl SpaceProcess {
         self.turn(|turn| String::from_utf8_lossy(&turn.reason[..turn.reason_length.min(REASON)]).into_owned())
     }
 
-    /// Hands the turn to the next process, and waits until it comes back. Returns nothing if a
-    /// process has ended meanwhile.
+    /// Hands the turn to the next process, and waits until it comes back. Meanwhile `follow` is called after
+    /// each fork of the machine. Returns nothing if a process has ended.
     #[must_use]
-    pub fn hand_over(&self) -> Option<()> {
+    pub fn hand_over(&self, follow: impl FnMut()) -> Option<()> {
         let to = self.next();
         self.turn(|turn| match to == 0 || self.number == 0 {
             true => turn.counters.requests += u64::from(to == 0),
@@ -480,9 +487,21 @@ impl SpaceProcess {
         });
         let gate = &self.shared.gates[to];
         self.shared.active.store(to as u32, Ordering::SeqCst);
-        gate.is_open.store(1, Ordering::Release);
+        gate.is_open.fetch_or(TURN, Ordering::Release);
         process::wake(&gate.is_open);
-        self.await_turn()
+        self.await_turn(follow)
+    }
+
+    /// Has the nursery and all address-space processes follow a fork of the machine. The first process calls
+    /// this function in its turn.
+    pub fn have_all_follow(&self) {
+        let made = self.shared.made.load(Ordering::Acquire) as usize;
+        for gate in self.shared.gates.get(1..=made).unwrap_or(&[]) {
+            gate.is_open.fetch_or(FOLLOW, Ordering::Release);
+            process::wake(&gate.is_open);
+        }
+        self.shared.wanted.store(NOTHING, Ordering::Release);
+        process::wake(&self.shared.wanted);
     }
 
     /// Binds this process, which has the turn, to the host's processor on which the others run. On another
@@ -525,12 +544,22 @@ impl SpaceProcess {
         Some(only)
     }
 
-    /// Waits for the turn. Returns nothing if a process has ended meanwhile. Only the first process
-    /// looks for that: the others end with it.
+    /// Waits for the turn. Meanwhile `follow` is called after each fork of the machine. Returns nothing if a
+    /// process has ended. Only the first process looks for that: the others end with it.
     #[must_use]
-    pub fn await_turn(&self) -> Option<()> {
+    pub fn await_turn(&self, mut follow: impl FnMut()) -> Option<()> {
         let own = &self.own().is_open;
-        while own.swap(0, Ordering::Acquire) == 0 {
+        loop {
+            let why = own.swap(0, Ordering::Acquire);
+            if why & FOLLOW != 0 {
+                follow();
+            }
+            if why & TURN != 0 {
+                break;
+            }
+            if why != 0 {
+                continue;
+            }
             if !self.is_first() {
                 process::wait_for_long(own, 0);
                 continue;
@@ -799,7 +828,7 @@ mod tests {
         let (Started::First(first) | Started::New(first)) = started else { panic!("the host refuses") };
         if !first.is_first() {
             first.is_ready();
-            first.await_turn().unwrap();
+            first.await_turn(|| ()).unwrap();
             loop {
                 let [turns, inside] = counts;
                 assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0);
@@ -810,13 +839,13 @@ mod tests {
                 }
                 inside.fetch_sub(1, Ordering::SeqCst);
                 if first.next() != first.number {
-                    first.hand_over().unwrap();
+                    first.hand_over(|| ()).unwrap();
                 }
             }
         }
         first.await_others().unwrap();
         first.load(0x1000, true);
-        first.hand_over().unwrap();
+        first.hand_over(|| ()).unwrap();
         assert!(matches!(first.take_request(), Some(Request::Service)));
         assert_eq!(counts[0].load(Ordering::SeqCst), TURNS + 1);
         let counters = first.counters();

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::{Check, conclude, table, tell, try_next};
-use crate::disco::{Background, Files, MANY, many};
+use crate::disco::{Background, Files, MANY, fork, many};
 use mercury_lab::{error::Result, image::Release, live::say, progress};
 
 /// The observations of the demonstration.
@@ -16,6 +16,10 @@ struct Seen {
     random: usize,
     base_mib: f64,
     own_mib: f64,
+    /// The time in which a machine that was forked stood still.
+    pause_ms: f64,
+    /// True if its copy has answered as another machine.
+    copy_answers: bool,
     is_empty: bool,
 }
 
@@ -40,13 +44,19 @@ pub(super) fn run() -> Result<()> {
     let machines = Background::all(&names);
     let answers: Vec<String> = machines.iter().filter_map(Background::answer).collect();
     seen.answers = answers.len();
-    seen.random = answers.into_iter().collect::<BTreeSet<String>>().len();
+    let mut different: BTreeSet<String> = answers.into_iter().collect();
+    seen.random = different.len();
     let (base_mib, idle) = crate::disco::memory(&files)?;
     (seen.base_mib, seen.own_mib) = (base_mib, idle.own);
     say("mercury disco map: what they share, and what each has for itself");
     let shown = files.text(&["disco", "map"])?;
     tell(&shown.lines().take(6).collect::<Vec<_>>().join("\n"));
     tell(&format!("    ... {} lines more", shown.lines().count().saturating_sub(6)));
+    let first = names[0].as_str().unwrap_or_default();
+    say(&format!("mercury disco fork {first}: a copy of that machine as it is now, while it runs on"));
+    let (pause_ms, _, copy) = fork(&files, first)?;
+    (seen.pause_ms, seen.copy_answers) =
+        (pause_ms, copy.answer().is_some_and(|answer| different.insert(answer)));
     say("mercury disco rm: the template and all of its machines end");
     files.remove()?;
     seen.is_empty = !files.text(&["disco", "list"])?.contains(&files.template);
@@ -58,6 +68,7 @@ fn print(seen: &Seen) {
     let mut table = table(&["", "milliseconds"]);
     table.add_row(["a boot, to its first answer".to_owned(), format!("{:.0}", seen.boot_ms)]);
     table.add_row([format!("{MANY} copies, to the answer of the last"), format!("{:.0}", seen.many_ms)]);
+    table.add_row(["the machine that was forked stood still".to_owned(), format!("{:.1}", seen.pause_ms)]);
     println!("\n{table}");
     println!(
         "\nThe template has {:.1} MiB. A copy has {:.1} MiB of its own, in the mean.",
@@ -76,6 +87,7 @@ fn verdict(seen: &Seen) -> Result<()> {
             format!("all together took less than a tenth of {MANY} boots"),
         ),
         Check::new(seen.own_mib * 4.0 < seen.base_mib, "a copy shares most of its memory"),
+        Check::new(seen.copy_answers, "the copy of a running machine answers, as a machine of its own"),
         Check::new(seen.is_empty, "nothing is left of them"),
     ];
     conclude(&checks, None)?;
@@ -100,11 +112,14 @@ mod tests {
             random: MANY,
             base_mib: 20.0,
             own_mib: 1.0,
+            pause_ms: 1.5,
+            copy_answers: true,
             is_empty: true,
         };
         assert!(verdict(&seen()).is_ok());
         assert!(verdict(&Seen { answers: MANY - 1, ..seen() }).is_err());
         assert!(verdict(&Seen { random: 1, ..seen() }).is_err());
         assert!(verdict(&Seen { own_mib: 10.0, ..seen() }).is_err());
+        assert!(verdict(&Seen { copy_answers: false, ..seen() }).is_err());
     }
 }

@@ -15,7 +15,10 @@ use mercury_control::{
 };
 use mercury_devices::terminal::Keys;
 use mercury_guests::Name;
-use mercury_hosted_options::disco::DiscoRunArgs;
+use mercury_hosted_options::{
+    disco::{DiscoRunArgs, ForkArgs},
+    net::Forward,
+};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
@@ -25,7 +28,7 @@ use serde::Serialize;
 
 use super::{
     folder::{CONSOLE_INPUT, CONSOLE_LOG, Folder, MachineStatus, SOCKET, TemplateStatus},
-    map::Memory,
+    map::{self, Files},
     protocol::{self, Answer, Request},
 };
 
@@ -51,22 +54,19 @@ pub(super) fn connect(name: &Name) -> Result<UnixStream> {
 /// Starts machines.
 pub fn run(args: &DiscoRunArgs) -> Result<Outcome> {
     let template = connect(&args.template)?;
-    let text = |forward: &mercury_hosted_options::net::Forward| {
-        format!("{}{}", if forward.is_udp() { "udp:" } else { "" }, forward.ports())
-    };
-    let forward: Vec<String> = args.forward.iter().map(text).collect();
+    let forward = texts(&args.forward);
     if args.detach || args.count.is_some() {
         let (count, numbered) = (args.count.unwrap_or(1), args.count.is_some());
         let request = Request::Detached { name: args.name.clone(), count, numbered, forward };
         protocol::send(&template, &request).map_err(|error| lost(&args.template, &error))?;
-        return started(&template, &args.template).map(|machines| Outcome::Started(Started { machines }));
+        return started(&template, &args.template).map(Outcome::Started);
     }
     let request = Request::Attached { name: args.name.clone(), forward };
     let (input, output, errors) = (stdin(), stdout(), stderr());
     let console = [input.as_fd(), output.as_fd(), errors.as_fd()];
     let _settings = Settings::keep();
     protocol::send_with(&template, &request, &console).map_err(|error| lost(&args.template, &error))?;
-    let names = started(&template, &args.template)?;
+    let names = started(&template, &args.template)?.machines;
     match protocol::receive::<Answer>(&template) {
         Ok(Some((Answer::Ended { status: Some(status), .. }, _))) => Ok(Outcome::Ended(status)),
         Ok(Some((Answer::Ended { signal: Some(signal), .. }, _))) => {
@@ -75,6 +75,23 @@ pub fn run(args: &DiscoRunArgs) -> Result<Outcome> {
         }
         _ => outlive(&names),
     }
+}
+
+/// Returns ports as a template reads them.
+fn texts(forward: &[Forward]) -> Vec<String> {
+    let text = |one: &Forward| format!("{}{}", if one.is_udp() { "udp:" } else { "" }, one.ports());
+    forward.iter().map(text).collect()
+}
+
+/// Starts copies of a machine that runs.
+pub fn fork(args: &ForkArgs) -> Result<Started> {
+    let machine = find(&args.machine)?;
+    let template = connect(&machine.template)?;
+    let (count, numbered) = (args.count.unwrap_or(1), args.count.is_some());
+    let (name, forward) = (args.name.clone(), texts(&args.forward));
+    let request = Request::Fork { machine: machine.name, name, count, numbered, forward };
+    protocol::send(&template, &request).map_err(|error| lost(&machine.template, &error))?;
+    started(&template, &machine.template)
 }
 
 /// Waits for the end of a machine whose template has ended.
@@ -95,9 +112,9 @@ fn lost(template: &Name, error: &io::Error) -> Error {
 }
 
 /// Waits for the beginning of machines.
-fn started(template: &UnixStream, name: &Name) -> Result<Vec<Name>> {
+fn started(template: &UnixStream, name: &Name) -> Result<Started> {
     match protocol::receive(template) {
-        Ok(Some((Answer::Started { machines }, _))) => Ok(machines),
+        Ok(Some((Answer::Started { machines, pause_us }, _))) => Ok(Started { machines, pause_us }),
         Ok(Some((Answer::Refused { message, hint, machines }, _))) => {
             let before = match machines.len() {
                 0 => String::new(),
@@ -124,6 +141,9 @@ pub enum Outcome {
 #[derive(Debug, Serialize)]
 pub struct Started {
     machines: Vec<Name>,
+    /// The time in which a machine that was copied stood still, in microseconds.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pause_us: Option<u64>,
 }
 
 impl Render for Started {
@@ -135,6 +155,9 @@ impl Render for Started {
                 self.machines.len()
             )),
             [] => {}
+        }
+        if let Some(pause) = self.pause_us {
+            text.line(format!("the machine that was copied stood still for {:.1} ms", pause as f64 / 1e3));
         }
     }
 }
@@ -176,15 +199,15 @@ struct ListedMachine {
 /// Lists templates and machines.
 pub fn list() -> Result<Listed> {
     let (templates, machines) = (Folder::templates(), Folder::machines());
+    let living: Vec<MachineStatus> = machines.living().map_err(|error| unreadable(&machines, &error))?;
+    let templates: Vec<TemplateStatus> =
+        templates.living().map_err(|error| unreadable(&templates, &error))?;
+    let shared = map::shared(&templates);
     let of = |status: MachineStatus| {
-        let own_bytes = Memory::of(status.pid).map(|memory| memory.own_bytes);
+        let own_bytes = Files::of(status.pid).map(|files| files.without(&shared).bytes());
         ListedMachine { status, own_bytes }
     };
-    let living: Vec<MachineStatus> = machines.living().map_err(|error| unreadable(&machines, &error))?;
-    Ok(Listed {
-        templates: templates.living().map_err(|error| unreadable(&templates, &error))?,
-        machines: living.into_iter().map(of).collect(),
-    })
+    Ok(Listed { templates, machines: living.into_iter().map(of).collect() })
 }
 
 impl Render for Listed {

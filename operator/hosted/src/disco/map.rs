@@ -1,11 +1,17 @@
 //! `mercury disco map`: the memory that machines share, and what each has for itself.
 //!
-//! Two accounts are shown. The first one is Mercury's: the pages of the template's memory that are there,
-//! once, and the pages of each machine's own file. The second one is the host's kernel's: the proportional
+//! Two accounts are shown. The first one is Mercury's: the pages of the memory that a template shares, once,
+//! and the pages of each machine's own files. A template shares the saved machine's memory, and that of machines
+//! that were forked, as it was then. The second account is the host's kernel's: the proportional
 //! set size (PSS) of all processes of a machine, in which a page that several processes map counts for each
 //! in part (`proc_pid_smaps(5)`).
 
-use std::{collections::HashMap, fs, os::unix::fs::MetadataExt, path::PathBuf};
+use std::{
+    collections::{HashMap, HashSet},
+    fs,
+    os::unix::fs::MetadataExt,
+    path::PathBuf,
+};
 
 use mercury_control::{
     error::Result,
@@ -20,36 +26,45 @@ use super::{
 };
 
 /// The names of the memory files, as `/proc` shows them.
-const OWN: &str = "/memfd:mercury-hosted (deleted)";
-const BASE: &str = "/memfd:mercury-base (deleted)";
+const NAMES: [&str; 2] = ["/memfd:mercury-hosted (deleted)", "/memfd:mercury-base (deleted)"];
 /// The size of a block of a file's size on the disk.
 const BLOCK: u64 = 512;
 
-/// The guest's memory of one machine, by file.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Memory {
-    /// Pages of the base that are there.
-    pub base_bytes: u64,
-    /// Pages of the machine's own file that are there.
-    pub own_bytes: u64,
-}
+/// The files of guests' memory that a process has open: their sizes in bytes by their numbers.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Files(HashMap<u64, u64>);
 
-impl Memory {
-    /// Returns the memory files that a process has open. Returns nothing if they are not known.
+impl Files {
+    /// Returns the files of a process. Returns nothing if they are not known.
     pub fn of(pid: u32) -> Option<Self> {
-        let mut memory = Self::default();
+        let mut files = HashMap::new();
         for entry in fs::read_dir(format!("/proc/{pid}/fd")).ok()?.flatten() {
             let Ok(name) = fs::read_link(entry.path()) else { continue };
-            let name = name.to_string_lossy();
-            let Ok(size) = fs::metadata(entry.path()).map(|file| file.blocks() * BLOCK) else { continue };
-            if name == OWN {
-                memory.own_bytes = size;
-            } else if name == BASE {
-                memory.base_bytes = size;
+            if !NAMES.contains(&&*name.to_string_lossy()) {
+                continue;
+            }
+            if let Ok(file) = fs::metadata(entry.path()) {
+                files.insert(file.ino(), file.blocks() * BLOCK);
             }
         }
-        Some(memory)
+        Some(Self(files))
     }
+
+    /// Returns the size of all of these files.
+    pub fn bytes(&self) -> u64 {
+        self.0.values().sum()
+    }
+
+    /// Returns those that are not among others.
+    pub fn without(mut self, others: &HashSet<u64>) -> Self {
+        self.0.retain(|file, _| !others.contains(file));
+        self
+    }
+}
+
+/// Returns the numbers of the files that templates share with their machines.
+pub fn shared(templates: &[TemplateStatus]) -> HashSet<u64> {
+    templates.iter().filter_map(|one| Files::of(one.pid)).flat_map(|files| files.0.into_keys()).collect()
 }
 
 /// What the host's kernel counts for the processes of a machine: proportional set sizes.
@@ -62,18 +77,19 @@ struct Counted {
 }
 
 impl Counted {
-    /// Adds the mappings of a process, from the text of its `smaps`.
-    fn add(&mut self, smaps: &str) {
+    /// Adds the mappings of a process, from the text of its `smaps`. The files with these numbers are shared.
+    fn add(&mut self, smaps: &str, shared: &HashSet<u64>) {
         let mut to = &mut self.monitor_bytes;
         for line in smaps.lines() {
             if let Some(pss) = line.strip_prefix("Pss:") {
                 let kib: u64 = pss.trim().trim_end_matches(" kB").parse().unwrap_or(0);
                 *to += kib << 10;
             } else if line.split(' ').next().is_some_and(|range| range.contains('-')) {
-                to = match line {
-                    line if line.contains(OWN) => &mut self.own_bytes,
-                    line if line.contains(BASE) => &mut self.base_bytes,
-                    _ => &mut self.monitor_bytes,
+                let file = line.split_whitespace().nth(4).and_then(|file| file.parse().ok());
+                to = match file.filter(|_| NAMES.iter().any(|name| line.ends_with(name))) {
+                    Some(file) if shared.contains(&file) => &mut self.base_bytes,
+                    Some(_) => &mut self.own_bytes,
+                    None => &mut self.monitor_bytes,
                 };
             }
         }
@@ -99,7 +115,7 @@ fn parents() -> HashMap<u32, Vec<u32>> {
 #[derive(Debug, Serialize)]
 struct TemplateMemory {
     template: Name,
-    /// The template's memory, which exists once.
+    /// The memory that the template shares, which exists once.
     base_bytes: u64,
     file: PathBuf,
 }
@@ -135,12 +151,14 @@ pub fn map() -> Result<Map> {
     let templates: Vec<TemplateStatus> = folder.living().map_err(|error| unreadable(&folder, &error))?;
     let machines: Vec<MachineStatus> = machines.living().map_err(|error| unreadable(&machines, &error))?;
     let children = parents();
-    let machines: Vec<MachineMemory> = machines.into_iter().map(|one| account(one, &children)).collect();
+    let shared = shared(&templates);
+    let machines: Vec<MachineMemory> =
+        machines.into_iter().map(|one| account(one, &children, &shared)).collect();
     let templates: Vec<TemplateMemory> = templates
         .into_iter()
         .map(|one| TemplateMemory {
             template: one.name,
-            base_bytes: Memory::of(one.pid).unwrap_or_default().base_bytes,
+            base_bytes: Files::of(one.pid).unwrap_or_default().bytes(),
             file: one.file,
         })
         .collect();
@@ -154,7 +172,7 @@ pub fn map() -> Result<Map> {
     })
 }
 
-fn account(status: MachineStatus, children: &HashMap<u32, Vec<u32>>) -> MachineMemory {
+fn account(status: MachineStatus, children: &HashMap<u32, Vec<u32>>, shared: &HashSet<u64>) -> MachineMemory {
     let mut processes = vec![status.pid];
     let mut at = 0;
     while let Some(pid) = processes.get(at).copied() {
@@ -163,10 +181,10 @@ fn account(status: MachineStatus, children: &HashMap<u32, Vec<u32>>) -> MachineM
     }
     let mut pss = Counted::default();
     for pid in &processes {
-        pss.add(&fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap_or_default());
+        pss.add(&fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap_or_default(), shared);
     }
     MachineMemory {
-        own_bytes: Memory::of(status.pid).unwrap_or_default().own_bytes,
+        own_bytes: Files::of(status.pid).unwrap_or_default().without(shared).bytes(),
         processes: processes.len(),
         machine: status.name,
         template: status.template,
@@ -222,12 +240,13 @@ mod tests {
     fn mappings_are_counted_by_their_file() {
         const SMAPS: &str = "40000000-50000000 r-xs 00000000 00:01 7 /memfd:mercury-base (deleted)\n\
             Size:             262144 kB\nRss:                 400 kB\nPss:                 100 kB\n\
-            50000000-50001000 rw-s 00001000 00:01 8 /memfd:mercury-hosted (deleted)\n\
+            50000000-50001000 rw-s 00001000 00:01 8                      /memfd:mercury-hosted (deleted)\n\
             Pss:                   4 kB\n\
             7f0000000000-7f0000001000 rw-p 00000000 00:00 0 \nPss:                  12 kB\nVmFlags: rd wr\n";
         let mut counted = Counted::default();
-        counted.add(SMAPS);
-        counted.add(SMAPS);
+        let shared = HashSet::from([7]);
+        counted.add(SMAPS, &shared);
+        counted.add(SMAPS, &shared);
         assert_eq!(counted, Counted { base_bytes: 200 << 10, own_bytes: 8 << 10, monitor_bytes: 24 << 10 });
     }
 

@@ -43,6 +43,7 @@ pub fn name(command: &DiscoCommand) -> &'static str {
     match command {
         DiscoCommand::Template(_) => "disco template",
         DiscoCommand::Run(_) => "disco run",
+        DiscoCommand::Fork(_) => "disco fork",
         DiscoCommand::List => "disco list",
         DiscoCommand::Map => "disco map",
         DiscoCommand::Console(_) => "disco console",
@@ -63,6 +64,7 @@ pub fn run(command: &DiscoCommand, say: Say<'_>) -> Result<Exit> {
             Outcome::Started(machines) => Ok(say.done(&machines)),
             Outcome::Ended(status) => std::process::exit(status),
         },
+        DiscoCommand::Fork(args) => client::fork(args).map(|started| say.done(&started)),
         DiscoCommand::List => client::list().map(|listed| say.done(&listed)),
         DiscoCommand::Map => map::map().map(|map| say.done(&map)),
         DiscoCommand::Console(args) => client::console(&args.machine),

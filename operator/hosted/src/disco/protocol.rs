@@ -29,6 +29,8 @@ pub enum Request {
     Attached { name: Option<Name>, forward: Vec<String> },
     /// Start so many machines in the background.
     Detached { name: Option<Name>, count: u32, numbered: bool, forward: Vec<String> },
+    /// Start so many copies of a machine that runs, in the background.
+    Fork { machine: Name, name: Option<Name>, count: u32, numbered: bool, forward: Vec<String> },
     /// End.
     End,
 }
@@ -39,18 +41,13 @@ pub enum Request {
 pub enum Answer {
     Started {
         machines: Vec<Name>,
+        /// The time in which a machine that was copied stood still.
+        pause_us: Option<u64>,
     },
     /// No machine was started. The machines that were are named.
-    Refused {
-        message: String,
-        hint: Option<String>,
-        machines: Vec<Name>,
-    },
+    Refused { message: String, hint: Option<String>, machines: Vec<Name> },
     /// The machine that was started with the console has ended with this status, or by a signal.
-    Ended {
-        status: Option<i32>,
-        signal: Option<i32>,
-    },
+    Ended { status: Option<i32>, signal: Option<i32> },
 }
 
 /// Sends a value as a line.

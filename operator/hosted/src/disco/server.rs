@@ -14,6 +14,7 @@ use std::{
         },
     },
     path::PathBuf,
+    sync::Arc,
     time::{Duration, SystemTime},
 };
 
@@ -24,7 +25,11 @@ use mercury_control::{
     say::fail,
 };
 use mercury_guests::Name;
-use mercury_hosted::{run::Options, template::Template};
+use mercury_hosted::{
+    fork::{Forked, Image, Source},
+    run::Options,
+    template::{Started, Template},
+};
 use mercury_hosted_options::net::Forward;
 use rustix::{
     event::{PollFd, PollFlags, poll},
@@ -66,6 +71,8 @@ struct Machine {
     client: Option<UnixStream>,
     /// True until the client is told that the machine has begun.
     is_awaited: bool,
+    /// The way to the machine, by which it can be forked.
+    source: Source,
 }
 
 /// What has happened.
@@ -182,18 +189,32 @@ impl Server {
         let Some((request, console)) = protocol::receive(&client).ok().flatten().filter(|_| is_set) else {
             return false;
         };
-        let mut machines = Vec::new();
+        let (mut machines, mut pause_us) = (Vec::new(), None);
         let started = match request {
             Request::End => return true,
             Request::Attached { name, forward } => {
                 self.start_attached(name, &forward, console, &mut machines)
             }
             Request::Detached { name, count, numbered, forward } => {
-                self.start_detached(name.as_ref(), count, numbered, &forward, &mut machines)
+                let names = (name.as_ref(), numbered || name.is_none());
+                self.start_detached(None, names, count, &forward, &mut machines)
+            }
+            Request::Fork { machine, name, count, numbered, forward } => {
+                let names = (name.as_ref().unwrap_or(&machine), numbered || name.is_none());
+                self.freeze(&machine).and_then(|Forked { image, pause }| {
+                    pause_us = u64::try_from(pause.as_micros()).ok();
+                    self.start_detached(
+                        Some(&image),
+                        (Some(names.0), names.1),
+                        count,
+                        &forward,
+                        &mut machines,
+                    )
+                })
             }
         };
         let answer = match started {
-            Ok(()) => Answer::Started { machines },
+            Ok(()) => Answer::Started { machines, pause_us },
             Err(error) => Answer::Refused { message: error.message, hint: error.hint, machines },
         };
         let is_told = protocol::send(&client, &answer).is_ok();
@@ -214,23 +235,34 @@ impl Server {
             Error::new(Exit::Failed, "the request came without a console").hint("report this bug")
         })?;
         let (name, lock) = self.claim(name.as_ref(), name.is_none())?;
-        self.start(name, lock, console, forward, true)?;
+        self.start(None, (name, lock), console, forward, true)?;
         started.extend(self.machines.last().map(|machine| machine.name.clone()));
         Ok(())
     }
 
+    /// Takes a machine as it is now.
+    fn freeze(&mut self, machine: &Name) -> Result<Forked> {
+        let found = self.machines.iter_mut().find(|one| one.name == *machine).ok_or_else(|| {
+            Error::new(Exit::State, format!("the machine {machine} is not this template's"))
+                .hint("a machine whose template has ended cannot be forked")
+        })?;
+        found.source.freeze().map_err(refused)
+    }
+
+    /// Starts machines in the background: copies of the saved machine, or of this one. `names` has the name, or
+    /// the beginning of names that end with a number.
     fn start_detached(
         &mut self,
-        name: Option<&Name>,
+        image: Option<&Arc<Image>>,
+        names: (Option<&Name>, bool),
         count: u32,
-        numbered: bool,
         forward: &[String],
         started: &mut Vec<Name>,
     ) -> Result<()> {
         for _ in 0..count {
-            let (name, lock) = self.claim(name, numbered || name.is_none())?;
+            let (name, lock) = self.claim(names.0, names.1)?;
             let console = open_console(&name).map_err(|error| failed("make the machine's console", error))?;
-            self.start(name.clone(), lock, console, forward, false)?;
+            self.start(image, (name.clone(), lock), console, forward, false)?;
             started.push(name);
         }
         Ok(())
@@ -267,8 +299,8 @@ impl Server {
 
     fn start(
         &mut self,
-        name: Name,
-        lock: File,
+        image: Option<&Arc<Image>>,
+        (name, lock): (Name, File),
         console: [OwnedFd; CONSOLE],
         forward: &[String],
         is_attached: bool,
@@ -279,8 +311,9 @@ impl Server {
             )?;
         let begin = |options: &mut Options| begin(options, &console, forwards);
         let in_clone = |error| fail(&refused(error), Format::Text, "disco run") as i32;
-        let pid = self.template.start(lock.as_raw_fd(), begin, in_clone).map_err(refused)?;
-        let pid = Pid::from_raw(pid).ok_or_else(|| failed("start a machine", "it has no number"))?;
+        let started = self.template.start(image, lock.as_raw_fd(), begin, in_clone).map_err(refused)?;
+        let Started { process, source } = started;
+        let pid = Pid::from_raw(process).ok_or_else(|| failed("start a machine", "it has no number"))?;
         let end = pidfd_open(pid, PidfdFlags::empty()).map_err(|error| failed("watch the machine", error))?;
         let status = MachineStatus {
             name: name.clone(),
@@ -289,7 +322,7 @@ impl Server {
             is_detached: !is_attached,
             since: seconds(),
         };
-        self.machines.push(Machine { name, pid, end, client: None, is_awaited: is_attached });
+        self.machines.push(Machine { name, pid, end, client: None, is_awaited: is_attached, source });
         let written = Folder::machines().write(&status.name, &status);
         written.map_err(|error| failed("write the machine's state", error))
     }
