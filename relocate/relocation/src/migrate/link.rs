@@ -17,7 +17,7 @@ use std::{
     cell::{Cell, RefCell},
     io::{self, Read, Write},
     net::{SocketAddr, TcpStream},
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     rc::Rc,
     time::{Duration, Instant},
 };
@@ -465,6 +465,39 @@ pub(super) fn be_patient(socket: impl AsFd, patience: Duration) {
     }
 }
 
+/// Returns the number of bytes that were sent by a socket and that the other end's system has not taken yet.
+pub(super) fn waiting_bytes(socket: impl AsFd) -> u64 {
+    let mut count: libc::c_int = 0;
+    // SAFETY: There is room for the answer.
+    let result = unsafe { libc::ioctl(socket.as_fd().as_raw_fd(), libc::TIOCOUTQ, &raw mut count) };
+    if result == 0 { u64::try_from(count).unwrap_or(0) } else { 0 }
+}
+
+/// Tells by the bytes that wait in this system if the other end takes what was sent.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Taking {
+    waiting: u64,
+}
+
+impl Taking {
+    /// So many bytes are progress. A connection with less in a time of patience is as good as silent.
+    const STEP: u64 = 1 << 20;
+
+    /// Begins with so many bytes that wait.
+    pub fn begin(waiting: u64) -> Self {
+        Self { waiting }
+    }
+
+    /// Returns true if a step, or the last of the bytes, has been taken since this function last said so.
+    pub fn has_taken(&mut self, waiting: u64) -> bool {
+        let is_progress = waiting + Self::STEP <= self.waiting || (waiting == 0 && self.waiting > 0);
+        if is_progress {
+            self.waiting = waiting;
+        }
+        is_progress
+    }
+}
+
 /// Makes a socket close at once. See [`Link::abandon`].
 pub(super) fn do_not_linger(socket: impl AsFd) {
     let _ = rustix::net::sockopt::set_socket_linger(socket, Some(Duration::ZERO));
@@ -547,6 +580,34 @@ mod tests {
             assert_eq!((message.word, &text[..]), (Word::Refuse, &b"no"[..]));
             assert!(link.hear_message(patience).is_err(), "it is gone");
         });
+    }
+
+    #[test]
+    fn bytes_wait_until_the_other_end_takes_them() {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let mut socket = TcpStream::connect(listener.local_addr().expect("its address")).expect("connected");
+        let (mut other, _) = listener.accept().expect("connected");
+        assert_eq!(waiting_bytes(&socket), 0);
+        socket.set_nonblocking(true).expect("set");
+        let mut sent = 0;
+        while let Ok(count) = socket.write(&[0; 65536]) {
+            sent += count;
+        }
+        let mut taking = Taking::begin(waiting_bytes(&socket));
+        assert!(waiting_bytes(&socket) > 0 && !taking.has_taken(waiting_bytes(&socket)));
+        other.read_exact(&mut vec![0; sent]).expect("all of it");
+        while waiting_bytes(&socket) > 0 {
+            thread::sleep(Duration::from_millis(1));
+        }
+        assert!(taking.has_taken(0) && !taking.has_taken(0));
+    }
+
+    #[test]
+    fn a_few_bytes_are_no_progress() {
+        let mut taking = Taking::begin(5 << 20);
+        assert!(!taking.has_taken((5 << 20) - 1000) && taking.has_taken(4 << 20));
+        assert!(!taking.has_taken((4 << 20) - 1000), "the step begins anew");
+        assert!(taking.has_taken(1000) && !taking.has_taken(999) && taking.has_taken(0));
     }
 
     #[test]

@@ -108,6 +108,11 @@ impl PageStream {
         let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
     }
 
+    /// Returns the number of bytes that the other end's system has not taken yet.
+    pub fn waiting_bytes(&self) -> u64 {
+        link::waiting_bytes(&self.socket)
+    }
+
     /// Sets the time for which the other end may accept nothing.
     pub fn be_patient(&self, patience: Duration) {
         link::be_patient(&self.socket, patience);

@@ -9,7 +9,7 @@ use super::{
     arrival::Arrival,
     copy::Proof,
     doubt::{self, Announcements, Doubt},
-    link::Link,
+    link::{self, Link, Taking},
     log::Log,
     mirror::Mirror,
     offer::Offer,
@@ -270,6 +270,7 @@ impl<'a> Mover<'a> {
     /// Waits for the next event.
     fn next_event(&mut self) -> Event {
         self.heard = Instant::now();
+        let mut taking = Taking::begin(self.waiting_bytes());
         loop {
             self.system.is_alive();
             if self.is_wanted_to_stop() {
@@ -290,12 +291,22 @@ impl<'a> Mover<'a> {
             } else {
                 thread::sleep(POLL_INTERVAL);
             }
+            // A slow connection still brings the last pages.
+            if taking.has_taken(self.waiting_bytes()) {
+                self.heard = Instant::now();
+            }
             if self.source.patience(&self.patience).is_some_and(|limit| self.heard.elapsed() > limit) {
                 let silent = Error::new(Exit::Failed, "the destination does not answer");
                 self.failure.get_or_insert(silent.hint("look at its console"));
                 return Event::TimedOut;
             }
         }
+    }
+
+    /// Returns the number of bytes that were sent and that the destination has not taken yet.
+    fn waiting_bytes(&self) -> u64 {
+        let others = self.page_streams.iter().map(PageStream::waiting_bytes);
+        self.link.as_ref().map_or(0, link::waiting_bytes) + others.sum::<u64>()
     }
 
     /// Returns true once after Ctrl-C.
