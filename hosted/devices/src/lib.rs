@@ -1,5 +1,5 @@
 //! Virtio devices with registers in memory (virtio-mmio), for monitors of virtual machines: a disk, network
-//! cards and a source of randomness. Beside them, two devices of a PC: the clock and a serial port.
+//! cards, a source of randomness, and one that takes unused memory back. Beside them, two devices of a PC: the clock and a serial port.
 //!
 //! The devices know a guest's memory as [`memory::View`], which may have several regions. They know
 //! nothing of processors and interrupt controllers: [`virtio::Transport`] returns true when the driver
@@ -8,6 +8,7 @@
 // Names of registers and fields need no sentence.
 #![allow(missing_docs)]
 
+mod balloon;
 mod bell;
 mod block;
 pub mod clock;
@@ -30,6 +31,7 @@ mod testing;
 mod uplink;
 pub mod virtio;
 
+pub use balloon::Balloon;
 pub use bell::Bell;
 pub use block::{Block, open_disk};
 pub use net::{Net, Witness};

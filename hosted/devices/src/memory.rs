@@ -31,6 +31,25 @@ pub fn buffer(view: &View, at: u64, length: u64) -> Option<*mut u8> {
     Some(start)
 }
 
+/// Gives the whole pages of a range back to the host: they are zero when they are used again. Pages that the guest
+/// does not have stay, and so do those that several machines share.
+pub fn give_back(view: &View, at: u64, length: u64) {
+    let Some(start) = pointer(view, at, length) else { return };
+    let first = start.addr().next_multiple_of(PAGE);
+    let end = (start.addr() + length as usize) & !(PAGE - 1);
+    if first < end && !remove(start.with_addr(first), end - first) {
+        // A part is shared, or has gone already.
+        (first..end).step_by(PAGE).for_each(|page| _ = remove(start.with_addr(page), PAGE));
+    }
+}
+
+/// Makes a hole in the file that is mapped at a range of whole pages. Returns true if the host has done so.
+fn remove(at: *mut u8, length: usize) -> bool {
+    // SAFETY: The guest's memory is mapped there, to which Rust has no reference. The host does not do it where the
+    // mapping is not for writing.
+    unsafe { libc::madvise(at.cast(), length, libc::MADV_REMOVE) == 0 }
+}
+
 /// Writes to a byte of the guest's memory without a change, in one step: the guest may write there.
 fn touch(at: *mut u8) {
     #[cfg(miri)]

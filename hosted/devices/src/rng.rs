@@ -17,6 +17,10 @@ impl Device for Rng {
         4
     }
 
+    fn has_events(&self) -> bool {
+        false
+    }
+
     fn work(&mut self, rings: &mut [Ring<'_>], memory: &View, _: u64) -> bool {
         let [ring] = rings else { return false };
         while let Some(chain) = ring.pop() {

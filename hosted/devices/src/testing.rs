@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use proptest::prelude::*;
-use vm_memory::GuestAddress;
+use vm_memory::{FileOffset, GuestAddress};
 
 use crate::{
     memory::{self, View},
@@ -38,7 +38,16 @@ pub fn waker() -> Waker {
 pub fn with_memory<T>(test: impl FnOnce(&View) -> T) -> T {
     const BORDER: u64 = BUFFERS + 0x8000;
     let ranges = [(GuestAddress(0), BORDER as usize), (GuestAddress(BORDER), (SIZE - BORDER) as usize)];
-    test(&View::from_ranges(&ranges).unwrap())
+    if cfg!(miri) {
+        return test(&View::from_ranges(&ranges).unwrap());
+    }
+    // As a monitor has it: a file that is mapped.
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(SIZE).unwrap();
+    let file = Arc::new(file);
+    let of_file =
+        |(at, size): (GuestAddress, usize)| (at, size, Some(FileOffset::from_arc(Arc::clone(&file), at.0)));
+    test(&View::from_ranges_with_files(ranges.map(of_file)).unwrap())
 }
 
 pub fn with_driver<T>(device: impl Device + 'static, test: impl FnOnce(&mut Driver<'_>) -> T) -> T {

@@ -78,6 +78,11 @@ pub trait Device: fmt::Debug + Send {
     /// configuration has changed.
     fn work(&mut self, rings: &mut [Ring<'_>], memory: &View, accepted: u64) -> bool;
 
+    /// Returns true if the device has work by itself, and false if only the driver's notices give it some.
+    fn has_events(&self) -> bool {
+        true
+    }
+
     /// Forgets what it was asked for: nothing of the guest's memory is used afterwards.
     fn reset(&mut self) {}
 
@@ -308,6 +313,11 @@ impl Transport {
             return Err(other());
         }
         self.queues.iter_mut().try_for_each(|queue| load_queue(queue, from))
+    }
+
+    /// Lets the device deliver what has come from outside. Says whether the driver is to be interrupted.
+    pub fn poll(&mut self, memory: &View) -> bool {
+        self.device.has_events() && self.work(memory)
     }
 
     /// Lets the device work. Says whether the driver is to be interrupted.

@@ -50,3 +50,53 @@ fn an_idle_machine_has_a_small_monitor() -> Result<()> {
     }
     Ok(())
 }
+
+/// The size of a burst, in MiB.
+const BURST: u64 = 256;
+const BURST_INIT: &str = "#!/bin/sh\nmknod /zero c 1 5\necho up\nread word\n\
+dd if=/zero of=/burst bs=1M count=256 2>/dev/null\necho full\nread word\n\
+rm /burst\necho empty\nread word\n";
+
+/// Memory that the guest has used and freed goes back to the host within seconds.
+#[test]
+#[ignore = "long"]
+fn a_burst_is_given_back() -> Result<()> {
+    let kernel = previrtualization::build(Release::Bookworm, Flavour::PreVirtualized)?;
+    let place = Place::with("burst", &kernel)?;
+    let tree = Image::ensure(Release::Bookworm)?.tree();
+    let tools = ["dd", "mknod", "rm"].map(|tool| (format!("bin/{tool}"), tree.join("usr/bin").join(tool)));
+    let folder = "lib/x86_64-linux-gnu";
+    let libraries = ["libpcre2-8.so.0", "libselinux.so.1"]
+        .map(|name| (format!("{folder}/{name}"), tree.join("usr").join(folder).join(name)));
+    let files: Vec<(&str, &Path)> =
+        tools.iter().chain(&libraries).map(|(name, path)| (name.as_str(), path.as_path())).collect();
+    let archive = place.file("initramfs", &archive_with(&tree, BURST_INIT, &files));
+    for isolation in ISOLATIONS {
+        let mut command = place.run();
+        command.arg("--initramfs").arg(&archive).args(["--memory", "512", isolation]);
+        let mut machine = Machine::start(&place, &mut command);
+        machine.wait_for("up\n");
+        let before = measured(&machine, isolation);
+        machine.type_line("go");
+        machine.wait_for("full\n");
+        let full = footprint::of(machine.child.id()).expect("the machine's memory");
+        assert!(full.guest >= before.guest + (BURST << 10), "{isolation}: {full:?}");
+        machine.type_line("go");
+        machine.wait_for("empty\n");
+        let freed = Instant::now();
+        let most = before.guest + (BURST << 10) / 20;
+        let mut now = full;
+        while now.guest > most {
+            assert!(
+                freed.elapsed() < patient(Duration::from_secs(30)),
+                "{isolation}: {before:?}, then {now:?}"
+            );
+            thread::sleep(Duration::from_millis(50));
+            now = footprint::of(machine.child.id()).expect("the machine's memory");
+        }
+        println!("{isolation}: 95 % of {BURST} MiB were given back after {:?}", freed.elapsed());
+        machine.type_line("end");
+        assert_well(&machine.end(RESET));
+    }
+    Ok(())
+}

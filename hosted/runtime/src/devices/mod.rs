@@ -13,9 +13,8 @@ use std::{
 };
 
 pub use console::Console;
-pub use mercury_devices::{Block, JoinedSubnet, Net, NetOption, OpenUplink, SubnetCard, SubnetOption};
 use mercury_devices::{
-    Rng,
+    Balloon, Rng,
     clock::Clock,
     memory::View,
     serial::Serial,
@@ -23,6 +22,7 @@ use mercury_devices::{
     state::{Reader, Writer},
     virtio::{Device, Transport, WINDOW},
 };
+pub use mercury_devices::{Block, JoinedSubnet, Net, NetOption, OpenUplink, SubnetCard, SubnetOption};
 use vm_memory::{GuestAddress, GuestRegionMmap, MmapRegion};
 
 use crate::{
@@ -44,6 +44,8 @@ const NET_LINE: u8 = 15;
 const SUBNET_LINE: u8 = 14;
 /// The interrupt line of the source of randomness: the second serial port's.
 const RNG_LINE: u8 = 3;
+/// The interrupt line of the device that takes unused memory back: the floppy drive's.
+const BALLOON_LINE: u8 = 6;
 /// The keyboard controller's command that pulls the processor's reset line.
 const RESET: (u16, u8) = (0x64, 0xFE);
 
@@ -67,7 +69,7 @@ pub struct Devices {
 pub struct Slots(Vec<(Box<dyn Device>, u8)>);
 
 impl Slots {
-    /// Disks in their order, a network card, a card on a subnet, a source of randomness.
+    /// Disks in their order, a network card, a card on a subnet, a source of randomness, a balloon.
     ///
     /// # Errors
     /// If there are too many disks.
@@ -80,6 +82,7 @@ impl Slots {
         slots.extend(net.map(|net| (Box::new(net) as _, NET_LINE)));
         slots.extend(subnet.map(|card| (Box::new(card) as _, SUBNET_LINE)));
         slots.push((Box::new(Rng), RNG_LINE));
+        slots.push((Box::new(Balloon), BALLOON_LINE));
         Ok(Self(slots))
     }
 
@@ -195,7 +198,7 @@ impl Devices {
         }
         self.raise_serial();
         for (transport, line) in &mut self.slots {
-            if transport.work(&self.view) {
+            if transport.poll(&self.view) {
                 self.pics.raise(*line);
             }
         }

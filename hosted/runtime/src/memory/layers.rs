@@ -200,7 +200,7 @@ impl Layers {
             // The process that has the turn may change levels meanwhile, so each is read once.
             at += 1;
             at += (at..self.pages).take_while(|page| self.level(*page) == level).count() as u64;
-            (start < self.pages).then(|| Run { pages: start..at, level })
+            (start < self.pages).then_some(Run { pages: start..at, level })
         })
     }
 
