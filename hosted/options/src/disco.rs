@@ -29,11 +29,16 @@ pub enum DiscoCommand {
         long_about = "Starts machines as copies of a running machine that `mercury disco run` has started. The \
         machine stands still for a moment, and goes on; its copies go on from the same instant, in the \
         background. They share all memory that neither they nor the machine write afterwards. Connections over \
-        the network stay with the machine. A machine can be forked seven times, and each of its copies as well.",
-        after_long_help = "EXAMPLES:\n  mercury disco fork web-1\n  mercury disco fork web-1 --count 32\n  \
-        mercury disco fork web-1 --name before-upgrade"
+        the network stay with the machine. A machine can be forked seven times, and each of its copies as well."
     )]
     Fork(ForkArgs),
+    /// Save a machine that runs into a file; it goes on
+    #[command(
+        long_about = "Saves a running machine that `mercury disco run` or `fork` has started, as it is now, into a \
+        file. The machine stands still for a moment, as for a fork, and goes on while the file is written. \
+        `mercury disco template` makes a template of the file, with the options of the machine's own template."
+    )]
+    Save(SaveArgs),
     /// List templates and their machines
     List,
     /// Show the memory that machines share, and what each has for itself
@@ -98,6 +103,15 @@ pub struct ForkArgs {
     /// A port of this host that leads to one of the copy, as for `mercury hosted run`
     #[arg(long, value_name = "[udp:]PORT[:PORT]", conflicts_with = "count")]
     pub forward: Vec<Forward>,
+}
+
+/// The options of `mercury disco save`.
+#[derive(Debug, Args)]
+pub struct SaveArgs {
+    /// The machine
+    pub machine: Name,
+    /// The new file
+    pub file: PathBuf,
 }
 
 /// A machine's name.

@@ -28,6 +28,7 @@ use mercury_devices::signals::{Waker, start_thread};
 
 use crate::{
     error::{Error, Result},
+    fork::Image,
     gdb,
     generator::random,
     saved::{self, Head, Life, Saved},
@@ -174,9 +175,7 @@ impl Drop for Wanted {
 /// # Errors
 /// If there is no machine, it cannot be saved, or the file cannot be written. The machine goes on then.
 pub fn save(socket: &Path, file: &Path) -> Result<u64> {
-    if file.symlink_metadata().is_ok() {
-        return Err(Error::new(format!("{} is there already", file.display())).hint("choose another name"));
-    }
+    refuse_if_there(file)?;
     let part = with_part(file);
     let left = clear(&part)?;
     let mut machine = match (UnixStream::connect(socket), &left) {
@@ -205,6 +204,48 @@ pub fn save(socket: &Path, file: &Path) -> Result<u64> {
     rename(&part, file).map_err(|error| Error::file("name", file, error).hint(part.display().to_string()))?;
     sync_folder(file)?;
     Ok(bytes)
+}
+
+/// Writes a machine that was forked into a new file. The machine goes on meanwhile. The file has its name when it
+/// is whole and on the disk. Until then the name ends with `.part`. Returns the file's size in bytes.
+///
+/// # Errors
+/// If the file cannot be written.
+pub fn save_image(image: &Image, file: &Path) -> Result<u64> {
+    refuse_if_there(file)?;
+    let part = with_part(file);
+    if let Some(left) = clear(&part)? {
+        return Err(left.is_another());
+    }
+    let kept = make(&part)?;
+    let written = write_image(image, &kept, &part).inspect_err(|_| {
+        let _ = fs::remove_file(&part);
+    })?;
+    rename(&part, file).map_err(|error| Error::file("name", file, error).hint(part.display().to_string()))?;
+    sync_folder(file)?;
+    Ok(written)
+}
+
+fn write_image(image: &Image, file: &File, part: &Path) -> Result<u64> {
+    let wrong = |error| Error::file("write", part, error);
+    let mut to = io::BufWriter::with_capacity(1 << 20, file);
+    let state = image.state().map_err(wrong)?;
+    saved::write(&mut to, &random()?, &state, image).map_err(wrong)?;
+    drop(to);
+    file.sync_all().map_err(wrong)?;
+    Saved::open(part)?;
+    file.metadata().map(|of| of.len()).map_err(wrong)
+}
+
+/// Checks that a name for a new file is free.
+///
+/// # Errors
+/// If there is a file.
+pub fn refuse_if_there(file: &Path) -> Result<()> {
+    match file.symlink_metadata() {
+        Err(_) => Ok(()),
+        Ok(_) => Err(Error::new(format!("{} is there already", file.display())).hint("choose another name")),
+    }
 }
 
 fn with_part(file: &Path) -> PathBuf {

@@ -1,138 +1,376 @@
 //! A fork of a running machine: the conversation of its template with it.
 //!
-//! The template asks by a byte on a socket and a signal ([`Source::freeze`]). The machine answers between two
+//! The template asks by a message on a socket and a signal ([`Source::freeze`]). The machine answers between two
 //! exits of the guest ([`Link`]): its state, where each page of its memory is, and the file that was its own
 //! until then ([`crate::memory::layers::Layers::freeze`]). Then the machine goes on. The template seals the
 //! file as soon as none of the machine's processes has it mapped for writing. It starts copies as those of a
 //! saved machine ([`crate::template`]).
+//!
+//! State and places go through two files that both have open, so no message is long. A program that has taken
+//! over its machine can write anything there. So the template waits for a limited time, copies before it checks,
+//! and lets no copy begin with places outside of the files.
 
 use std::{
     fs::File,
-    io::{self, Read, Write},
+    io::{self, Seek},
     mem,
     os::{
         fd::{AsRawFd, FromRawFd, OwnedFd, RawFd},
-        unix::{fs::FileExt, net::UnixStream},
+        unix::fs::{FileExt, MetadataExt},
     },
+    path::Path,
     sync::Arc,
     thread,
     time::{Duration, Instant},
 };
 
-use mercury_devices::state::{Reader, Writer};
+use mercury_devices::state::Writer;
 
 use crate::{
     error::{Error, Result},
     layout::PAGE,
     memory::{
-        layers::{Frozen, Run},
+        is_sealed,
+        layers::{Frozen, MOST_FORKS, Run},
         new_file, seal,
     },
+    saved::Still,
 };
 
 /// The signal that tells a machine to look at its socket. A process that does not handle it yet ignores it.
 pub const CALL: i32 = libc::SIGURG;
-/// The request.
-const FORK: u8 = b'F';
-/// The first byte of the answer: a machine follows, or the reason for which it does not.
-const FROZEN: u8 = b'S';
-const REFUSED: u8 = b'R';
-/// The time in which a machine answers. A guest that has switched interrupts off answers late.
+/// The kinds of answers: the machine is in the files, or the reason for which it is not.
+const FROZEN: u64 = 1;
+const REFUSED: u64 = 2;
+/// The time in which a machine answers, and its file can be sealed. A guest that has switched interrupts off
+/// answers late.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// The time between two attempts to seal a file.
 const MOMENT: Duration = Duration::from_micros(200);
-/// The largest answer that is believed, in bytes.
-const ANSWER_AT_MOST: u64 = 64 << 20;
+/// The largest state and the longest list of places that are believed, in bytes.
+const MOST_BYTES: u64 = 64 << 20;
 /// The number of files from which those above the lowest become one.
 const MOST_FILES: usize = 16;
 /// The number of bytes that are copied at once.
 const PIECE: usize = 1 << 20;
+/// The length of a place in the list: the first page, the one after the last, the level.
+const PLACE: usize = 24;
 
 /// A machine at an instant, from which others begin.
 #[derive(Debug)]
 pub struct Image {
-    /// The sealed files of its memory.
-    pub files: Vec<Arc<OwnedFd>>,
+    /// The sealed files of its memory, all of the same size.
+    files: Vec<Arc<OwnedFd>>,
     /// Where each page is, as for [`crate::memory::layers::Layers::new`].
-    pub runs: Vec<Run>,
-    /// The state ([`crate::saved`]).
-    pub state: Vec<u8>,
+    runs: Vec<Run>,
+    /// The state ([`crate::saved`]), in a file: only the machine's own copies get it.
+    state: File,
+}
+
+impl Image {
+    /// Takes an image from files, which must be sealed.
+    ///
+    /// # Errors
+    /// If a page is in none of these files, or a file can still be written to.
+    pub fn new(files: Vec<Arc<OwnedFd>>, runs: Vec<Run>, state: File) -> Result<Self> {
+        let image = Self { files, runs, state };
+        image
+            .check()
+            .map_err(|what| Error::new(format!("the machine's memory is wrong ({what}): this is a bug")))?;
+        Ok(image)
+    }
+
+    /// Takes an image whose state is in memory.
+    ///
+    /// # Errors
+    /// As for [`Self::new`], or if the host refuses a file.
+    pub fn with_state(files: Vec<OwnedFd>, runs: Vec<Run>, state: &[u8]) -> Result<Self> {
+        let file = File::from(new_file(c"mercury-state", 0, 0)?);
+        file.write_all_at(state, 0).map_err(|error| Error::new(format!("cannot keep a state: {error}")))?;
+        Self::new(files.into_iter().map(Arc::new).collect(), runs, file)
+    }
+
+    /// Returns the files of the memory.
+    #[must_use]
+    pub fn files(&self) -> &[Arc<OwnedFd>] {
+        &self.files
+    }
+
+    /// Returns where each page is.
+    #[must_use]
+    pub fn runs(&self) -> &[Run] {
+        &self.runs
+    }
+
+    /// Returns the file of the state.
+    #[must_use]
+    pub fn state_file(&self) -> &File {
+        &self.state
+    }
+
+    /// Writes where each page is into a file without a name.
+    ///
+    /// # Errors
+    /// The error of the host.
+    pub fn places_file(&self) -> Result<File> {
+        let file = File::from(new_file(c"mercury-state", 0, 0)?);
+        file.write_all_at(&pack(&self.runs), 0)
+            .map_err(|error| Error::file("write", Path::new("memory"), error))?;
+        Ok(file)
+    }
+
+    /// Takes an image from the files of another process's: the state, the places, and the memory.
+    ///
+    /// # Errors
+    /// As for [`Self::new`].
+    pub fn from_files(files: Vec<OwnedFd>) -> Result<Self> {
+        let mut files = files.into_iter();
+        let (Some(state), Some(places)) = (files.next(), files.next()) else {
+            return Err(Error::new("the template has sent no files: this is a bug"));
+        };
+        let places = read_all(&File::from(places));
+        let places = places.map_err(|error| Error::file("read", Path::new("memory"), error))?;
+        Self::new(files.map(Arc::new).collect(), unpack(&places), state.into())
+    }
+
+    /// Reads the state.
+    ///
+    /// # Errors
+    /// The error of the host.
+    pub fn state(&self) -> io::Result<Vec<u8>> {
+        read_all(&self.state)
+    }
+
+    fn check(&self) -> std::result::Result<(), &'static str> {
+        let size_of = |file: &Arc<OwnedFd>| file.try_clone().map(File::from)?.metadata().map(|of| of.size());
+        let size = self.files.first().and_then(|file| size_of(file).ok()).ok_or("no files")?;
+        if !self.files.iter().all(|file| is_sealed(file) && size_of(file).is_ok_and(|other| other == size)) {
+            return Err("a file can change");
+        }
+        let mut from = 0;
+        for Run { pages, level } in &self.runs {
+            if pages.start < from || pages.end <= pages.start || pages.end > size / PAGE {
+                return Err("pages are not in order");
+            }
+            if usize::from(*level) > self.files.len() {
+                return Err("a page is in no file");
+            }
+            from = pages.end;
+        }
+        Ok(())
+    }
+}
+
+impl Still for Image {
+    fn size(&self) -> u64 {
+        let lowest = self.files.first().and_then(|file| file.try_clone().ok());
+        lowest.and_then(|file| File::from(file).metadata().ok()).map_or(0, |of| of.size())
+    }
+
+    fn read(&self, physical: u64, into: &mut [u8]) -> io::Result<()> {
+        let mut at = physical;
+        let mut rest = into;
+        while !rest.is_empty() {
+            let page = at / PAGE;
+            let index = self.runs.partition_point(|run| run.pages.end <= page);
+            let (level, end) = match self.runs.get(index) {
+                Some(run) if run.pages.start <= page => (run.level, run.pages.end),
+                next => (0, next.map_or(u64::MAX / PAGE, |run| run.pages.start)),
+            };
+            let length = rest.len().min((end * PAGE - at) as usize);
+            let (some, others) = rest.split_at_mut(length);
+            match self.files.get(usize::from(level)) {
+                Some(file) => read_at(file, at, some)?,
+                None => some.fill(0),
+            }
+            (at, rest) = (at + length as u64, others);
+        }
+        Ok(())
+    }
+}
+
+/// Reads a whole file, up to the longest that is believed.
+fn read_all(file: &File) -> io::Result<Vec<u8>> {
+    let mut bytes = vec![0; file.metadata()?.len().min(MOST_BYTES) as usize];
+    file.read_exact_at(&mut bytes, 0)?;
+    Ok(bytes)
+}
+
+/// Writes places as bytes.
+fn pack(runs: &[Run]) -> Vec<u8> {
+    let mut to = Writer::default();
+    for Run { pages, level } in runs {
+        to.numbers([pages.start, pages.end, (*level).into()]);
+    }
+    to.finish()
+}
+
+/// Reads places. A level that cannot be is read as one that is too high.
+fn unpack(bytes: &[u8]) -> Vec<Run> {
+    let word = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_le_bytes);
+    let run = |place: &[u8; PLACE]| Run {
+        pages: word(&place[..8])..word(&place[8..16]),
+        level: u8::try_from(word(&place[16..])).unwrap_or(u8::MAX),
+    };
+    bytes.as_chunks::<PLACE>().0.iter().map(run).collect()
+}
+
+/// Reads a file at an offset.
+fn read_at(file: &OwnedFd, at: u64, into: &mut [u8]) -> io::Result<()> {
+    let mut done = 0;
+    while done < into.len() {
+        let rest = &mut into[done..];
+        let offset = (at + done as u64).cast_signed();
+        // SAFETY: There is room for so many bytes.
+        let read = unsafe { libc::pread(file.as_raw_fd(), rest.as_mut_ptr().cast(), rest.len(), offset) };
+        match usize::try_from(read) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(count) => done += count,
+            Err(_) if io::Error::last_os_error().kind() == io::ErrorKind::Interrupted => {}
+            Err(_) => return Err(io::Error::last_os_error()),
+        }
+    }
+    Ok(())
 }
 
 /// A fork that has succeeded.
 #[derive(Debug)]
 pub struct Forked {
     pub image: Arc<Image>,
-    /// The time in which the machine stood still.
+    /// The time in which the machine's first process took the instant.
     pub pause: Duration,
+}
+
+/// The files that a machine and its template have open.
+#[derive(Debug)]
+struct Shared {
+    state: File,
+    places: File,
 }
 
 /// The template's way to a machine.
 #[derive(Debug)]
 pub struct Source {
-    socket: UnixStream,
+    socket: OwnedFd,
+    shared: Arc<Shared>,
     process: i32,
     /// The image from which the machine began.
     image: Arc<Image>,
-    /// The files that were the machine's own.
+    /// The files that were the machine's own, in order.
     frozen: Vec<Arc<OwnedFd>>,
-    /// True if the machine has not answered in time: what it sends later is the answer to an earlier request.
-    is_lost: bool,
+    /// The number of the last request.
+    request: u64,
 }
 
 /// A machine's way to its template.
 #[derive(Debug)]
-pub struct Link(OwnedFd);
+pub struct Link {
+    socket: OwnedFd,
+    shared: Arc<Shared>,
+}
 
-/// Makes both ends of a connection.
-///
-/// # Errors
-/// If the host refuses.
-pub fn pair() -> Result<(UnixStream, Link)> {
-    let wrong = |_| Error::system("make a socket for forks");
-    let (template, machine) = UnixStream::pair().map_err(wrong)?;
-    machine.set_nonblocking(true).map_err(wrong)?;
-    template.set_read_timeout(Some(PATIENCE)).map_err(wrong)?;
-    Ok((template, Link(machine.into())))
+/// A request that waits for an answer.
+#[derive(Clone, Copy, Debug)]
+pub struct Wanted(u64);
+
+/// An answer, as it is sent: the kind, the number of the request, and the lengths of state and places.
+type Answer = [u64; 5];
+
+/// Both ends of a connection.
+#[derive(Debug)]
+pub struct Pair {
+    socket: OwnedFd,
+    link: Link,
+}
+
+impl Pair {
+    /// Makes a connection.
+    ///
+    /// # Errors
+    /// If the host refuses.
+    pub fn new() -> Result<Self> {
+        let mut ends = [-1; 2];
+        let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+        // SAFETY: There is room for two descriptors.
+        if unsafe { libc::socketpair(libc::AF_UNIX, kind, 0, ends.as_mut_ptr()) } != 0 {
+            return Err(Error::system("make a socket for forks"));
+        }
+        // SAFETY: The descriptors were made above and have no other owner.
+        let [socket, other] = ends.map(|end| unsafe { OwnedFd::from_raw_fd(end) });
+        let file = || new_file(c"mercury-state", 0, 0).map(File::from);
+        let shared = Arc::new(Shared { state: file()?, places: file()? });
+        Ok(Self { socket, link: Link { socket: other, shared } })
+    }
+
+    /// Keeps the machine's end, in its process.
+    #[must_use]
+    pub fn into_link(self) -> Link {
+        self.link
+    }
+
+    /// Keeps the template's end. The machine began from an image in a process of this number.
+    #[must_use]
+    pub fn into_source(self, process: i32, image: Arc<Image>) -> Source {
+        let Self { socket, link: Link { shared, .. } } = self;
+        Source { socket, shared, process, image, frozen: Vec::new(), request: 0 }
+    }
 }
 
 impl Link {
     /// Returns the socket.
     #[must_use]
-    pub fn descriptor(&self) -> RawFd {
-        self.0.as_raw_fd()
+    pub fn socket(&self) -> RawFd {
+        self.socket.as_raw_fd()
     }
 
-    /// Returns true if the template has asked for a fork since this function was called.
+    /// Returns all descriptors.
+    pub fn descriptors(&self) -> impl Iterator<Item = RawFd> + Clone {
+        let files = [self.shared.state.as_raw_fd(), self.shared.places.as_raw_fd()];
+        std::iter::once(self.socket()).chain(files)
+    }
+
+    /// Returns the last request of the template that was not answered.
     #[must_use]
-    pub fn is_wanted(&self) -> bool {
-        let mut requests = [0; 16];
-        // SAFETY: There is room for so many bytes.
-        let read = unsafe { libc::read(self.descriptor(), requests.as_mut_ptr().cast(), requests.len()) };
-        usize::try_from(read).is_ok_and(|count| requests[..count].contains(&FORK))
+    pub fn wanted(&self) -> Option<Wanted> {
+        let mut last = None;
+        loop {
+            let mut request = 0_u64.to_le_bytes();
+            // SAFETY: There is room for so many bytes.
+            let read = unsafe {
+                let room = request.as_mut_ptr().cast();
+                libc::read(self.socket(), room, request.len())
+            };
+            match usize::try_from(read) {
+                Ok(count) if count == request.len() => last = Some(Wanted(u64::from_le_bytes(request))),
+                _ => return last,
+            }
+        }
     }
 
     /// Tells the template why the machine cannot be forked.
-    pub fn refuse(&self, why: &str) {
-        self.answer(REFUSED, why.as_bytes(), None);
-    }
-
-    /// Sends the machine. `pause` is the time in which it stood still.
-    pub fn send(&self, frozen: &Frozen, state: &[u8], pause: Duration) {
-        let mut to = Writer::default();
-        to.number(pause.as_nanos() as u64);
-        to.bytes(state);
-        to.number(frozen.runs.len() as u64);
-        for Run { pages, level } in &frozen.runs {
-            to.numbers([pages.start, pages.end, (*level).into()]);
+    pub fn refuse(&self, wanted: Wanted, why: &str) {
+        if self.shared.state.write_all_at(why.as_bytes(), 0).is_ok() {
+            self.answer([REFUSED, wanted.0, why.len() as u64, 0, 0], None);
         }
-        self.answer(FROZEN, &to.finish(), Some(frozen.file));
     }
 
-    /// Sends an answer. If the template is gone, or does not read, it gets none, or a part.
-    fn answer(&self, kind: u8, bytes: &[u8], file: Option<RawFd>) {
-        let head = [&[kind][..], &(bytes.len() as u64).to_le_bytes(), bytes].concat();
-        let mut part = libc::iovec { iov_base: head.as_ptr().cast_mut().cast(), iov_len: head.len() };
+    /// Sends the machine. `pause` is the time in which it stood still. If the host has no memory for it, the
+    /// template gets no answer.
+    pub fn send(&self, wanted: Wanted, frozen: &Frozen, state: &[u8], pause: Duration) {
+        let places = pack(&frozen.runs);
+        let Shared { state: state_file, places: places_file } = &*self.shared;
+        let written = state_file.write_all_at(state, 0).and_then(|()| places_file.write_all_at(&places, 0));
+        let lengths = if written.is_ok() { [state.len(), places.len()] } else { [0; 2] };
+        let [state, places] = lengths.map(|length| length as u64);
+        // Even without the rest the template must get the file: it is below the machine's own from now on.
+        let answer = [FROZEN, wanted.0, state, places, pause.as_nanos() as u64];
+        self.answer(answer, Some(frozen.file));
+    }
+
+    /// Sends an answer, and perhaps a descriptor. If the template does not read, it gets none.
+    fn answer(&self, answer: Answer, file: Option<RawFd>) {
+        let bytes = answer.map(u64::to_le_bytes).concat();
+        let mut part = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
         let mut control = Control::default();
         // SAFETY: All zeros are a valid message.
         let mut message: libc::msghdr = unsafe { mem::zeroed() };
@@ -140,8 +378,9 @@ impl Link {
         if let Some(file) = file {
             control.hold(file, &mut message);
         }
+        let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
         // SAFETY: The message and all that it points to live until the call has returned.
-        unsafe { libc::sendmsg(self.descriptor(), &raw const message, libc::MSG_NOSIGNAL) };
+        unsafe { libc::sendmsg(self.socket(), &raw const message, flags) };
     }
 }
 
@@ -150,8 +389,11 @@ impl Link {
 #[derive(Default)]
 struct Control([u8; CONTROL]);
 
-// SAFETY: It computes a number.
+/// The room, and the part of it that one descriptor takes: a second one would fit into the rest.
+// SAFETY: Both compute a number.
 const CONTROL: usize = unsafe { libc::CMSG_SPACE(size_of::<RawFd>() as u32) } as usize;
+// SAFETY: As above.
+const ONE: usize = unsafe { libc::CMSG_LEN(size_of::<RawFd>() as u32) } as usize;
 
 impl Control {
     /// Puts a descriptor beside a message.
@@ -163,7 +405,7 @@ impl Control {
             let header = libc::CMSG_FIRSTHDR(message);
             (*header).cmsg_level = libc::SOL_SOCKET;
             (*header).cmsg_type = libc::SCM_RIGHTS;
-            (*header).cmsg_len = libc::CMSG_LEN(size_of::<RawFd>() as u32) as usize;
+            (*header).cmsg_len = ONE;
             libc::CMSG_DATA(header).cast::<RawFd>().write_unaligned(file);
         }
     }
@@ -173,7 +415,7 @@ impl Control {
         // SAFETY: The host has filled the room, and says how much of it. A descriptor has no other owner.
         unsafe {
             let header = libc::CMSG_FIRSTHDR(message);
-            if header.is_null() || (*header).cmsg_type != libc::SCM_RIGHTS {
+            if header.is_null() || (*header).cmsg_type != libc::SCM_RIGHTS || (*header).cmsg_len < ONE {
                 return None;
             }
             let file = libc::CMSG_DATA(header).cast::<RawFd>().read_unaligned();
@@ -183,141 +425,163 @@ impl Control {
 }
 
 impl Source {
-    /// Makes the way to a machine that began from an image in a process of this number.
-    #[must_use]
-    pub fn new(socket: UnixStream, process: i32, image: Arc<Image>) -> Self {
-        Self { socket, process, image, frozen: Vec::new(), is_lost: false }
-    }
-
     /// Takes the machine as it is now. The machine goes on.
     ///
     /// # Errors
-    /// If the machine cannot be forked, or does not answer.
+    /// If the machine cannot be forked, or does not answer in time.
     pub fn freeze(&mut self) -> Result<Forked> {
-        if self.is_lost {
-            return Err(no_answer("the machine has not answered an earlier request"));
+        let deadline = Instant::now() + PATIENCE;
+        self.ask()?;
+        let [kind, _, state, places, pause] = self.hear(deadline)?;
+        if kind == REFUSED {
+            let mut why = vec![0; state.min(1000) as usize];
+            let read = self.shared.state.read_exact_at(&mut why, 0);
+            read.map_err(|error| no_answer(&error.to_string()))?;
+            let why = String::from_utf8_lossy(&why).into_owned();
+            return Err(Error::new(why).hint("the machine goes on, and others can be forked"));
         }
-        let asked = self.socket.write_all(&[FORK]);
-        asked.map_err(|error| no_answer(&format!("the machine is gone: {error}")))?;
-        // SAFETY: It takes numbers. The process is a child that was not waited for, so the number is its own.
-        unsafe { libc::kill(self.process, CALL) };
-        let (bytes, file) = self.hear().map_err(|error| {
-            self.is_lost = true;
-            no_answer(&format!("the machine does not answer: {error}"))
-        })??;
-        let file = file.ok_or_else(|| Error::new("the machine has sent no memory: this is a bug"))?;
-        let mut from = Reader::new(&bytes);
-        let pause = Duration::from_nanos(from.number()?);
-        let state = from.bytes()?.to_vec();
-        let count: u64 = from.number()?;
-        let mut runs = Vec::new();
-        for _ in 0..count {
-            let (start, end, level): (u64, u64, u64) = (from.number()?, from.number()?, from.number()?);
-            let level = u8::try_from(level).map_err(|_| Error::new("a level is too high: this is a bug"))?;
-            runs.push(Run { pages: start..end, level });
-        }
-        from.finish()?;
-        await_seal(&file)?;
-        self.frozen.push(Arc::new(file));
+        self.frozen.iter().try_for_each(|file| await_seal(file, deadline + PATIENCE))?;
+        let (state, runs) = self.copy(state, places).map_err(|error| no_answer(&error.to_string()))?;
         let files: Vec<Arc<OwnedFd>> = self.image.files.iter().chain(&self.frozen).cloned().collect();
-        check(&files, &runs)?;
-        let (files, runs) = if files.len() > MOST_FILES { flatten(&files, &runs)? } else { (files, runs) };
-        Ok(Forked { image: Arc::new(Image { files, runs, state }), pause })
+        let image = Image::new(files, runs, state)?;
+        let image = if image.files.len() > MOST_FILES { flatten(image)? } else { image };
+        Ok(Forked { image: Arc::new(image), pause: Duration::from_nanos(pause) })
     }
 
-    /// Receives an answer: bytes and perhaps a descriptor, or the reason for which there are none.
-    fn hear(&mut self) -> io::Result<Result<(Vec<u8>, Option<OwnedFd>)>> {
-        let mut kind = [0];
+    /// Sends a request.
+    fn ask(&mut self) -> Result<()> {
+        self.request += 1;
+        let request = self.request.to_le_bytes();
+        let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
+        // SAFETY: There are so many bytes.
+        let sent =
+            unsafe { libc::send(self.socket.as_raw_fd(), request.as_ptr().cast(), request.len(), flags) };
+        if sent < 0 {
+            return Err(no_answer(&io::Error::last_os_error().to_string()));
+        }
+        // SAFETY: It takes numbers. The process is a child that was not waited for, so the number is its own.
+        unsafe { libc::kill(self.process, CALL) };
+        Ok(())
+    }
+
+    /// Waits for the answer to the last request. An earlier one may come late: then its file is kept, because it
+    /// is below the machine's own.
+    fn hear(&mut self, deadline: Instant) -> Result<Answer> {
+        loop {
+            let rest = deadline.saturating_duration_since(Instant::now());
+            let wait = rest.as_millis().max(1) as i32;
+            let mut ready = libc::pollfd { fd: self.socket.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+            // SAFETY: There is one descriptor.
+            let count = unsafe { libc::poll(&raw mut ready, 1, wait) };
+            if rest.is_zero() && count <= 0 {
+                return Err(no_answer("it is silent"));
+            }
+            if count <= 0 {
+                continue;
+            }
+            let (answer, file) = self.receive().map_err(|error| no_answer(&error.to_string()))?;
+            let [kind, request, ..] = answer;
+            if kind == FROZEN {
+                let file = file.filter(|_| self.frozen.len() < MOST_FORKS);
+                let file = file.ok_or_else(|| no_answer("it has sent no memory"))?;
+                self.frozen.push(Arc::new(file));
+            }
+            if request == self.request {
+                return Ok(answer);
+            }
+        }
+    }
+
+    /// Receives a message, which is there.
+    fn receive(&self) -> io::Result<(Answer, Option<OwnedFd>)> {
+        let mut bytes = [0; size_of::<Answer>()];
         let mut control = Control::default();
-        let mut part = libc::iovec { iov_base: kind.as_mut_ptr().cast(), iov_len: kind.len() };
+        let mut part = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
         // SAFETY: All zeros are a valid message.
         let mut message: libc::msghdr = unsafe { mem::zeroed() };
         (message.msg_iov, message.msg_iovlen) = (&raw mut part, 1);
-        (message.msg_control, message.msg_controllen) = (control.0.as_mut_ptr().cast(), CONTROL);
-        loop {
-            let flags = libc::MSG_CMSG_CLOEXEC;
-            // SAFETY: The message and all that it points to live until the call has returned.
-            match unsafe { libc::recvmsg(self.socket.as_raw_fd(), &raw mut message, flags) } {
-                1 => break,
-                0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-                _ if io::Error::last_os_error().kind() == io::ErrorKind::Interrupted => {}
-                _ => return Err(io::Error::last_os_error()),
-            }
+        (message.msg_control, message.msg_controllen) = (control.0.as_mut_ptr().cast(), ONE);
+        let flags = libc::MSG_CMSG_CLOEXEC | libc::MSG_DONTWAIT;
+        // SAFETY: The message and all that it points to live until the call has returned.
+        let received = unsafe { libc::recvmsg(self.socket.as_raw_fd(), &raw mut message, flags) };
+        if received < 0 {
+            return Err(io::Error::last_os_error());
         }
         let file = Control::take(&message);
-        let mut length = [0; 8];
-        self.socket.read_exact(&mut length)?;
-        let length = u64::from_le_bytes(length);
-        if length > ANSWER_AT_MOST {
+        if received as usize != bytes.len() {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        let mut words = bytes.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word));
+        Ok((std::array::from_fn(|_| words.next().unwrap_or(0)), file))
+    }
+
+    /// Copies the state into a file of its own, and reads the places.
+    fn copy(&self, state: u64, places: u64) -> io::Result<(File, Vec<Run>)> {
+        if state == 0 || state.max(places) > MOST_BYTES || !places.is_multiple_of(PLACE as u64) {
             return Err(io::ErrorKind::InvalidData.into());
         }
-        let mut bytes = vec![0; length as usize];
-        self.socket.read_exact(&mut bytes)?;
-        Ok(match kind[0] {
-            FROZEN => Ok((bytes, file)),
-            _ => Err(Error::new(String::from_utf8_lossy(&bytes))
-                .hint("the machine goes on, and others can be forked")),
-        })
+        let Shared { state: from, places: list } = &*self.shared;
+        let copy = File::from(new_file(c"mercury-state", 0, 0).map_err(|_| io::Error::last_os_error())?);
+        let mut from: &File = from;
+        from.rewind()?;
+        // The library copies from file to file: nothing of the state stays in this process, of which all other
+        // machines are copies.
+        if io::copy(&mut io::Read::take(from, state), &mut &copy)? != state {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        let mut bytes = vec![0; places as usize];
+        list.read_exact_at(&mut bytes, 0)?;
+        from.set_len(0)?;
+        list.set_len(0)?;
+        Ok((copy, unpack(&bytes)))
     }
 }
 
 fn no_answer(why: &str) -> Error {
-    Error::new(why).hint("`mercury disco list` shows if it runs; the host may be overloaded")
+    Error::new(format!("the machine does not answer ({why})"))
+        .hint("`mercury disco list` shows if it runs; the host may be overloaded: try again")
 }
 
-/// Seals the file when all processes of the machine have followed.
-fn await_seal(file: &OwnedFd) -> Result<()> {
-    let start = Instant::now();
-    loop {
+/// Seals a file when all processes of the machine have followed.
+fn await_seal(file: &OwnedFd, deadline: Instant) -> Result<()> {
+    while !is_sealed(file) {
         match seal(file) {
-            Ok(()) => return Ok(()),
-            Err(error) if start.elapsed() > PATIENCE => return Err(error),
+            Err(error) if Instant::now() > deadline => return Err(error),
             Err(_) => thread::sleep(MOMENT),
+            Ok(()) => {}
         }
     }
-}
-
-/// Checks that runs are in order, and in files that are there or in the one above them.
-fn check(files: &[Arc<OwnedFd>], runs: &[Run]) -> Result<()> {
-    let are_in_order = runs.is_sorted_by(|a, b| a.pages.end <= b.pages.start);
-    let are_there = runs.iter().all(|run| usize::from(run.level) <= files.len() && !run.pages.is_empty());
-    match are_in_order && are_there {
-        true => Ok(()),
-        false => Err(Error::new("the machine has sent no map of its memory: this is a bug")),
-    }
+    Ok(())
 }
 
 /// Makes one file of all but the lowest.
-fn flatten(files: &[Arc<OwnedFd>], runs: &[Run]) -> Result<(Vec<Arc<OwnedFd>>, Vec<Run>)> {
+fn flatten(image: Image) -> Result<Image> {
     let wrong = |error: io::Error| {
         Error::new(format!("cannot copy a machine's memory: {error}"))
             .hint("the host may have no memory left")
     };
-    let all: Vec<File> = files
-        .iter()
-        .map(|file| file.try_clone().map(File::from))
-        .collect::<io::Result<_>>()
-        .map_err(wrong)?;
-    let flat = new_file(c"mercury-hosted", all[0].metadata().map_err(wrong)?.len(), libc::MFD_ALLOW_SEALING)?;
-    let flat = File::from(flat);
+    let flat = File::from(new_file(c"mercury-hosted", image.size(), libc::MFD_ALLOW_SEALING)?);
     let mut piece = vec![0; PIECE];
-    let mut flat_runs = Vec::new();
-    for Run { pages, level } in runs {
-        let Some(from) = all.get(usize::from(*level)) else {
-            flat_runs.push(Run { pages: pages.clone(), level: 2 });
+    let mut runs = Vec::new();
+    for Run { pages, level } in &image.runs {
+        let Some(from) = image.files.get(usize::from(*level)) else {
+            runs.push(Run { pages: pages.clone(), level: 2 });
             continue;
         };
         let (mut at, end) = (pages.start * PAGE, pages.end * PAGE);
         while at < end {
             let piece = &mut piece[..PIECE.min((end - at) as usize)];
-            from.read_exact_at(piece, at).and_then(|()| flat.write_all_at(piece, at)).map_err(wrong)?;
+            read_at(from, at, piece).and_then(|()| flat.write_all_at(piece, at)).map_err(wrong)?;
             at += piece.len() as u64;
         }
-        flat_runs.push(Run { pages: pages.clone(), level: 1 });
+        runs.push(Run { pages: pages.clone(), level: 1 });
     }
+    // The copies of other machines have a copy of this process's memory.
+    piece.fill(0);
+    std::hint::black_box(&piece);
     let flat = OwnedFd::from(flat);
     seal(&flat)?;
-    Ok((vec![Arc::clone(&files[0]), Arc::new(flat)], flat_runs))
+    Image::new(vec![Arc::clone(&image.files[0]), Arc::new(flat)], runs, image.state)
 }
 
 #[cfg(test)]
@@ -327,78 +591,162 @@ mod tests {
 
     const PAGES: u64 = 40;
 
-    fn file(word: u64) -> Arc<OwnedFd> {
+    fn file(word: u64) -> OwnedFd {
         let file = File::from(new_file(c"test", PAGES * PAGE, libc::MFD_ALLOW_SEALING).unwrap());
         (0..PAGES).for_each(|page| file.write_all_at(&(page + word).to_le_bytes(), page * PAGE).unwrap());
-        Arc::new(file.into())
+        file.into()
+    }
+
+    fn sealed(word: u64) -> OwnedFd {
+        let file = file(word);
+        seal(&file).unwrap();
+        file
     }
 
     fn run(start: u64, end: u64, level: u8) -> Run {
         Run { pages: start..end, level }
     }
 
-    fn image() -> Arc<Image> {
-        Arc::new(Image { files: vec![file(0)], runs: vec![run(30, 40, 1)], state: vec![] })
+    fn image(runs: Vec<Run>) -> Result<Image> {
+        Image::with_state(vec![sealed(0), sealed(1000)], runs, b"first")
     }
 
     fn word(image: &Image, page: u64) -> u64 {
-        let level = image.runs.iter().find(|run| run.pages.contains(&page)).map_or(0, |run| run.level);
         let mut word = [0; 8];
-        if let Some(file) = image.files.get(usize::from(level)) {
-            File::from(file.try_clone().unwrap()).read_exact_at(&mut word, page * PAGE).unwrap();
-        }
+        image.read(page * PAGE, &mut word).unwrap();
         u64::from_le_bytes(word)
+    }
+
+    /// Reads across the ends of runs.
+    #[test]
+    fn an_image_is_read_from_all_of_its_files() {
+        let image = image(vec![run(2, 5, 1), run(5, 6, 2), run(7, 8, 1)]).unwrap();
+        assert_eq!((image.size(), image.state().unwrap()), (PAGES * PAGE, b"first".to_vec()));
+        let mut all = vec![0; (PAGES * PAGE) as usize];
+        image.read(0, &mut all).unwrap();
+        for page in 0..PAGES {
+            let expected = match page {
+                2..5 | 7 => 1000 + page,
+                5 => 0,
+                _ => page,
+            };
+            let at = (page * PAGE) as usize;
+            assert_eq!(u64::from_le_bytes(all[at..at + 8].try_into().unwrap()), expected, "{page}");
+            assert_eq!(word(&image, page), expected);
+        }
+        assert!(image.read((PAGES - 1) * PAGE, &mut all[..2 * PAGE as usize]).is_err(), "beyond the end");
+    }
+
+    #[test]
+    fn wrong_places_and_files_are_refused() {
+        assert!(image(vec![run(2, 5, 1), run(5, PAGES, 2)]).is_ok());
+        for runs in [
+            vec![run(2, 5, 1), run(4, 7, 2)],
+            vec![run(2, 5, 3)],
+            vec![run(2, 2, 1)],
+            vec![run(5, 2, 1)],
+            vec![run(2, PAGES + 1, 1)],
+            vec![run(2, u64::MAX, 1)],
+        ] {
+            assert!(image(runs.clone()).is_err(), "{runs:?}");
+        }
+        assert!(Image::with_state(vec![sealed(0), file(1)], vec![], b"").is_err(), "it can change");
+        let short = new_file(c"test", PAGE, libc::MFD_ALLOW_SEALING).unwrap();
+        seal(&short).unwrap();
+        assert!(Image::with_state(vec![sealed(0), short], vec![], b"").is_err(), "it is short");
+        assert!(Image::with_state(vec![], vec![], b"").is_err());
+    }
+
+    /// Calls a function for the next request.
+    fn answer(link: &Link, how: impl FnOnce(Wanted)) {
+        loop {
+            match link.wanted() {
+                Some(wanted) => return how(wanted),
+                None if link.is_gone() => return,
+                None => thread::sleep(MOMENT),
+            }
+        }
+    }
+
+    impl Link {
+        fn is_gone(&self) -> bool {
+            let mut ready = libc::pollfd { fd: self.socket(), events: libc::POLLRDHUP, revents: 0 };
+            // SAFETY: There is one descriptor.
+            unsafe { libc::poll(&raw mut ready, 1, 0) > 0 && ready.revents & libc::POLLHUP != 0 }
+        }
+    }
+
+    fn connect(machine: impl FnOnce(Link) + Send + 'static) -> (Source, thread::JoinHandle<()>) {
+        let Pair { socket, link } = Pair::new().unwrap();
+        let shared = Arc::clone(&link.shared);
+        let image = Arc::new(image(vec![]).unwrap());
+        let process = std::process::id().cast_signed();
+        let source = Source { socket, shared, process, image, frozen: Vec::new(), request: 0 };
+        (source, thread::spawn(move || machine(link)))
     }
 
     /// Stands for a machine that is forked again and again.
     #[test]
     fn a_template_gets_what_a_machine_sends() {
-        let (socket, link) = pair().unwrap();
-        let mut source = Source::new(socket, std::process::id() as i32, image());
-        assert!(!link.is_wanted());
-        let own = file(1000);
-        let answers = thread::spawn(move || {
-            while !link.is_wanted() {
-                thread::sleep(MOMENT);
-            }
-            let runs = vec![run(2, 5, 1), run(35, 40, 2)];
-            link.send(&Frozen { file: own.as_raw_fd(), runs }, b"state", Duration::from_micros(9));
-            while !link.is_wanted() {
-                thread::sleep(MOMENT);
-            }
-            link.refuse("not now");
+        let (mut source, machine) = connect(|link| {
+            let own = [file(2000), file(3000)];
+            let frozen = |at: usize, runs| Frozen { file: own[at].as_raw_fd(), runs };
+            let short = Duration::from_micros(9);
+            let first = frozen(0, vec![run(2, 5, 2), run(35, 40, 3)]);
+            answer(&link, |wanted| link.send(wanted, &first, b"state", short));
+            answer(&link, |wanted| link.refuse(wanted, "not now"));
+            // A late answer to an earlier request brings its file, and nothing else.
+            let many = (0..PAGES / 2).map(|page| run(2 * page, 2 * page + 1, 3)).collect();
+            answer(&link, |wanted| {
+                link.refuse(Wanted(wanted.0 - 1), "late");
+                link.send(wanted, &frozen(1, many), b"other", short);
+            });
         });
         let Forked { image, pause } = source.freeze().unwrap();
-        assert_eq!(
-            (pause, &image.state[..], image.files.len()),
-            (Duration::from_micros(9), &b"state"[..], 2)
-        );
-        assert_eq!([1, 2, 4, 5].map(|page| word(&image, page)), [1, 1002, 1004, 5]);
-        assert!(File::from(image.files[1].try_clone().unwrap()).write_at(b"x", 0).is_err(), "it is sealed");
+        assert_eq!((pause, image.state().unwrap()), (Duration::from_micros(9), b"state".to_vec()));
+        assert_eq!([1, 2, 4, 5, 36].map(|page| word(&image, page)), [1, 2002, 2004, 5, 0]);
+        let own = File::from(image.files[2].try_clone().unwrap());
+        assert!(own.write_at(b"x", 0).is_err(), "it is sealed");
         assert!(source.freeze().unwrap_err().message().contains("not now"));
-        answers.join().unwrap();
-        assert!(source.freeze().unwrap_err().message().contains("gone"), "its machine has ended");
+        let Forked { image, .. } = source.freeze().unwrap();
+        assert_eq!([2, 3, 4].map(|page| word(&image, page)), [3002, 3, 3004]);
+        assert_eq!((image.files.len(), image.state().unwrap()), (4, b"other".to_vec()));
+        machine.join().unwrap();
+        assert!(source.freeze().unwrap_err().message().contains("does not answer"), "it has ended");
     }
 
+    /// Stands for a program that has taken over its machine.
     #[test]
-    fn wrong_maps_are_refused() {
-        let files = [file(0), file(1)];
-        check(&files, &[run(2, 5, 1), run(5, 7, 2)]).unwrap();
-        for runs in [[run(2, 5, 1), run(4, 7, 2)], [run(2, 5, 1), run(6, 7, 3)], [run(2, 2, 1), run(6, 7, 0)]]
-        {
-            assert!(check(&files, &runs).is_err(), "{runs:?}");
+    fn lies_are_refused_in_time() {
+        let begin = Instant::now();
+        let (mut source, machine) = connect(|link| {
+            let own = file(2000);
+            let lie = |answer: Answer, file| link.answer(answer, file);
+            answer(&link, |Wanted(number)| lie([FROZEN, number, 5, 24, 0], None));
+            answer(&link, |Wanted(number)| lie([REFUSED, number, u64::MAX, 0, 0], None));
+            answer(&link, |Wanted(number)| lie([7, number, 1 << 60, 1 << 60, 0], None));
+            for runs in [vec![run(0, 1 << 50, 2)], vec![run(0, 1, 200)]] {
+                let frozen = Frozen { file: own.as_raw_fd(), runs };
+                answer(&link, |wanted| link.send(wanted, &frozen, b"state", Duration::ZERO));
+            }
+            answer(&link, |_| ());
+        });
+        for number in 0..6 {
+            assert!(source.freeze().is_err(), "{number}");
         }
+        assert!(begin.elapsed() < 4 * PATIENCE);
+        machine.join().unwrap();
     }
 
     #[test]
     fn many_files_become_two() {
-        let files = [0, 1000, 2000, 3000].map(file);
+        let files = Vec::from([0, 1000, 2000, 3000].map(sealed));
         let runs = vec![run(0, 3, 2), run(5, 9, 1), run(9, 12, 3), run(20, 30, 4)];
-        let before = Image { files: files.to_vec(), runs: runs.clone(), state: vec![] };
-        let (files, runs) = flatten(&files, &runs).unwrap();
-        let after = Image { files, runs, state: vec![] };
-        assert_eq!(after.files.len(), 2);
-        (0..PAGES).for_each(|page| assert_eq!(word(&after, page), word(&before, page), "{page}"));
+        let before = Image::with_state(files, runs, b"state").unwrap();
+        let words: Vec<u64> = (0..PAGES).map(|page| word(&before, page)).collect();
+        let after = flatten(before).unwrap();
+        assert_eq!((after.files.len(), after.state().unwrap()), (2, b"state".to_vec()));
+        (0..PAGES).for_each(|page| assert_eq!(word(&after, page), words[page as usize], "{page}"));
         assert!(after.runs.iter().any(|one| *one == run(20, 30, 2)), "{:?}", after.runs);
     }
 }

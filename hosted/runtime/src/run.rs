@@ -159,6 +159,10 @@ pub fn run(options: &Options) -> Result<Infallible> {
     let memory = make_memory(options)?;
     let ready = loader::load(options, &memory)?;
     let restored = saved.map(|saved| fill(saved, &memory)).transpose()?;
+    // The file may be restored again, or be a copy of a machine that runs: both must not make the same keys.
+    if let Some(generator) = ready.facts.generator.filter(|_| restored.is_some()) {
+        generator.reseed(&memory)?;
+    }
     launch(options, memory, Prepared { ready, restored, most_mapped, clock_khz: clock_khz(), link: None })
 }
 
@@ -452,7 +456,7 @@ impl Start<'_> {
         let special = Special {
             rings: disks.iter().filter_map(Block::ring).collect(),
             listener: listener.or_else(|| control.as_ref().map(Control::descriptor)),
-            link: first.link.as_ref().map(Link::descriptor),
+            link: first.link.as_ref().map(Link::socket),
             processors: self.processor.map_or_else(Vec::new, |one| one.processes()),
             signals: space.is_some(),
             binds_itself: space.is_some(),

@@ -186,11 +186,33 @@ fn now() -> u64 {
     unsafe { _rdtsc() }
 }
 
+/// The memory of a machine that stands still.
+pub trait Still {
+    /// Returns the size in bytes.
+    fn size(&self) -> u64;
+
+    /// Reads from a physical address on.
+    ///
+    /// # Errors
+    /// The error of the host.
+    fn read(&self, physical: u64, into: &mut [u8]) -> io::Result<()>;
+}
+
+impl Still for Memory {
+    fn size(&self) -> u64 {
+        Self::size(self)
+    }
+
+    fn read(&self, physical: u64, into: &mut [u8]) -> io::Result<()> {
+        self.read_file(physical, into)
+    }
+}
+
 /// Writes a machine, and the seal over it.
 ///
 /// # Errors
 /// If the reader of it is gone, or the memory cannot be read.
-pub fn write(to: impl Write, life: &Life, state: &[u8], memory: &Memory) -> io::Result<()> {
+pub fn write(to: impl Write, life: &Life, state: &[u8], memory: &impl Still) -> io::Result<()> {
     let mut sealed = Sealed { to, hash: blake3::Hasher::new() };
     sealed.write_all(MAGIC)?;
     sealed.write_all(&VERSION.to_le_bytes())?;
@@ -202,7 +224,7 @@ pub fn write(to: impl Write, life: &Life, state: &[u8], memory: &Memory) -> io::
     for first in (0..pages).step_by(PIECE as usize) {
         let count = PIECE.min(pages - first) as usize;
         let piece = &mut piece[..count * PAGE as usize];
-        memory.read_file(first * PAGE, piece)?;
+        memory.read(first * PAGE, piece)?;
         write_runs(&mut sealed, first, piece)?;
     }
     sealed.write_all(&[0; 16])?;

@@ -7,17 +7,14 @@
 
 use std::{
     convert::Infallible,
-    os::{
-        fd::{AsRawFd, RawFd},
-        unix::net::UnixStream,
-    },
+    os::fd::{AsRawFd, RawFd},
     path::Path,
     sync::Arc,
 };
 
 use crate::{
     error::{Error, Result},
-    fork::{self, Image, Link, Source},
+    fork::{Image, Pair, Source},
     heap,
     loader::{self, Ready},
     memory::{Memory, holes, layers::Run},
@@ -81,7 +78,7 @@ impl Template {
         // Large parts that were never used are a clone's own from the beginning.
         let holes = holes(base.as_raw_fd(), options.memory);
         let runs = holes.into_iter().map(|pages| Run { pages, level: 1 }).collect();
-        let image = Arc::new(Image { files: vec![Arc::new(base)], runs, state });
+        let image = Arc::new(Image::with_state(vec![base], runs, &state)?);
         let (options, clock_khz) = (options.clone(), run::clock_khz());
         // What all clones need is made once, in memory that they share.
         thunks::prepare_tables();
@@ -103,16 +100,16 @@ impl Template {
         begin: impl FnOnce(&mut Options) -> Result<()>,
         failed: impl FnOnce(Error) -> i32,
     ) -> Result<Started> {
-        let (socket, link) = fork::pair()?;
+        let pair = Pair::new()?;
         let image = Arc::clone(image.unwrap_or(&self.image));
         match process::fork() {
-            Fork::Parent(process) => Ok(Started { process, source: Source::new(socket, process, image) }),
+            Fork::Parent(process) => Ok(Started { process, source: pair.into_source(process, image) }),
             Fork::Refused => Err(Error::system("start a process")
                 .hint("the host limits your processes: end some machines, or raise ulimit -u")),
             Fork::Child => {
                 let started = self.original.take().map_or_else(
                     || Err(Error::new("a clone has no template: this is a bug")),
-                    |original| original.become_clone(&image, (socket, link), kept, begin),
+                    |original| original.become_clone(&image, pair, kept, begin),
                 );
                 let status = match started {
                     Ok(never) => match never {},
@@ -151,24 +148,24 @@ impl Original {
     fn become_clone(
         mut self,
         image: &Image,
-        (socket, link): (UnixStream, Link),
+        pair: Pair,
         kept: RawFd,
         begin: impl FnOnce(&mut Options) -> Result<()>,
     ) -> Result<Infallible> {
         begin(&mut self.options)?;
-        // The template's own descriptors are closed below, and their owners are never dropped here.
-        std::mem::forget(socket);
-        let files = image.files.iter().map(|file| file.as_raw_fd());
-        sandbox::keep_only(files.clone().chain([kept, link.descriptor()]))?;
+        let state = image.state().map_err(|error| Error::new(format!("cannot read the state: {error}")))?;
+        let link = pair.into_link();
+        let files = image.files().iter().map(|file| file.as_raw_fd());
+        sandbox::keep_only(files.clone().chain(link.descriptors()).chain([kept]))?;
         let most_pieces = u32::try_from(self.most_mapped / MAPPINGS_PER_PIECE).unwrap_or(u32::MAX);
-        let memory = Memory::over(files, self.options.memory, &image.runs, most_pieces)?;
+        let memory = Memory::over(files, self.options.memory, image.runs(), most_pieces)?;
         // Clones must not make the same keys.
         if let Some(generator) = self.ready.facts.generator {
             generator.reseed(&memory)?;
         }
         let prepared = Prepared {
             ready: self.ready,
-            restored: Some(image.state.clone()),
+            restored: Some(state),
             most_mapped: self.most_mapped / 2,
             clock_khz: self.clock_khz,
             link: Some(link),

@@ -248,6 +248,20 @@ fn a_running_machine_is_forked() -> Result<()> {
     }
     assert_eq!(answers.len(), all.len(), "copies must not make the same keys: {answers:?}");
 
+    // A copy in a file goes on like the others. The machine goes on meanwhile.
+    done(disco(&place, &["save", "other", "copy"]));
+    refused(
+        &disco(&place, &["save", "other", "copy"]).output().expect("the command"),
+        "copy is there already",
+    );
+    done(disco(&place, &["template", "later", "copy", "--kernel", "vmlinux", "--memory", "128"]));
+    done(disco(&place, &["run", "later", "--detach"]));
+    for machine in ["other", "later-1"] {
+        tell(&place, machine, "more\n");
+        assert!(answers.insert(answer(&place, machine, "more")), "{machine} makes keys of another");
+    }
+    done(disco(&place, &["rm", "later"]));
+
     // Each copy is forked, and then ended.
     let mut newest = "web-1-1".to_owned();
     for number in 1..=DEEP {
@@ -256,6 +270,8 @@ fn a_running_machine_is_forked() -> Result<()> {
         done(disco(&place, &["stop", &newest]));
         newest = next;
     }
+    let sums: BTreeSet<&str> = answers.iter().filter_map(|one| one.split_whitespace().nth(16)).collect();
+    assert_eq!(sums.len(), 1, "the files of all are the same: {answers:?}");
     let answer_of_all = answers.first().expect("an answer");
     let sum = answer_of_all.split_whitespace().rev().nth(1).expect("a sum").to_owned();
     tell(&place, &newest, "deep\n");

@@ -52,9 +52,9 @@ fn an_idle_machine_has_a_small_monitor() -> Result<()> {
 }
 
 /// The size of a burst, in MiB.
-const BURST: u64 = 256;
+const BURST: u64 = 192;
 const BURST_INIT: &str = "#!/bin/sh\nmknod /zero c 1 5\necho up\nread word\n\
-dd if=/zero of=/burst bs=1M count=256 2>/dev/null\necho full\nread word\n\
+dd if=/zero of=/burst bs=1M count=192 2>/dev/null\necho full\nread word\n\
 rm /burst\necho empty\nread word\n";
 
 /// Memory that the guest has used and freed goes back to the host within seconds.

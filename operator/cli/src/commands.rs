@@ -123,6 +123,7 @@ fn command_name(command: &Command) -> &'static str {
         Command::Disco(DiscoCommand::Template(_)) => "disco template",
         Command::Disco(DiscoCommand::Run(_)) => "disco run",
         Command::Disco(DiscoCommand::Fork(_)) => "disco fork",
+        Command::Disco(DiscoCommand::Save(_)) => "disco save",
         Command::Disco(DiscoCommand::List) => "disco list",
         Command::Disco(DiscoCommand::Map) => "disco map",
         Command::Disco(DiscoCommand::Console(_)) => "disco console",

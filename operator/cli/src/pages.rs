@@ -622,6 +622,23 @@ pub const PAGES: &[Page] = &[
         ],
     )
     .files(&[DISCO]),
+    Page::new(
+        "disco fork",
+        &[
+            example("Start a copy of a machine as it is now", "mercury disco fork web-1"),
+            example("Start 32 of them", "mercury disco fork web-1 --count 32"),
+            example("Keep one before a change", "mercury disco fork web-1 --name before-upgrade"),
+        ],
+    )
+    .files(&[DISCO]),
+    Page::new(
+        "disco save",
+        &[
+            example("Save a machine that runs on", "mercury disco save web-1 web-1.saved"),
+            example("Start copies of it later", "mercury disco template later web-1.saved --kernel vmlinux"),
+        ],
+    )
+    .files(&[DISCO]),
     Page::new("disco list", &[example("List templates and machines", "mercury disco list")]).files(&[DISCO]),
     Page::new(
         "disco map",

@@ -97,9 +97,6 @@ impl Slots {
     }
 }
 
-/// Time for the host to answer the requests that it has, before a machine is saved.
-const DRAIN_AT_MOST: Duration = Duration::from_secs(20);
-
 impl Devices {
     /// Makes them; from now on the calling thread gets signals for them.
     ///
@@ -142,12 +139,12 @@ impl Devices {
     /// Ends the requests that the host has. The guest stands still, so there are no new ones. Returns false
     /// if the host has not answered all of them in time.
     #[must_use]
-    pub fn drain(&mut self) -> bool {
+    pub fn drain(&mut self, at_most: Duration) -> bool {
         let begin = Instant::now();
         self.console.flush();
         self.poll();
         while !self.slots.iter().all(|(transport, _)| transport.is_idle()) {
-            if begin.elapsed() > DRAIN_AT_MOST {
+            if begin.elapsed() > at_most {
                 return false;
             }
             std::thread::yield_now();

@@ -277,6 +277,7 @@ impl Machine {
                 return;
             }
             self.save_if_wanted();
+            self.fork_if_wanted();
             self.devices.flush();
             smp::sleep();
         }

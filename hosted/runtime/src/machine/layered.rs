@@ -1,6 +1,6 @@
 //! Pages of a clone that become its own ([`crate::memory::layers`]).
 
-use super::{End, Machine};
+use super::{BROKEN_STATUS, End, Machine};
 use crate::{
     layout::{self, PAGE},
     memory::layers::Layers,
@@ -64,9 +64,17 @@ impl Machine {
         let Some(layers) = self.memory.layers().filter(|layers| layers.is_behind()) else { return };
         self.drop_all();
         // What comes to the log from here on is mapped when this process has the turn.
-        self.resident.caught_up = layers.logged();
-        if !layers.follow(self.placement.runs_guest()) {
-            self.end(End::Broken, "the host has no room for the machine's pages after a fork");
+        let (level, logged) = layers.now();
+        self.resident.caught_up = logged;
+        if !layers.follow(level, self.placement.runs_guest()) {
+            const WHY: &str = "the host has no room for the machine's pages after a fork";
+            if self.placement.per_space().is_some_and(|space| !space.is_first()) {
+                // Another process may have the turn, so this one only ends. The first one notices it.
+                eprintln!("mercury hosted: {WHY}");
+                // SAFETY: It ends the process.
+                unsafe { libc::_exit(BROKEN_STATUS) }
+            }
+            self.end(End::Broken, WHY);
         }
         if let Some(copies) = &mut self.resident.copies {
             copies.replaced(0..self.memory.size());

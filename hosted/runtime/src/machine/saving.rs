@@ -1,6 +1,11 @@
 //! The state of the machine as bytes, and the machine from them ([`crate::saved`]).
 
-use std::{cell::Cell, ptr, slice, sync::atomic::Ordering, time::Instant};
+use std::{
+    cell::Cell,
+    ptr, slice,
+    sync::atomic::Ordering,
+    time::{Duration, Instant},
+};
 
 use mercury_devices::state::{Reader, Writer};
 
@@ -15,6 +20,9 @@ use crate::{
     selectors, signal,
     vcpu::{Table, Vcpu},
 };
+
+/// Time for the host to answer the requests that it has, before a machine is saved.
+const DRAIN_AT_MOST: Duration = Duration::from_secs(20);
 
 /// The parts of the first process by which the machine is saved and forked.
 #[derive(Debug)]
@@ -35,7 +43,7 @@ impl Machine {
         if let Err(why) = self.can_be_saved() {
             return wanted.refuse(why);
         }
-        if self.devices.own().is_some_and(|devices| !devices.drain()) {
+        if self.devices.own().is_some_and(|devices| !devices.drain(DRAIN_AT_MOST)) {
             return wanted.refuse("a disk of the machine does not answer: try again when it does");
         }
         let state = self.save_state(&facts);
@@ -48,16 +56,16 @@ impl Machine {
     /// Gives the machine as it is to its template, if that has asked for it. The guest has been left by a
     /// slot, and goes on.
     pub(crate) fn fork_if_wanted(&mut self) {
+        /// Time for the host to answer requests of disks. The template waits for longer.
+        const DRAIN: Duration = Duration::from_secs(2);
         if !signal::may_be_forked() {
             return;
         }
         let Some(Saving { link: Some(link), facts, .. }) = &self.saving else { return };
-        if !link.is_wanted() {
-            return;
-        }
-        let (start, facts) = (Instant::now(), *facts);
+        let (facts, start) = (*facts, Instant::now());
+        let Some(wanted) = link.wanted() else { return };
         let taken = self.can_be_saved().and_then(|()| {
-            if self.devices.own().is_some_and(|devices| !devices.drain()) {
+            if self.devices.own().is_some_and(|devices| !devices.drain(DRAIN)) {
                 return Err("a disk of the machine does not answer: try again when it does");
             }
             let state = self.save_state(&facts);
@@ -72,8 +80,8 @@ impl Machine {
         }
         let Some(Saving { link: Some(link), .. }) = &self.saving else { return };
         match taken {
-            Ok((frozen, state)) => link.send(&frozen, &state, start.elapsed()),
-            Err(why) => link.refuse(why),
+            Ok((frozen, state)) => link.send(wanted, &frozen, &state, start.elapsed()),
+            Err(why) => link.refuse(wanted, why),
         }
     }
 

@@ -322,11 +322,21 @@ impl Layers {
         self.followed.load(Ordering::Relaxed) != self.own_level()
     }
 
-    /// Maps the pages that were the machine's own for reading. Without `direct` the direct map loses its own
-    /// pages instead: the guest does not run in this process. Returns false if the host has no room.
+    /// Returns the level of the machine's own file, and from where on in the log its pages are not mapped by a
+    /// process that follows to that level now.
     #[must_use]
-    pub fn follow(&self, direct: bool) -> bool {
-        let followed = self.followed.swap(self.own_level(), Ordering::Relaxed);
+    pub fn now(&self) -> (u8, u32) {
+        // In this order: a log that is newer than the level is followed from its beginning.
+        let level = self.own_level();
+        (level, self.logged())
+    }
+
+    /// Maps the pages that were the machine's own for reading, up to a level of [`Self::now`]. Without `direct` the
+    /// direct map loses its own pages instead: the guest does not run in this process. Returns false if the host
+    /// has no room.
+    #[must_use]
+    pub fn follow(&self, level: u8, direct: bool) -> bool {
+        let followed = self.followed.swap(level, Ordering::Relaxed);
         if !direct {
             let (file, rights) = self.file_of(0, Rights { write: true, execute: true });
             if !map(self.direct, 0, self.pages * PAGE, rights, file) {
@@ -540,7 +550,7 @@ mod tests {
                     prop_assert_eq!(usize::from(layers.own_level()) + 1, layers.files.len());
                     continue;
                 };
-                prop_assert!(layers.is_behind() && layers.follow(what % 2 == 0) && !layers.is_behind());
+                prop_assert!(layers.is_behind() && layers.follow(layers.now().0, what % 2 == 0) && !layers.is_behind());
                 prop_assert_eq!(layers.logged(), 0);
                 let below = layers.files.iter().take(layers.own_level().into());
                 let files: Vec<OwnedFd> = below.map(|file| copy_of(file.writable)).collect();
@@ -595,7 +605,7 @@ mod tests {
         for number in 0..MOST_FORKS as u64 {
             write(layers, number, 7);
             let frozen = layers.freeze().unwrap();
-            assert!(layers.follow(false));
+            assert!(layers.follow(layers.now().0, false));
             // What was never used is the machine's own again, and costs no copy.
             assert!(
                 layers.is_own(PAGES / 2) == frozen.runs.iter().any(|run| run.pages.contains(&(PAGES / 2)))

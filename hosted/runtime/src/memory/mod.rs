@@ -205,7 +205,8 @@ impl Memory {
     /// # Errors
     /// If the host has no room for the mappings.
     pub fn follow(&self) -> Result<()> {
-        match self.layers.filter(|layers| layers.is_behind()).is_none_or(|layers| layers.follow(true)) {
+        let behind = self.layers.filter(|layers| layers.is_behind());
+        match behind.is_none_or(|layers| layers.follow(layers.now().0, true)) {
             true => Ok(()),
             false => Err(Error::system("map the guest's memory after a fork")),
         }
@@ -455,6 +456,14 @@ pub fn seal(file: &OwnedFd) -> Result<()> {
         0 => Ok(()),
         _ => Err(Error::system("seal the memory that machines share")),
     }
+}
+
+/// Returns true if nobody writes to a file any more.
+#[must_use]
+pub fn is_sealed(file: &OwnedFd) -> bool {
+    // SAFETY: It takes a descriptor and a number.
+    let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
+    seals >= 0 && seals & libc::F_SEAL_WRITE != 0
 }
 
 /// Holes of a file that are shorter are not worth a mapping.

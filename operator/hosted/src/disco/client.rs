@@ -4,6 +4,7 @@ use std::{
     fs::{File, OpenOptions},
     io::{self, Read, Seek, SeekFrom, Write, stderr, stdin, stdout},
     os::{fd::AsFd, unix::net::UnixStream},
+    path::PathBuf,
     thread,
     time::{Duration, Instant},
 };
@@ -15,8 +16,12 @@ use mercury_control::{
 };
 use mercury_devices::terminal::Keys;
 use mercury_guests::Name;
+use mercury_hosted::{
+    control::{refuse_if_there, save_image},
+    fork::Image,
+};
 use mercury_hosted_options::{
-    disco::{DiscoRunArgs, ForkArgs},
+    disco::{DiscoRunArgs, ForkArgs, SaveArgs},
     net::Forward,
 };
 use rustix::{
@@ -31,6 +36,7 @@ use super::{
     map::{self, Files},
     protocol::{self, Answer, Request},
 };
+use crate::refused;
 
 /// The time between two looks.
 const MOMENT: Duration = Duration::from_millis(20);
@@ -74,6 +80,49 @@ pub fn run(args: &DiscoRunArgs) -> Result<Outcome> {
                 .hint("a person has ended it, or the host had no memory for it (`dmesg`)"))
         }
         _ => outlive(&names),
+    }
+}
+
+/// Saves a machine that runs.
+pub fn save(args: &SaveArgs) -> Result<Saved> {
+    let machine = find(&args.machine)?;
+    refuse_if_there(&args.file).map_err(refused)?;
+    let template = connect(&machine.template)?;
+    protocol::send(&template, &Request::Freeze { machine: machine.name })
+        .map_err(|error| lost(&machine.template, &error))?;
+    let (pause_us, files) = match protocol::receive(&template) {
+        Ok(Some((Answer::Frozen { pause_us }, files))) => (pause_us, files),
+        Ok(Some((Answer::Refused { message, hint, .. }, _))) => {
+            let hint = hint.unwrap_or_else(|| "`mercury disco list` shows what runs".to_owned());
+            return Err(Error::new(Exit::Failed, message).hint(hint));
+        }
+        Ok(_) => return Err(lost(&machine.template, &io::ErrorKind::UnexpectedEof.into())),
+        Err(error) => return Err(lost(&machine.template, &error)),
+    };
+    let image = Image::from_files(files).map_err(refused)?;
+    let bytes = save_image(&image, &args.file).map_err(refused)?;
+    Ok(Saved { machine: args.machine.clone(), file: args.file.clone(), bytes, pause_us })
+}
+
+/// A machine that was saved, and goes on.
+#[derive(Debug, Serialize)]
+pub struct Saved {
+    machine: Name,
+    file: PathBuf,
+    bytes: u64,
+    /// The time in which the machine stood still, in microseconds.
+    pause_us: u64,
+}
+
+impl Render for Saved {
+    fn render(&self, text: &mut Text) {
+        let (mib, pause) = (self.bytes as f64 / f64::from(1 << 20), self.pause_us as f64 / 1e3);
+        text.line(format!(
+            "{} is saved in {} ({mib:.1} MiB), and goes on",
+            self.machine,
+            self.file.display()
+        ));
+        text.line(format!("it stood still for {pause:.1} ms"));
     }
 }
 
@@ -202,7 +251,7 @@ pub fn list() -> Result<Listed> {
     let living: Vec<MachineStatus> = machines.living().map_err(|error| unreadable(&machines, &error))?;
     let templates: Vec<TemplateStatus> =
         templates.living().map_err(|error| unreadable(&templates, &error))?;
-    let shared = map::shared(&templates);
+    let shared = map::shared(&templates, &living);
     let of = |status: MachineStatus| {
         let own_bytes = Files::of(status.pid).map(|files| files.without(&shared).bytes());
         ListedMachine { status, own_bytes }

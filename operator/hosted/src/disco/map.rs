@@ -27,12 +27,22 @@ use super::{
 
 /// The names of the memory files, as `/proc` shows them.
 const NAMES: [&str; 2] = ["/memfd:mercury-hosted (deleted)", "/memfd:mercury-base (deleted)"];
+/// The index of a saved machine's memory among them.
+const BASE: usize = 1;
 /// The size of a block of a file's size on the disk.
 const BLOCK: u64 = 512;
 
-/// The files of guests' memory that a process has open: their sizes in bytes by their numbers.
+/// A file of guests' memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Open {
+    bytes: u64,
+    /// True for the memory of a saved machine.
+    is_base: bool,
+}
+
+/// The files of guests' memory that a process has open, by their numbers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Files(HashMap<u64, u64>);
+pub struct Files(HashMap<u64, Open>);
 
 impl Files {
     /// Returns the files of a process. Returns nothing if they are not known.
@@ -40,11 +50,11 @@ impl Files {
         let mut files = HashMap::new();
         for entry in fs::read_dir(format!("/proc/{pid}/fd")).ok()?.flatten() {
             let Ok(name) = fs::read_link(entry.path()) else { continue };
-            if !NAMES.contains(&&*name.to_string_lossy()) {
+            let Some(kind) = NAMES.iter().position(|known| *name.to_string_lossy() == **known) else {
                 continue;
-            }
+            };
             if let Ok(file) = fs::metadata(entry.path()) {
-                files.insert(file.ino(), file.blocks() * BLOCK);
+                files.insert(file.ino(), Open { bytes: file.blocks() * BLOCK, is_base: kind == BASE });
             }
         }
         Some(Self(files))
@@ -52,7 +62,7 @@ impl Files {
 
     /// Returns the size of all of these files.
     pub fn bytes(&self) -> u64 {
-        self.0.values().sum()
+        self.0.values().map(|file| file.bytes).sum()
     }
 
     /// Returns those that are not among others.
@@ -62,9 +72,23 @@ impl Files {
     }
 }
 
-/// Returns the numbers of the files that templates share with their machines.
-pub fn shared(templates: &[TemplateStatus]) -> HashSet<u64> {
-    templates.iter().filter_map(|one| Files::of(one.pid)).flat_map(|files| files.0.into_keys()).collect()
+/// Returns the numbers of the files that machines share: those of saved machines, of templates, and those that
+/// several machines have. A machine whose template has ended shares them all the same.
+pub fn shared(templates: &[TemplateStatus], machines: &[MachineStatus]) -> HashSet<u64> {
+    let of_templates: Vec<Files> = templates.iter().filter_map(|one| Files::of(one.pid)).collect();
+    let of_machines: Vec<Files> = machines.iter().filter_map(|one| Files::of(one.pid)).collect();
+    shared_of(&of_templates, &of_machines)
+}
+
+fn shared_of(templates: &[Files], machines: &[Files]) -> HashSet<u64> {
+    let mut shared: HashSet<u64> = templates.iter().flat_map(|files| files.0.keys().copied()).collect();
+    let mut seen = HashSet::new();
+    for (number, file) in machines.iter().flat_map(|files| &files.0) {
+        if file.is_base || !seen.insert(*number) {
+            shared.insert(*number);
+        }
+    }
+    shared
 }
 
 /// What the host's kernel counts for the processes of a machine: proportional set sizes.
@@ -151,7 +175,7 @@ pub fn map() -> Result<Map> {
     let templates: Vec<TemplateStatus> = folder.living().map_err(|error| unreadable(&folder, &error))?;
     let machines: Vec<MachineStatus> = machines.living().map_err(|error| unreadable(&machines, &error))?;
     let children = parents();
-    let shared = shared(&templates);
+    let shared = shared(&templates, &machines);
     let machines: Vec<MachineMemory> =
         machines.into_iter().map(|one| account(one, &children, &shared)).collect();
     let templates: Vec<TemplateMemory> = templates
@@ -248,6 +272,21 @@ mod tests {
         counted.add(SMAPS, &shared);
         counted.add(SMAPS, &shared);
         assert_eq!(counted, Counted { base_bytes: 200 << 10, own_bytes: 8 << 10, monitor_bytes: 24 << 10 });
+    }
+
+    #[test]
+    fn files_of_several_machines_are_shared_without_a_template_too() {
+        let files = |all: &[(u64, bool)]| {
+            Files(
+                all.iter().map(|(number, is_base)| (*number, Open { bytes: 1, is_base: *is_base })).collect(),
+            )
+        };
+        let machines =
+            [files(&[(1, true), (2, false), (3, false)]), files(&[(1, true), (2, false), (4, false)])];
+        assert_eq!(shared_of(&[], &machines), HashSet::from([1, 2]));
+        assert_eq!(shared_of(&[], &machines[..1]), HashSet::from([1]));
+        assert_eq!(shared_of(&[files(&[(3, false)])], &machines), HashSet::from([1, 2, 3]));
+        assert_eq!(machines[0].clone().without(&HashSet::from([1, 2])).bytes(), 1);
     }
 
     #[test]

@@ -20,6 +20,8 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 const LONGEST: usize = 1 << 20;
 /// The descriptors of a console: standard input, output and error.
 pub const CONSOLE: usize = 3;
+/// The most descriptors that come with a line.
+const MOST: usize = 32;
 
 /// A request to a template.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -31,6 +33,8 @@ pub enum Request {
     Detached { name: Option<Name>, count: u32, numbered: bool, forward: Vec<String> },
     /// Start so many copies of a machine that runs, in the background.
     Fork { machine: Name, name: Option<Name>, count: u32, numbered: bool, forward: Vec<String> },
+    /// Give a machine that runs as it is now.
+    Freeze { machine: Name },
     /// End.
     End,
 }
@@ -44,6 +48,9 @@ pub enum Answer {
         /// The time in which a machine that was copied stood still.
         pause_us: Option<u64>,
     },
+    /// A machine as it was. With the line come the file of its state, one with the places of pages, and the files
+    /// of its memory.
+    Frozen { pause_us: u64 },
     /// No machine was started. The machines that were are named.
     Refused { message: String, hint: Option<String>, machines: Vec<Name> },
     /// The machine that was started with the console has ended with this status, or by a signal.
@@ -64,12 +71,14 @@ pub fn send(mut to: &UnixStream, value: &impl Serialize) -> io::Result<()> {
 ///
 /// # Errors
 /// If the other end is gone.
-pub fn send_with(to: &UnixStream, value: &impl Serialize, console: &[BorrowedFd<'_>]) -> io::Result<()> {
+pub fn send_with(to: &UnixStream, value: &impl Serialize, files: &[BorrowedFd<'_>]) -> io::Result<()> {
     let mut line = serde_json::to_vec(value)?;
     line.push(b'\n');
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(CONSOLE))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST))];
     let mut extra = SendAncillaryBuffer::new(&mut space);
-    extra.push(SendAncillaryMessage::ScmRights(console));
+    if !extra.push(SendAncillaryMessage::ScmRights(files)) {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
     let sent = sendmsg(to, &[IoSlice::new(&line)], &mut extra, SendFlags::NOSIGNAL)?;
     (&*to).write_all(&line[sent..])
 }
@@ -81,7 +90,7 @@ pub fn send_with(to: &UnixStream, value: &impl Serialize, console: &[BorrowedFd<
 pub fn receive<T: DeserializeOwned>(from: &UnixStream) -> io::Result<Option<(T, Vec<OwnedFd>)>> {
     let (mut line, mut descriptors) = (Vec::new(), Vec::new());
     let mut byte = [0];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(CONSOLE))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST))];
     loop {
         let mut extra = RecvAncillaryBuffer::new(&mut space);
         let received = recvmsg(from, &mut [IoSliceMut::new(&mut byte)], &mut extra, RecvFlags::CMSG_CLOEXEC)?;

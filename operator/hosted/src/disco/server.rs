@@ -7,7 +7,7 @@ use std::{
     fs::{File, OpenOptions},
     io,
     os::{
-        fd::{AsRawFd, OwnedFd},
+        fd::{AsFd, AsRawFd, OwnedFd},
         unix::{
             fs::OpenOptionsExt,
             net::{UnixListener, UnixStream},
@@ -185,13 +185,19 @@ impl Server {
 
     /// Answers a request. Returns true if it asks for the end.
     fn answer(&mut self, client: UnixStream) -> bool {
-        let is_set = client.set_read_timeout(Some(PATIENCE)).is_ok();
+        let is_set = client.set_read_timeout(Some(PATIENCE)).is_ok()
+            && client.set_write_timeout(Some(PATIENCE)).is_ok();
         let Some((request, console)) = protocol::receive(&client).ok().flatten().filter(|_| is_set) else {
             return false;
         };
+        if let Request::Freeze { machine } = &request {
+            self.give(&client, machine);
+            return false;
+        }
         let (mut machines, mut pause_us) = (Vec::new(), None);
         let started = match request {
             Request::End => return true,
+            Request::Freeze { .. } => Ok(()),
             Request::Attached { name, forward } => {
                 self.start_attached(name, &forward, console, &mut machines)
             }
@@ -247,6 +253,22 @@ impl Server {
                 .hint("a machine whose template has ended cannot be forked")
         })?;
         found.source.freeze().map_err(refused)
+    }
+
+    /// Gives a client a machine as it is now.
+    fn give(&mut self, client: &UnixStream, machine: &Name) {
+        let given = self.freeze(machine).and_then(|Forked { image, pause }| {
+            let places = image.places_file().map_err(refused)?;
+            let answer = Answer::Frozen { pause_us: u64::try_from(pause.as_micros()).unwrap_or(u64::MAX) };
+            let first = [image.state_file().as_fd(), places.as_fd()].into_iter();
+            let files: Vec<_> = first.chain(image.files().iter().map(|file| file.as_fd())).collect();
+            protocol::send_with(client, &answer, &files).map_err(|error| failed("answer", error))
+        });
+        let sent = given.or_else(|Error { message, hint, .. }| {
+            protocol::send(client, &Answer::Refused { message, hint, machines: Vec::new() })
+        });
+        // The client may be gone.
+        let _ = sent;
     }
 
     /// Starts machines in the background: copies of the saved machine, or of this one. `names` has the name, or

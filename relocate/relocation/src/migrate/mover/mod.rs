@@ -292,7 +292,7 @@ impl<'a> Mover<'a> {
                 thread::sleep(POLL_INTERVAL);
             }
             // A slow connection still brings the last pages.
-            if taking.has_taken(self.waiting_bytes()) {
+            if self.link.is_some() && taking.has_taken(self.waiting_bytes()) {
                 self.heard = Instant::now();
             }
             if self.source.patience(&self.patience).is_some_and(|limit| self.heard.elapsed() > limit) {
