@@ -80,7 +80,7 @@ fn a_burst_is_given_back() -> Result<()> {
         machine.type_line("go");
         machine.wait_for("full\n");
         let full = footprint::of(machine.child.id()).expect("the machine's memory");
-        assert!(full.guest >= before.guest + (BURST << 10), "{isolation}: {full:?}");
+        assert!(full.guest > before.guest + (BURST << 10) * 9 / 10, "{isolation}: {full:?}");
         machine.type_line("go");
         machine.wait_for("empty\n");
         let freed = Instant::now();
@@ -88,7 +88,7 @@ fn a_burst_is_given_back() -> Result<()> {
         let mut now = full;
         while now.guest > most {
             assert!(
-                freed.elapsed() < patient(Duration::from_secs(30)),
+                freed.elapsed() < patient(Duration::from_secs(5)),
                 "{isolation}: {before:?}, then {now:?}"
             );
             thread::sleep(Duration::from_millis(50));
