@@ -44,8 +44,11 @@ impl Shared {
 pub struct Client {
     socket: Mutex<File>,
     shared: Arc<Shared>,
-    next: AtomicU32,
 }
+
+/// The number of the next job. No two connections have the same: a machine that moves to another takes its jobs
+/// along, which go on to report there.
+static NEXT: AtomicU32 = AtomicU32::new(1);
 
 impl Client {
     /// Listens on a connected socket of any family.
@@ -58,7 +61,7 @@ impl Client {
         let shared = Arc::new(Shared::default());
         let own = Arc::clone(&shared);
         thread::spawn(move || listen(reader, &own));
-        Ok(Self { socket: Mutex::new(socket), shared, next: AtomicU32::new(1) })
+        Ok(Self { socket: Mutex::new(socket), shared })
     }
 
     /// Returns how often the machine has booted, as far as the agent has reported.
@@ -91,7 +94,7 @@ impl Client {
 
     /// Begins a job. Returns the job's number and the receiver of the job's events.
     pub fn begin(&self) -> (u32, Receiver<Event>) {
-        let id = self.next.fetch_add(1, Ordering::Relaxed);
+        let id = NEXT.fetch_add(1, Ordering::Relaxed);
         let (sender, events) = channel();
         let mut state = self.shared.lock();
         if !state.gone {
@@ -190,6 +193,21 @@ mod tests {
         send(&mut theirs, &hello("two")).unwrap();
         assert!(client.hello_after(1, Duration::from_secs(5)).unwrap().is_some());
         assert!(matches!(next_event(&events, end, "job"), Err(Error::Gone(_))));
+    }
+
+    /// Stands for a machine that has moved here, where a command of its former place still prints.
+    #[test]
+    fn a_job_of_another_connection_is_no_job_here() {
+        let ((left, _right), (ours, mut theirs)) = (UnixStream::pair().unwrap(), UnixStream::pair().unwrap());
+        let (former, client) = (Client::new(left).unwrap(), Client::new(ours).unwrap());
+        send(&mut theirs, &hello("one")).unwrap();
+        assert!(client.hello_after(0, Duration::from_secs(5)).unwrap().is_some());
+        let ((old, _), (id, events)) = (former.begin(), client.begin());
+        send(&mut theirs, &Event::Stdout { id: old, data: b"moved".to_vec() }).unwrap();
+        send(&mut theirs, &Event::Stdout { id, data: b"7".to_vec() }).unwrap();
+        let end = Instant::now() + Duration::from_secs(5);
+        let first = next_event(&events, end, "job").unwrap();
+        assert_eq!(first, Some(Event::Stdout { id, data: b"7".to_vec() }));
     }
 
     #[test]

@@ -273,8 +273,9 @@ pub struct Link {
 #[derive(Clone, Copy, Debug)]
 pub struct Wanted(u64);
 
-/// An answer, as it is sent: the kind, the number of the request, and the lengths of state and places.
-type Answer = [u64; 5];
+/// An answer, as it is sent: the kind, the number of the request, the lengths of state and places, the pause, and
+/// the number of files below the machine's own.
+type Answer = [u64; 6];
 
 /// Both ends of a connection.
 #[derive(Debug)]
@@ -350,7 +351,7 @@ impl Link {
     /// Tells the template why the machine cannot be forked.
     pub fn refuse(&self, wanted: Wanted, why: &str) {
         if self.shared.state.write_all_at(why.as_bytes(), 0).is_ok() {
-            self.answer([REFUSED, wanted.0, why.len() as u64, 0, 0], None);
+            self.answer([REFUSED, wanted.0, why.len() as u64, 0, 0, 0], None);
         }
     }
 
@@ -363,7 +364,7 @@ impl Link {
         let lengths = if written.is_ok() { [state.len(), places.len()] } else { [0; 2] };
         let [state, places] = lengths.map(|length| length as u64);
         // Even without the rest the template must get the file: it is below the machine's own from now on.
-        let answer = [FROZEN, wanted.0, state, places, pause.as_nanos() as u64];
+        let answer = [FROZEN, wanted.0, state, places, pause.as_nanos() as u64, frozen.below.into()];
         self.answer(answer, Some(frozen.file));
     }
 
@@ -432,7 +433,7 @@ impl Source {
     pub fn freeze(&mut self) -> Result<Forked> {
         let deadline = Instant::now() + PATIENCE;
         self.ask()?;
-        let [kind, _, state, places, pause] = self.hear(deadline)?;
+        let [kind, _, state, places, pause, below] = self.hear(deadline)?;
         if kind == REFUSED {
             let mut why = vec![0; state.min(1000) as usize];
             let read = self.shared.state.read_exact_at(&mut why, 0);
@@ -443,6 +444,9 @@ impl Source {
         self.frozen.iter().try_for_each(|file| await_seal(file, deadline + PATIENCE))?;
         let (state, runs) = self.copy(state, places).map_err(|error| no_answer(&error.to_string()))?;
         let files: Vec<Arc<OwnedFd>> = self.image.files.iter().chain(&self.frozen).cloned().collect();
+        if files.len() as u64 != below {
+            return Err(no_answer("an earlier answer was lost"));
+        }
         let image = Image::new(files, runs, state)?;
         let image = if image.files.len() > MOST_FILES { flatten(image)? } else { image };
         Ok(Forked { image: Arc::new(image), pause: Duration::from_nanos(pause) })
@@ -690,7 +694,7 @@ mod tests {
     fn a_template_gets_what_a_machine_sends() {
         let (mut source, machine) = connect(|link| {
             let own = [file(2000), file(3000)];
-            let frozen = |at: usize, runs| Frozen { file: own[at].as_raw_fd(), runs };
+            let frozen = |at: usize, runs| Frozen { file: own[at].as_raw_fd(), runs, below: 3 + at as u8 };
             let short = Duration::from_micros(9);
             let first = frozen(0, vec![run(2, 5, 2), run(35, 40, 3)]);
             answer(&link, |wanted| link.send(wanted, &first, b"state", short));
@@ -722,16 +726,19 @@ mod tests {
         let (mut source, machine) = connect(|link| {
             let own = file(2000);
             let lie = |answer: Answer, file| link.answer(answer, file);
-            answer(&link, |Wanted(number)| lie([FROZEN, number, 5, 24, 0], None));
-            answer(&link, |Wanted(number)| lie([REFUSED, number, u64::MAX, 0, 0], None));
-            answer(&link, |Wanted(number)| lie([7, number, 1 << 60, 1 << 60, 0], None));
-            for runs in [vec![run(0, 1 << 50, 2)], vec![run(0, 1, 200)]] {
-                let frozen = Frozen { file: own.as_raw_fd(), runs };
+            answer(&link, |Wanted(number)| lie([FROZEN, number, 5, 24, 0, 2], None));
+            answer(&link, |Wanted(number)| lie([REFUSED, number, u64::MAX, 0, 0, 0], None));
+            answer(&link, |Wanted(number)| lie([7, number, 1 << 60, 1 << 60, 0, 0], None));
+            for (at, runs) in [vec![run(0, 1 << 50, 2)], vec![run(0, 1, 200)], vec![]].into_iter().enumerate()
+            {
+                // At last one file more than it has sent.
+                let below = 3 + at as u8 + u8::from(at == 2);
+                let frozen = Frozen { file: own.as_raw_fd(), runs, below };
                 answer(&link, |wanted| link.send(wanted, &frozen, b"state", Duration::ZERO));
             }
             answer(&link, |_| ());
         });
-        for number in 0..6 {
+        for number in 0..7 {
             assert!(source.freeze().is_err(), "{number}");
         }
         assert!(begin.elapsed() < 4 * PATIENCE);

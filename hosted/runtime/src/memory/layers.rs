@@ -98,6 +98,8 @@ pub struct Frozen {
     pub file: RawFd,
     /// Where each page is, as for [`Layers::new`].
     pub runs: Vec<Run>,
+    /// The number of files below the one that is the machine's own from now on.
+    pub below: u8,
 }
 
 impl Layers {
@@ -313,7 +315,8 @@ impl Layers {
         self.shared.logged.store(0, Ordering::Relaxed);
         self.shared.own.store(own, Ordering::Release);
         self.shared.pieces.store(self.count_pieces(), Ordering::Relaxed);
-        Ok(Frozen { file: file.writable, runs: self.runs().filter(|run| run.level > 0).collect() })
+        let runs = self.runs().filter(|run| run.level > 0).collect();
+        Ok(Frozen { file: file.writable, runs, below: own })
     }
 
     /// Returns true if the machine was forked since this process last mapped its own pages.

@@ -509,10 +509,23 @@ impl SpaceProcess {
     /// bound to none, so that the host chooses where all of them are.
     fn settle(&self) {
         let Some(all) = &self.shared.processors else { return };
-        if let Some(set) = self.turn(|turn| self.choose_processors(turn, all)) {
-            // A failure leaves the choice to the host.
-            // SAFETY: The set is one, and outlives the call.
-            unsafe { libc::sched_setaffinity(0, size_of_val(&set), &raw const set) };
+        let set = self.turn(|turn| {
+            if IS_UNBOUND.load(Ordering::Relaxed) {
+                IS_UNBOUND.store(false, Ordering::Relaxed);
+                turn.bound[self.number] = None;
+            }
+            self.choose_processors(turn, all)
+        });
+        if let Some(set) = set {
+            bind(&set);
+        }
+    }
+
+    /// Lets the host choose a processor until this process has the turn.
+    fn unbind(&self) {
+        if let Some(all) = &self.shared.processors {
+            bind(all);
+            IS_UNBOUND.store(true, Ordering::Relaxed);
         }
     }
 
@@ -552,6 +565,8 @@ impl SpaceProcess {
         loop {
             let why = own.swap(0, Ordering::Acquire);
             if why & FOLLOW != 0 {
+                // The guest goes on meanwhile, on the processor to which this process is bound.
+                self.unbind();
                 follow();
             }
             if why & TURN != 0 {
@@ -700,6 +715,16 @@ impl SpaceProcess {
             *libc::__errno_location() = error;
         }
     }
+}
+
+/// True if this process is bound to none of the host's processors, whatever the turn's state says.
+static IS_UNBOUND: AtomicBool = AtomicBool::new(false);
+
+/// Binds this process to the host's processors of a set.
+fn bind(set: &libc::cpu_set_t) {
+    // A failure leaves the choice to the host.
+    // SAFETY: The set is one, and outlives the call.
+    unsafe { libc::sched_setaffinity(0, size_of_val(set), ptr::from_ref(set)) };
 }
 
 /// Maps so many words that all processes share, which are zero.
