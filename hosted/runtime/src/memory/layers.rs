@@ -23,7 +23,7 @@ use std::{
     ops::Range,
     os::fd::{AsRawFd, IntoRawFd, RawFd},
     ptr,
-    sync::atomic::{AtomicPtr, AtomicU8, AtomicU32, Ordering},
+    sync::atomic::{AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering},
 };
 
 use super::{Rights, holes, new_file};
@@ -33,6 +33,10 @@ use crate::{
     process::{Common, map_common},
 };
 
+/// The level of each page is a byte, and this many are in a word. One process at a time changes words.
+const PER_WORD: u64 = 8;
+/// A word with this number of times a level has that level for all of its pages.
+const ALL: u64 = 0x0101_0101_0101_0101;
 /// If the own pages are in too many pieces, a whole region of so many pages becomes the machine's own.
 const REGION: u64 = 512;
 /// The number of files that a machine has for its own pages, one after the other.
@@ -71,8 +75,8 @@ pub struct Layers {
     /// The address of the kernel's direct map.
     direct: u64,
     shared: &'static Shared,
-    /// The level of each page.
-    levels: &'static [AtomicU8],
+    /// The level of each page, in words.
+    levels: &'static [AtomicU64],
     log: &'static [AtomicU32],
     /// The number of pieces of own pages from which regions are made own.
     most_pieces: u32,
@@ -122,7 +126,7 @@ impl Layers {
         for _ in 0..OWN_FILES {
             files.push(make_file(size)?);
         }
-        let (levels, log) = (words(pages)?, words(pages)?);
+        let (levels, log) = (words(pages.div_ceil(PER_WORD))?, words(pages)?);
         let shared = Common::new(Shared::default())?.share();
         shared.own.store(own, Ordering::Relaxed);
         let layers = Self {
@@ -137,10 +141,11 @@ impl Layers {
             followed: AtomicU8::new(own),
         };
         for Run { pages, level } in runs {
-            pages.clone().for_each(|page| layers.set(page, *level));
+            layers.set_where(pages, 0, *level);
         }
-        shared.pieces.store(layers.count_pieces(), Ordering::Relaxed);
-        if !layers.map_from(1, true) {
+        let runs = layers.runs();
+        shared.pieces.store(Self::pieces_of(&runs), Ordering::Relaxed);
+        if !layers.map(&runs, 1, true) {
             return Err(Error::system("map the machine's own memory"));
         }
         let layers = Box::leak(Box::new(layers));
@@ -163,9 +168,13 @@ impl Layers {
         self.shared.own.load(Ordering::Acquire)
     }
 
+    fn word(&self, page: u64) -> Option<&AtomicU64> {
+        self.levels.get((page / PER_WORD) as usize).filter(|_| page < self.pages)
+    }
+
     fn level(&self, page: u64) -> u8 {
-        let level = self.levels.get(page as usize);
-        level.map_or_else(|| self.own_level(), |level| level.load(Ordering::Acquire))
+        let shift = page % PER_WORD * 8;
+        self.word(page).map_or_else(|| self.own_level(), |word| (word.load(Ordering::Acquire) >> shift) as u8)
     }
 
     /// Returns true if a page is in the machine's own file.
@@ -175,16 +184,54 @@ impl Layers {
     }
 
     fn set(&self, page: u64, level: u8) {
-        if let Some(place) = self.levels.get(page as usize) {
-            place.store(level, Ordering::Release);
+        let shift = page % PER_WORD * 8;
+        if let Some(word) = self.word(page) {
+            let others = word.load(Ordering::Relaxed) & !(0xFF << shift);
+            word.store(others | u64::from(level) << shift, Ordering::Release);
         }
+    }
+
+    /// Changes the level of all pages of a range that have another one.
+    fn set_where(&self, pages: &Range<u64>, from: u8, to: u8) {
+        let mut page = pages.start;
+        while page < pages.end {
+            let is_whole = page.is_multiple_of(PER_WORD) && page + PER_WORD <= pages.end;
+            let word = self
+                .word(page)
+                .filter(|word| is_whole && word.load(Ordering::Relaxed) == u64::from(from) * ALL);
+            if let Some(word) = word {
+                word.store(u64::from(to) * ALL, Ordering::Release);
+                page += PER_WORD;
+                continue;
+            }
+            if self.level(page) == from {
+                self.set(page, to);
+            }
+            page += 1;
+        }
+    }
+
+    /// Returns the first page from one on, up to an end, that does not have a level.
+    fn end_of(&self, level: u8, page: u64, end: u64) -> u64 {
+        let mut at = page;
+        while at < end {
+            let is_whole = at.is_multiple_of(PER_WORD) && at + PER_WORD <= end;
+            let word = self.word(at).filter(|_| is_whole).map(|word| word.load(Ordering::Acquire));
+            if word == Some(u64::from(level) * ALL) {
+                at += PER_WORD;
+            } else if self.level(at) == level {
+                at += 1;
+            } else {
+                break;
+            }
+        }
+        at
     }
 
     /// Returns the number of pages from one on, up to an end, that are in the same file as that one.
     #[must_use]
     pub fn same(&self, page: u64, end: u64) -> u64 {
-        let level = self.level(page);
-        (page..end).take_while(|page| self.level(*page) == level).count() as u64
+        self.end_of(self.level(page), page, end).saturating_sub(page)
     }
 
     /// Returns the pages before one, down to a start, that are in the same file as that one.
@@ -195,20 +242,20 @@ impl Layers {
     }
 
     /// Returns all pages, in order.
-    fn runs(&self) -> impl Iterator<Item = Run> {
-        let mut at = 0;
-        std::iter::from_fn(move || {
-            let (start, level) = (at, self.level(at));
+    fn runs(&self) -> Vec<Run> {
+        let (mut runs, mut at) = (Vec::new(), 0);
+        while at < self.pages {
             // The process that has the turn may change levels meanwhile, so each is read once.
-            at += 1;
-            at += (at..self.pages).take_while(|page| self.level(*page) == level).count() as u64;
-            (start < self.pages).then_some(Run { pages: start..at, level })
-        })
+            let (start, level) = (at, self.level(at));
+            at = self.end_of(level, start + 1, self.pages);
+            runs.push(Run { pages: start..at, level });
+        }
+        runs
     }
 
     /// Returns the number of pieces in which pages above the lowest level are, about.
-    fn count_pieces(&self) -> u32 {
-        (self.runs().count() / 2) as u32
+    fn pieces_of(runs: &[Run]) -> u32 {
+        (runs.len() / 2) as u32
     }
 
     /// Returns the file of a page, and the rights that a mapping of it may have.
@@ -310,12 +357,13 @@ impl Layers {
         let own = level + 1;
         // The pages that were never used cost no copy later.
         for pages in holes(file.writable, self.pages * PAGE) {
-            pages.filter(|page| self.level(*page) == level).for_each(|page| self.set(page, own));
+            self.set_where(&pages, level, own);
         }
         self.shared.logged.store(0, Ordering::Relaxed);
         self.shared.own.store(own, Ordering::Release);
-        self.shared.pieces.store(self.count_pieces(), Ordering::Relaxed);
-        let runs = self.runs().filter(|run| run.level > 0).collect();
+        let mut runs = self.runs();
+        self.shared.pieces.store(Self::pieces_of(&runs), Ordering::Relaxed);
+        runs.retain(|run| run.level > 0);
         Ok(Frozen { file: file.writable, runs, below: own })
     }
 
@@ -346,13 +394,13 @@ impl Layers {
                 return false;
             }
         }
-        self.map_from(followed, direct)
+        self.map(&self.runs(), followed, direct)
     }
 
     /// Maps all pages from a level on, in the window and perhaps in the direct map.
-    fn map_from(&self, level: u8, direct: bool) -> bool {
-        self.runs().filter(|run| run.level >= level).all(|Run { pages, level }| {
-            let (file, rights) = self.file_of(level, Rights { write: true, execute: true });
+    fn map(&self, runs: &[Run], level: u8, direct: bool) -> bool {
+        runs.iter().filter(|run| run.level >= level).all(|Run { pages, level }| {
+            let (file, rights) = self.file_of(*level, Rights { write: true, execute: true });
             let length = (pages.end - pages.start) * PAGE;
             let window = Rights { execute: false, ..rights };
             map(self.window as u64 + pages.start * PAGE, pages.start, length, window, file)
@@ -431,8 +479,8 @@ fn words<T: Number>(count: u64) -> Result<&'static [T]> {
 
 /// An atomic number, for which zero bytes are zero.
 trait Number {}
-impl Number for AtomicU8 {}
 impl Number for AtomicU32 {}
+impl Number for AtomicU64 {}
 
 #[cfg(all(test, not(miri)))]
 #[allow(clippy::unwrap_used)]
