@@ -46,8 +46,8 @@ pub struct Client {
     shared: Arc<Shared>,
 }
 
-/// The number of the next job. No two connections have the same: a machine that moves to another takes its jobs
-/// along, which go on to report there.
+/// The number of the next job. No two connections have the same: a machine that moves to another takes its
+/// jobs along, which go on to report there.
 static NEXT: AtomicU32 = AtomicU32::new(1);
 
 impl Client {

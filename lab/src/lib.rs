@@ -69,6 +69,7 @@ pub mod previrtualization;
 pub mod progress;
 mod reservation;
 pub mod restart;
+pub mod round_trip;
 pub mod scene;
 pub mod selftests;
 pub mod sizes;

@@ -110,7 +110,14 @@ impl Switch {
     /// Puts a machine like metal at place 2.
     #[must_use]
     pub fn plug_metal(&self, spec: Spec) -> Spec {
-        card_of("e1000e", spec, 2, &format!("socket,connect=127.0.0.1:{}", self.ports[0]))
+        self.plug_metal_at(spec, 2)
+    }
+
+    /// Puts a machine like metal at this place.
+    #[must_use]
+    pub fn plug_metal_at(&self, spec: Spec, place: u8) -> Spec {
+        let port = self.ports[usize::from(place) - 2];
+        card_of("e1000e", spec, place, &format!("socket,connect=127.0.0.1:{port}"))
     }
 
     /// Puts another machine at place 2, whose machine is off. Its card has an address of its own.
@@ -289,18 +296,25 @@ pub fn receive_with(destination: &Machine, address: &str, options: &str) -> Resu
     Ok(words)
 }
 
-/// Returns the words for `mercury migrate` that `mercury receive` prints: the address and the pairing token.
+/// Returns the words for `mercury migrate` that `mercury receive` prints, as text or as JSON: the address and
+/// the pairing token.
 ///
 /// # Errors
 /// If the command prints none.
 pub fn pairing(receive: &mut Background) -> Result<String> {
-    receive.wait_output("--key mercury-receive-1-", LIMIT)?;
+    receive.wait_output("mercury-receive-1-", LIMIT)?;
     thread::sleep(Duration::from_millis(200));
     let said = receive.output_so_far()?;
-    let words = said.split_once("mercury migrate ").and_then(|(_, words)| words.lines().next());
-    words
-        .map(str::to_owned)
-        .ok_or_else(|| Error::Host(format!("`mercury receive` printed no pairing token: {said}")))
+    words_of(&said).ok_or_else(|| Error::Host(format!("`mercury receive` printed no pairing token: {said}")))
+}
+
+fn words_of(said: &str) -> Option<String> {
+    let mut all = serde_json::Deserializer::from_str(said).into_iter::<serde_json::Value>();
+    if let Some(Ok(report)) = all.next() {
+        return Some(format!("{} --key {}", report["address"].as_str()?, report["key"].as_str()?));
+    }
+    let (_, words) = said.split_once("mercury migrate ")?;
+    words.lines().next().map(str::to_owned)
 }
 
 /// Returns the command that moves a machine of the lab to the destination of `words`, which
@@ -324,4 +338,19 @@ pub fn said(machine: &Machine) -> String {
 /// If the emulator has no such card.
 pub fn plug(machine: &Machine, id: u8, is_in: bool) -> Result<()> {
     machine.qmp()?.execute("set_link", json!({"name": format!("cable{id}"), "up": is_in})).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_words_are_found_in_text_and_in_json() {
+        let text =
+            "on the machine that is to move here:\n  mercury migrate 10.9.0.3 --key mercury-receive-1-x\n";
+        assert_eq!(words_of(text).as_deref(), Some("10.9.0.3 --key mercury-receive-1-x"));
+        let json = r#"{"command": "receive", "key": "mercury-receive-1-x", "address": "10.9.0.3:4747"}"#;
+        assert_eq!(words_of(json).as_deref(), Some("10.9.0.3:4747 --key mercury-receive-1-x"));
+        assert_eq!(words_of("mercury: no network"), None);
+    }
 }

@@ -12,8 +12,12 @@ use mercury_lab::{
         script::{CLOCK, TALK},
         start,
     },
+    round_trip::RoundTrips,
 };
 use std::time::SystemTime;
+
+/// The most memory of the monitor beside the guest's.
+const MONITOR_MAX: u64 = 16 << 20;
 
 fn need_kvm() -> Result<()> {
     Platform::need(Vendor::Amd, "the lab has no host with KVM on Intel")
@@ -227,6 +231,13 @@ fn a_host_in_use_sends_a_machine_back() -> Result<()> {
     there_and_back(Kernel::BookwormGeneric, 2, Ordered::ByHost, "")
 }
 
+/// The same with Linux 6.12 in both, and with all of memory compared with what the dirty log has found.
+#[test]
+#[ignore = "long"]
+fn a_host_in_use_sends_a_machine_back_with_linux_6_12() -> Result<()> {
+    there_and_back(Kernel::TrixieGeneric, 2, Ordered::ByHost, "--verify-log")
+}
+
 /// Checks that the commands in a guest name the monitor, and that a move is possible without attach.
 fn knows_its_monitor(guest: &Guest<'_>) -> Result<()> {
     const MONITOR: &str = "monitor runs this machine as a guest";
@@ -297,5 +308,24 @@ fn is_seen_and_stopped(host: &Machine, guest: Guest<'_>) -> Result<()> {
     assert_eq!(host.mercury("guests list")?["guests"].as_array().unwrap().len(), 0);
     let again = host.mercury_refused(&format!("guests stop {NAME}"))?;
     assert_eq!(again.exit, 5, "{again:?}");
+    Ok(())
+}
+
+/// Moves a machine with PostgreSQL to a host in use and back to its hardware, again and again. Clients on a
+/// third machine lose no transaction and no connection. `MERCURY_LAB_ROUND_TRIPS` says how often.
+#[test]
+#[ignore = "long"]
+fn postgresql_goes_there_and_back() -> Result<()> {
+    need_kvm()?;
+    let count = std::env::var("MERCURY_LAB_ROUND_TRIPS").ok().map_or(1, |text| text.parse().unwrap());
+    let mut trips = RoundTrips::begin(Kernel::BookwormGeneric, 1)?;
+    for number in 1..=count {
+        let trip = trips.there_and_back()?;
+        println!("round trip {number} of {count}: {trip:?}");
+        assert!(trip.monitor_bytes <= MONITOR_MAX, "{trip:?}");
+    }
+    let ledger = trips.finish()?;
+    println!("{ledger:?}");
+    assert!(ledger.is_right(), "{ledger:?}");
     Ok(())
 }

@@ -1,5 +1,6 @@
 //! A device to which the guest's kernel reports memory that it does not use (virtio 1.2, 5.5.6.7: free page
-//! reporting). The host gets the memory back. A page that was given back is zero when the guest uses it again.
+//! reporting). The host gets the memory back. A page that was given back is zero when the guest uses it
+//! again.
 //!
 //! The device is a balloon by its number, but asks the guest for no memory.
 

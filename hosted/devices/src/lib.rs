@@ -1,5 +1,6 @@
 //! Virtio devices with registers in memory (virtio-mmio), for monitors of virtual machines: a disk, network
-//! cards, a source of randomness, and one that takes unused memory back. Beside them, two devices of a PC: the clock and a serial port.
+//! cards, a source of randomness, and one that takes unused memory back. Beside them, two devices of a PC:
+//! the clock and a serial port.
 //!
 //! The devices know a guest's memory as [`memory::View`], which may have several regions. They know
 //! nothing of processors and interrupt controllers: [`virtio::Transport`] returns true when the driver

@@ -31,8 +31,8 @@ pub fn buffer(view: &View, at: u64, length: u64) -> Option<*mut u8> {
     Some(start)
 }
 
-/// Gives the whole pages of a range back to the host: they are zero when they are used again. Pages that the guest
-/// does not have stay, and so do those that several machines share.
+/// Gives the whole pages of a range back to the host: they are zero when they are used again. Pages that the
+/// guest does not have stay, and so do those that several machines share.
 pub fn give_back(view: &View, at: u64, length: u64) {
     let Some(start) = pointer(view, at, length) else { return };
     let first = start.addr().next_multiple_of(PAGE);
@@ -45,8 +45,8 @@ pub fn give_back(view: &View, at: u64, length: u64) {
 
 /// Makes a hole in the file that is mapped at a range of whole pages. Returns true if the host has done so.
 fn remove(at: *mut u8, length: usize) -> bool {
-    // SAFETY: The guest's memory is mapped there, to which Rust has no reference. The host does not do it where the
-    // mapping is not for writing.
+    // SAFETY: The guest's memory is mapped there, to which Rust has no reference. The host does not do it
+    // where the mapping is not for writing.
     unsafe { libc::madvise(at.cast(), length, libc::MADV_REMOVE) == 0 }
 }
 

@@ -26,17 +26,19 @@ pub enum DiscoCommand {
     Run(DiscoRunArgs),
     /// Start machines as copies of a machine that runs
     #[command(
-        long_about = "Starts machines as copies of a running machine that `mercury disco run` has started. The \
-        machine stands still for a moment, and goes on; its copies go on from the same instant, in the \
-        background. They share all memory that neither they nor the machine write afterwards. Connections over \
-        the network stay with the machine. A machine can be forked seven times, and each of its copies as well."
+        long_about = "Starts machines as copies of a running machine that `mercury disco run` has started. \
+        The machine stands still for a moment, and goes on; its copies go on from the same instant, in the \
+        background. They share all memory that neither they nor the machine write afterwards. Connections \
+        over the network stay with the machine. A machine can be forked seven times, and each of its copies \
+        as well."
     )]
     Fork(ForkArgs),
     /// Save a machine that runs into a file; it goes on
     #[command(
-        long_about = "Saves a running machine that `mercury disco run` or `fork` has started, as it is now, into a \
-        file. The machine stands still for a moment, as for a fork, and goes on while the file is written. \
-        `mercury disco template` makes a template of the file, with the options of the machine's own template."
+        long_about = "Saves a running machine that `mercury disco run` or `fork` has started, as it is now, \
+        into a file. The machine stands still for a moment, as for a fork, and goes on while the file is \
+        written. `mercury disco template` makes a template of the file, with the options of the machine's \
+        own template."
     )]
     Save(SaveArgs),
     /// List templates and their machines
@@ -94,7 +96,8 @@ pub struct DiscoRunArgs {
 pub struct ForkArgs {
     /// The machine that is copied
     pub machine: Name,
-    /// The copy's name. With --count it is the beginning of the names [default: the machine's name and a number]
+    /// The copy's name. With --count it is the beginning of the names [default: the machine's name and a
+    /// number]
     #[arg(long)]
     pub name: Option<Name>,
     /// Start so many copies

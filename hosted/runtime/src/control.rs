@@ -206,8 +206,8 @@ pub fn save(socket: &Path, file: &Path) -> Result<u64> {
     Ok(bytes)
 }
 
-/// Writes a machine that was forked into a new file. The machine goes on meanwhile. The file has its name when it
-/// is whole and on the disk. Until then the name ends with `.part`. Returns the file's size in bytes.
+/// Writes a machine that was forked into a new file. The machine goes on meanwhile. The file has its name
+/// when it is whole and on the disk. Until then the name ends with `.part`. Returns the file's size in bytes.
 ///
 /// # Errors
 /// If the file cannot be written.

@@ -1,14 +1,14 @@
 //! A fork of a running machine: the conversation of its template with it.
 //!
-//! The template asks by a message on a socket and a signal ([`Source::freeze`]). The machine answers between two
-//! exits of the guest ([`Link`]): its state, where each page of its memory is, and the file that was its own
-//! until then ([`crate::memory::layers::Layers::freeze`]). Then the machine goes on. The template seals the
-//! file as soon as none of the machine's processes has it mapped for writing. It starts copies as those of a
-//! saved machine ([`crate::template`]).
+//! The template asks by a message on a socket and a signal ([`Source::freeze`]). The machine answers between
+//! two exits of the guest ([`Link`]): its state, where each page of its memory is, and the file that was its
+//! own until then ([`crate::memory::layers::Layers::freeze`]). Then the machine goes on. The template seals
+//! the file as soon as none of the machine's processes has it mapped for writing. It starts copies as those
+//! of a saved machine ([`crate::template`]).
 //!
 //! State and places go through two files that both have open, so no message is long. A program that has taken
-//! over its machine can write anything there. So the template waits for a limited time, copies before it checks,
-//! and lets no copy begin with places outside of the files.
+//! over its machine can write anything there. So the template waits for a limited time, copies before it
+//! checks, and lets no copy begin with places outside of the files.
 
 use std::{
     fs::File,
@@ -273,8 +273,8 @@ pub struct Link {
 #[derive(Clone, Copy, Debug)]
 pub struct Wanted(u64);
 
-/// An answer, as it is sent: the kind, the number of the request, the lengths of state and places, the pause, and
-/// the number of files below the machine's own.
+/// An answer, as it is sent: the kind, the number of the request, the lengths of state and places, the pause,
+/// and the number of files below the machine's own.
 type Answer = [u64; 6];
 
 /// Both ends of a connection.
@@ -468,8 +468,8 @@ impl Source {
         Ok(())
     }
 
-    /// Waits for the answer to the last request. An earlier one may come late: then its file is kept, because it
-    /// is below the machine's own.
+    /// Waits for the answer to the last request. An earlier one may come late: then its file is kept, because
+    /// it is below the machine's own.
     fn hear(&mut self, deadline: Instant) -> Result<Answer> {
         loop {
             let rest = deadline.saturating_duration_since(Instant::now());
@@ -528,8 +528,8 @@ impl Source {
         let copy = File::from(new_file(c"mercury-state", 0, 0).map_err(|_| io::Error::last_os_error())?);
         let mut from: &File = from;
         from.rewind()?;
-        // The library copies from file to file: nothing of the state stays in this process, of which all other
-        // machines are copies.
+        // The library copies from file to file: nothing of the state stays in this process, of which all
+        // other machines are copies.
         if io::copy(&mut io::Read::take(from, state), &mut &copy)? != state {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }

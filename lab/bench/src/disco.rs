@@ -327,8 +327,8 @@ pub(crate) fn many(files: &Files) -> Result<(f64, serde_json::Value)> {
     Ok((begin.elapsed().as_secs_f64() * 1e3, started["machines"].clone()))
 }
 
-/// Forks a running machine of the template. Returns the milliseconds in which the machine stood still, those from
-/// the command to the copy's first answer, and the copy.
+/// Forks a running machine of the template. Returns the milliseconds in which the machine stood still, those
+/// from the command to the copy's first answer, and the copy.
 pub(crate) fn fork(files: &Files, machine: &str) -> Result<(f64, f64, Background)> {
     let begin = Instant::now();
     let command = files.mercury(&["--json", "disco", "fork", machine]);

@@ -315,8 +315,9 @@ fn leave_disks(machine: &Machine) -> Result<()> {
 
 /// Runs all benchmarks in virtual machines, and shows which one is at work.
 ///
-/// In an emulator that counts instructions a virtual machine of KVM may stand still, with Mercury or without: its
-/// only processor waits for a lock that it holds. Then another one is started for the benchmarks that are left.
+/// In an emulator that counts instructions a virtual machine of KVM may stand still, with Mercury or without:
+/// its only processor waits for a lock that it holds. Then another one is started for the benchmarks that are
+/// left.
 fn guest_pass(machine: &Machine, plan: &Plan, stopped: &mut u32, show: &mut dyn FnMut(&str)) -> Result<Pass> {
     let mut left: Vec<&str> = ["os"].into_iter().chain(APPLICATIONS.map(|(name, ..)| name)).collect();
     let mut said = String::new();
@@ -505,8 +506,9 @@ pub fn section(figures: &Papers) -> String {
         nested page walks, TLB misses, and the processor's own work in VMRUN and an exit. On a\n\
         processor X-U and M-U are larger for that. Xen of the papers had no nested page tables. Its cost of\n\
         fork, mmap and page faults is code, and would be counted here.\n\n\
-        In this emulator a virtual machine may stand still, with Mercury or without: its only processor waits\n\
-        for a lock that it holds. Then another one runs the benchmarks that are left. {} did so in this run.\n\n\
+        In this emulator a virtual machine may stand still, with Mercury or without: its only processor\n\
+        waits for a lock that it holds. Then another one runs the benchmarks that are left. {} did so in\n\
+        this run.\n\n\
         {}\n\
         The applications are:\n\n\
         - PostgreSQL, with pgbench's reading transactions;\n\

@@ -214,8 +214,8 @@ fn clones_compute_what_their_template_would_have() -> Result<()> {
     Ok(())
 }
 
-/// A machine is forked while it computes. It and its copies compute the same, and each goes on when the others
-/// have ended. So does a copy of a copy, however deep.
+/// A machine is forked while it computes. It and its copies compute the same, and each goes on when the
+/// others have ended. So does a copy of a copy, however deep.
 #[test]
 fn a_running_machine_is_forked() -> Result<()> {
     /// So many that files are put together.

@@ -9,9 +9,9 @@
 //! become old.
 //!
 //! A fork of the running machine ([`Layers::freeze`]) makes a level of the own file. The next file is the
-//! machine's own from then on, and the log begins anew. Each process follows ([`Layers::follow`]): it maps the
-//! pages of the former own file again, for reading. A process that waits for its turn is woken for it. The
-//! former own file can be sealed when all processes have followed.
+//! machine's own from then on, and the log begins anew. Each process follows ([`Layers::follow`]): it maps
+//! the pages of the former own file again, for reading. A process that waits for its turn is woken for it.
+//! The former own file can be sealed when all processes have followed.
 //!
 //! Two kinds of writes make a page the machine's own. Writes of the guest fault, and reach
 //! [`Machine::page_fault`](crate::machine::Machine::page_fault). The monitor writes through a mapping of its
@@ -107,9 +107,9 @@ pub struct Frozen {
 }
 
 impl Layers {
-    /// Maps sealed files, which stay open, and the machine's own file over parts of them. Pages that are in no run have the
-    /// lowest level. Pages whose level is the number of files are the machine's own from the beginning: they
-    /// are zero. At `direct` the lowest file must be mapped. The layers are never dropped.
+    /// Maps sealed files, which stay open, and the machine's own file over parts of them. Pages that are in
+    /// no run have the lowest level. Pages whose level is the number of files are the machine's own from the
+    /// beginning: they are zero. At `direct` the lowest file must be mapped. The layers are never dropped.
     ///
     /// # Errors
     /// If the host refuses memory or a mapping.
@@ -373,8 +373,8 @@ impl Layers {
         self.followed.load(Ordering::Relaxed) != self.own_level()
     }
 
-    /// Returns the level of the machine's own file, and from where on in the log its pages are not mapped by a
-    /// process that follows to that level now.
+    /// Returns the level of the machine's own file, and from where on in the log its pages are not mapped by
+    /// a process that follows to that level now.
     #[must_use]
     pub fn now(&self) -> (u8, u32) {
         // In this order: a log that is newer than the level is followed from its beginning.
@@ -382,9 +382,9 @@ impl Layers {
         (level, self.logged())
     }
 
-    /// Maps the pages that were the machine's own for reading, up to a level of [`Self::now`]. Without `direct` the
-    /// direct map loses its own pages instead: the guest does not run in this process. Returns false if the host
-    /// has no room.
+    /// Maps the pages that were the machine's own for reading, up to a level of [`Self::now`]. Without
+    /// `direct` the direct map loses its own pages instead: the guest does not run in this process. Returns
+    /// false if the host has no room.
     #[must_use]
     pub fn follow(&self, level: u8, direct: bool) -> bool {
         let followed = self.followed.swap(level, Ordering::Relaxed);
@@ -601,7 +601,8 @@ mod tests {
                     prop_assert_eq!(usize::from(layers.own_level()) + 1, layers.files.len());
                     continue;
                 };
-                prop_assert!(layers.is_behind() && layers.follow(layers.now().0, what % 2 == 0) && !layers.is_behind());
+                prop_assert!(layers.is_behind());
+                prop_assert!(layers.follow(layers.now().0, what % 2 == 0) && !layers.is_behind());
                 prop_assert_eq!(layers.logged(), 0);
                 let below = layers.files.iter().take(layers.own_level().into());
                 let files: Vec<OwnedFd> = below.map(|file| copy_of(file.writable)).collect();

@@ -154,9 +154,9 @@ impl Memory {
         ))
     }
 
-    /// Maps a part of the memory at an address of the guest's choice, over any mapping there. Pages that are not
-    /// the machine's own cannot be written to there, whatever the rights are. Returns the ranges of physical
-    /// addresses of such pages.
+    /// Maps a part of the memory at an address of the guest's choice, over any mapping there. Pages that are
+    /// not the machine's own cannot be written to there, whatever the rights are. Returns the ranges of
+    /// physical addresses of such pages.
     ///
     /// # Errors
     /// The error of the host. Then a part may be mapped.

@@ -1,8 +1,8 @@
 //! `mercury disco map`: the memory that machines share, and what each has for itself.
 //!
 //! Two accounts are shown. The first one is Mercury's: the pages of the memory that a template shares, once,
-//! and the pages of each machine's own files. A template shares the saved machine's memory, and that of machines
-//! that were forked, as it was then. The second account is the host's kernel's: the proportional
+//! and the pages of each machine's own files. A template shares the saved machine's memory, and that of
+//! machines that were forked, as it was then. The second account is the host's kernel's: the proportional
 //! set size (PSS) of all processes of a machine, in which a page that several processes map counts for each
 //! in part (`proc_pid_smaps(5)`).
 
@@ -72,8 +72,8 @@ impl Files {
     }
 }
 
-/// Returns the numbers of the files that machines share: those of saved machines, of templates, and those that
-/// several machines have. A machine whose template has ended shares them all the same.
+/// Returns the numbers of the files that machines share: those of saved machines, of templates, and those
+/// that several machines have. A machine whose template has ended shares them all the same.
 pub fn shared(templates: &[TemplateStatus], machines: &[MachineStatus]) -> HashSet<u64> {
     let of_templates: Vec<Files> = templates.iter().filter_map(|one| Files::of(one.pid)).collect();
     let of_machines: Vec<Files> = machines.iter().filter_map(|one| Files::of(one.pid)).collect();

@@ -48,8 +48,8 @@ pub enum Answer {
         /// The time in which a machine that was copied stood still.
         pause_us: Option<u64>,
     },
-    /// A machine as it was. With the line come the file of its state, one with the places of pages, and the files
-    /// of its memory.
+    /// A machine as it was. With the line come the file of its state, one with the places of pages, and the
+    /// files of its memory.
     Frozen { pause_us: u64 },
     /// No machine was started. The machines that were are named.
     Refused { message: String, hint: Option<String>, machines: Vec<Name> },

@@ -271,8 +271,8 @@ impl Server {
         let _ = sent;
     }
 
-    /// Starts machines in the background: copies of the saved machine, or of this one. `names` has the name, or
-    /// the beginning of names that end with a number.
+    /// Starts machines in the background: copies of the saved machine, or of this one. `names` has the name,
+    /// or the beginning of names that end with a number.
     fn start_detached(
         &mut self,
         image: Option<&Arc<Image>>,
