@@ -21,9 +21,8 @@
 //! - [`process`]: the processes of the machine, and which of them show address spaces.
 //! - [`isolation`]: programs in processes of their own. [`user_access`] checks the addresses that
 //!   the kernel uses for them.
-//! - [`saved`]: a machine as a file. [`template`]: machines that begin as copies of one. [`fork`]: copies of
-//! a
-//!   machine that runs.
+//! - [`saved`]: a machine as a file. [`template`]: machines that begin as copies of one. [`fork`]:
+//!   copies of a machine that runs.
 //! - [`smp`]: several processors, each a process.
 //! - [`devices`]: the devices of a small PC. [`gdb`]: a debugger. `sandbox`: the rights that remain
 //!   once the guest runs.
