@@ -32,7 +32,7 @@ use crate::{
     memory::{
         is_sealed,
         layers::{Frozen, MOST_FORKS, Run},
-        new_file, seal,
+        new_file, read_at, seal,
     },
     saved::Still,
 };
@@ -180,7 +180,7 @@ impl Still for Image {
             let length = rest.len().min((end * PAGE - at) as usize);
             let (some, others) = rest.split_at_mut(length);
             match self.files.get(usize::from(level)) {
-                Some(file) => read_at(file, at, some)?,
+                Some(file) => read_at(file.as_raw_fd(), at, some)?,
                 None => some.fill(0),
             }
             (at, rest) = (at + length as u64, others);
@@ -213,24 +213,6 @@ fn unpack(bytes: &[u8]) -> Vec<Run> {
         level: u8::try_from(word(&place[16..])).unwrap_or(u8::MAX),
     };
     bytes.as_chunks::<PLACE>().0.iter().map(run).collect()
-}
-
-/// Reads a file at an offset.
-fn read_at(file: &OwnedFd, at: u64, into: &mut [u8]) -> io::Result<()> {
-    let mut done = 0;
-    while done < into.len() {
-        let rest = &mut into[done..];
-        let offset = (at + done as u64).cast_signed();
-        // SAFETY: There is room for so many bytes.
-        let read = unsafe { libc::pread(file.as_raw_fd(), rest.as_mut_ptr().cast(), rest.len(), offset) };
-        match usize::try_from(read) {
-            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(count) => done += count,
-            Err(_) if io::Error::last_os_error().kind() == io::ErrorKind::Interrupted => {}
-            Err(_) => return Err(io::Error::last_os_error()),
-        }
-    }
-    Ok(())
 }
 
 /// A fork that has succeeded.
@@ -356,7 +338,7 @@ impl Link {
     }
 
     /// Sends the machine. `pause` is the time in which it stood still. If the host has no memory for it, the
-    /// template gets no answer.
+    /// template gets the file alone.
     pub fn send(&self, wanted: Wanted, frozen: &Frozen, state: &[u8], pause: Duration) {
         let places = pack(&frozen.runs);
         let Shared { state: state_file, places: places_file } = &*self.shared;
@@ -473,13 +455,13 @@ impl Source {
     fn hear(&mut self, deadline: Instant) -> Result<Answer> {
         loop {
             let rest = deadline.saturating_duration_since(Instant::now());
+            if rest.is_zero() {
+                return Err(no_answer("it is silent"));
+            }
             let wait = rest.as_millis().max(1) as i32;
             let mut ready = libc::pollfd { fd: self.socket.as_raw_fd(), events: libc::POLLIN, revents: 0 };
             // SAFETY: There is one descriptor.
             let count = unsafe { libc::poll(&raw mut ready, 1, wait) };
-            if rest.is_zero() && count <= 0 {
-                return Err(no_answer("it is silent"));
-            }
             if count <= 0 {
                 continue;
             }
@@ -575,7 +557,9 @@ fn flatten(image: Image) -> Result<Image> {
         let (mut at, end) = (pages.start * PAGE, pages.end * PAGE);
         while at < end {
             let piece = &mut piece[..PIECE.min((end - at) as usize)];
-            read_at(from, at, piece).and_then(|()| flat.write_all_at(piece, at)).map_err(wrong)?;
+            read_at(from.as_raw_fd(), at, piece)
+                .and_then(|()| flat.write_all_at(piece, at))
+                .map_err(wrong)?;
             at += piece.len() as u64;
         }
         runs.push(Run { pages: pages.clone(), level: 1 });
@@ -737,11 +721,18 @@ mod tests {
                 answer(&link, |wanted| link.send(wanted, &frozen, b"state", Duration::ZERO));
             }
             answer(&link, |_| ());
+            // Answers to other requests, without an end.
+            answer(&link, |_| {
+                while !link.is_gone() {
+                    lie([REFUSED, u64::MAX, 0, 0, 0, 0], None)
+                }
+            });
         });
-        for number in 0..7 {
+        for number in 0..8 {
             assert!(source.freeze().is_err(), "{number}");
         }
         assert!(begin.elapsed() < 4 * PATIENCE);
+        drop(source);
         machine.join().unwrap();
     }
 

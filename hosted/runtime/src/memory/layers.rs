@@ -26,7 +26,7 @@ use std::{
     sync::atomic::{AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering},
 };
 
-use super::{Rights, holes, new_file};
+use super::{Rights, holes, map_over, new_file};
 use crate::{
     error::{Error, Result},
     layout::PAGE,
@@ -434,17 +434,7 @@ fn make_file(size: u64) -> Result<Level> {
 /// Maps pages of a file in the window or in the direct map. Returns true if the host has done so.
 fn map(address: u64, page: u64, length: u64, rights: Rights, file: RawFd) -> bool {
     // SAFETY: The address is in the window or the direct map, which have this page there already.
-    let mapped = unsafe {
-        libc::mmap(
-            ptr::with_exposed_provenance_mut(address as usize),
-            length as usize,
-            rights.flags(),
-            libc::MAP_SHARED | libc::MAP_FIXED,
-            file,
-            (page * PAGE).cast_signed(),
-        )
-    };
-    mapped != libc::MAP_FAILED
+    unsafe { map_over(address, length, rights, file, page * PAGE) }
 }
 
 /// Makes the page at an address of the monitor's window the machine's own. Returns false if the address is

@@ -187,17 +187,10 @@ impl Memory {
 
     fn map_file(address: u64, length: u64, physical: u64, rights: Rights, file: RawFd) -> io::Result<()> {
         // SAFETY: The addresses are the guest's own, of which the monitor keeps nothing (layout).
-        let mapped = unsafe {
-            libc::mmap(
-                ptr::with_exposed_provenance_mut(address as usize),
-                length as usize,
-                rights.flags(),
-                libc::MAP_SHARED | libc::MAP_FIXED,
-                file,
-                physical.cast_signed(),
-            )
-        };
-        if mapped == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
+        match unsafe { map_over(address, length, rights, file, physical) } {
+            true => Ok(()),
+            false => Err(io::Error::last_os_error()),
+        }
     }
 
     /// Maps the machine's pages again after a fork, in a process that has mapped nothing else of them.
@@ -267,15 +260,8 @@ impl Memory {
                 }
             };
             let end = into.len().min(done.saturating_add(most));
-            let rest = &mut into[done..end];
-            // SAFETY: There is room for so many bytes.
-            let read = unsafe { libc::pread(file, rest.as_mut_ptr().cast(), rest.len(), at.cast_signed()) };
-            match usize::try_from(read) {
-                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(read) => done += read,
-                Err(_) if io::Error::last_os_error().kind() == io::ErrorKind::Interrupted => {}
-                Err(_) => return Err(io::Error::last_os_error()),
-            }
+            read_at(file, at, &mut into[done..end])?;
+            done = end;
         }
         Ok(())
     }
@@ -443,6 +429,46 @@ impl Memory {
     pub fn rest_of_page(address: u64) -> u64 {
         PAGE - address % PAGE
     }
+}
+
+/// Maps a file from an offset on, over any mapping at an address. Returns true if the host has done so.
+///
+/// # Safety
+/// The address is the guest's own, or that of a mapping of the same memory.
+unsafe fn map_over(address: u64, length: u64, rights: Rights, file: RawFd, offset: u64) -> bool {
+    // SAFETY: The caller vouches for the address.
+    let mapped = unsafe {
+        libc::mmap(
+            ptr::with_exposed_provenance_mut(address as usize),
+            length as usize,
+            rights.flags(),
+            libc::MAP_SHARED | libc::MAP_FIXED,
+            file,
+            offset.cast_signed(),
+        )
+    };
+    mapped != libc::MAP_FAILED
+}
+
+/// Reads a file at an offset.
+///
+/// # Errors
+/// The error of the host.
+pub(crate) fn read_at(file: RawFd, at: u64, into: &mut [u8]) -> io::Result<()> {
+    let mut done = 0;
+    while done < into.len() {
+        let rest = &mut into[done..];
+        let offset = (at + done as u64).cast_signed();
+        // SAFETY: There is room for so many bytes.
+        let read = unsafe { libc::pread(file, rest.as_mut_ptr().cast(), rest.len(), offset) };
+        match usize::try_from(read) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(read) => done += read,
+            Err(_) if io::Error::last_os_error().kind() == io::ErrorKind::Interrupted => {}
+            Err(_) => return Err(io::Error::last_os_error()),
+        }
+    }
+    Ok(())
 }
 
 /// Makes sure that nobody writes to a file any more.
