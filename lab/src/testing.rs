@@ -5,7 +5,7 @@ use std::{
     cmp::Reverse,
     collections::{BTreeMap, VecDeque},
     env, fs,
-    io::{BufRead, BufReader},
+    io::{self, BufRead, BufReader},
     path::{Path, PathBuf},
     process::{Command, Stdio},
     sync::OnceLock,
@@ -128,6 +128,7 @@ pub fn run(filter: Option<&str>) -> Result<Tally> {
     Platform::chosen()?;
     elapsed();
     let deadline = deadline()?;
+    check_space()?;
     ensure_artefacts(filter.is_none())?;
     let mut tally = Tally::default();
     match filter {
@@ -194,6 +195,29 @@ fn ensure_artefacts(tests: bool) -> Result<()> {
         }
         all.into_iter().try_for_each(|one| joined(one.join())?)
     })
+}
+
+/// Checks that what the tests build has room on the disk: a build that fills the disk takes other work
+/// with it, after minutes.
+fn check_space() -> Result<()> {
+    let root = paths::root();
+    let disk = rustix::fs::statvfs(&root).map_err(io::Error::from);
+    let disk = disk.context(|| format!("read the free space of {}", root.display()))?;
+    let built = root.join("target/lab/images").exists();
+    enough_space(disk.f_bavail.saturating_mul(disk.f_frsize), built)
+        .map_err(|reason| Error::Host(format!("{reason}; the disk is that of {}", root.display())))
+}
+
+/// Returns what is missing of the space for the tests, in whole GB, if `free` bytes are not enough.
+fn enough_space(free: u64, built: bool) -> std::result::Result<(), String> {
+    const GB: u64 = 1_000_000_000;
+    // What `make test` leaves in a fresh clone (README), and what machines write while they run.
+    let needed = if built { 3 } else { 14 };
+    if free >= needed * GB {
+        return Ok(());
+    }
+    let free = free / GB;
+    Err(format!("the tests need {needed} GB of disk, and {free} GB are free: make room, then try again"))
 }
 
 fn joined<T>(result: thread::Result<T>) -> Result<T> {
@@ -439,6 +463,13 @@ fn lab_test(name: &str) -> Option<(&'static str, PathBuf)> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_full_disk_is_named_before_anything_is_built() {
+        assert!(enough_space(14_000_000_000, false).is_ok() && enough_space(3_000_000_000, true).is_ok());
+        let reason = enough_space(13_999_999_999, false).unwrap_err();
+        assert!(reason.contains("14 GB") && reason.contains("13 GB are free"), "{reason}");
+    }
 
     #[test]
     fn results_are_summed_and_other_lines_are_not() {
