@@ -46,6 +46,9 @@ const NEEDED_SMALL: &[&str] = &[
     "CONFIG_EXT4_FS=y",
     "CONFIG_INET=y",
     "CONFIG_BLK_DEV_LOOP=m",
+    "CONFIG_VIRTIO_PMEM=y",
+    "CONFIG_ND_PFN=y",
+    "CONFIG_FS_DAX=y",
 ];
 
 const NEEDED_TINY: &[&str] = &[
