@@ -106,6 +106,13 @@ pub fn open_disk(path: &Path, read_only: bool) -> Result<(File, u64)> {
         return Err(Error::new(format!("the disk {} is neither a file nor a block device", path.display()))
             .hint("a disk is a raw image or a partition"));
     }
+    // Before it is opened for writing: that would end the machines that have it as a part of their memory.
+    if !read_only
+        && kind.as_ref().is_ok_and(fs::FileType::is_file)
+        && let Ok(file) = File::open(path)
+    {
+        lock(&file, path, libc::LOCK_EX)?;
+    }
     // The host's kernel refuses a device then that it has mounted.
     let alone = if kind.is_ok_and(|kind| kind.is_block_device()) && !read_only { libc::O_EXCL } else { 0 };
     let opened = OpenOptions::new().read(true).write(!read_only).custom_flags(alone).open(path);
@@ -114,13 +121,7 @@ pub fn open_disk(path: &Path, read_only: bool) -> Result<(File, u64)> {
         let hint = "append `,ro` to its name to open it read-only";
         if error.kind() == io::ErrorKind::PermissionDenied { named.hint(hint) } else { named }
     })?;
-    let how = if read_only { libc::LOCK_SH } else { libc::LOCK_EX };
-    // SAFETY: It takes a descriptor that is open.
-    if unsafe { libc::flock(file.as_raw_fd(), how | libc::LOCK_NB) } != 0 {
-        return Err(Error::new(format!("the disk {} is in use", path.display())).hint(
-            "two machines that write to one disk destroy its file system: add `,ro` in both to share it",
-        ));
-    }
+    lock(&file, path, if read_only { libc::LOCK_SH } else { libc::LOCK_EX })?;
     let bytes = file.seek(SeekFrom::End(0)).map_err(|error| Error::file("measure the disk", path, error))?;
     if bytes < SECTOR {
         return Err(Error::new(format!("the disk {} is empty", path.display())));
@@ -137,6 +138,16 @@ pub fn open_disk(path: &Path, read_only: bool) -> Result<(File, u64)> {
             .hint("convert it to a raw image with `qemu-img convert -O raw`"));
     }
     Ok((file, bytes))
+}
+
+/// Keeps others from using a file as a disk at the same time.
+fn lock(file: &File, path: &Path, how: i32) -> Result<()> {
+    // SAFETY: It takes a descriptor that is open.
+    if unsafe { libc::flock(file.as_raw_fd(), how | libc::LOCK_NB) } == 0 {
+        return Ok(());
+    }
+    Err(Error::new(format!("the disk {} is in use", path.display()))
+        .hint("two machines that write to one disk destroy its file system: add `,ro` in both to share it"))
 }
 
 impl Block {
@@ -386,17 +397,23 @@ impl Device for Block {
 
     /// Returns the seconds and nanoseconds of a file's last change. Hosts date no block devices.
     fn changed(&self) -> [u64; 2] {
-        let mut of = std::mem::MaybeUninit::<libc::stat>::zeroed();
-        // The library's own function makes another call, which takes a path.
-        // SAFETY: The file is open, and the kernel fills a structure of this shape.
-        let stated = unsafe { libc::syscall(libc::SYS_fstat, self.file.as_raw_fd(), of.as_mut_ptr()) };
-        // SAFETY: It was zero at first, and consists of numbers.
-        let of = unsafe { of.assume_init() };
-        if stated != 0 || of.st_mode & libc::S_IFMT != libc::S_IFREG {
-            return [0; 2];
-        }
-        [of.st_mtime.cast_unsigned(), of.st_mtime_nsec.cast_unsigned()]
+        time_of_change(&self.file)
     }
+}
+
+/// Returns the time at which a file changed last, or zeros for other things.
+#[must_use]
+pub fn time_of_change(file: &File) -> [u64; 2] {
+    let mut of = std::mem::MaybeUninit::<libc::stat>::zeroed();
+    // The library's own function makes another call, which takes a path.
+    // SAFETY: The file is open, and the kernel fills a structure of this shape.
+    let stated = unsafe { libc::syscall(libc::SYS_fstat, file.as_raw_fd(), of.as_mut_ptr()) };
+    // SAFETY: It was zero at first, and consists of numbers.
+    let of = unsafe { of.assume_init() };
+    if stated != 0 || of.st_mode & libc::S_IFMT != libc::S_IFREG {
+        return [0; 2];
+    }
+    [of.st_mtime.cast_unsigned(), of.st_mtime_nsec.cast_unsigned()]
 }
 
 fn identifier(name: &str) -> [u8; IDENTIFIER_LENGTH] {

@@ -1,4 +1,4 @@
-//! Virtio devices with registers in memory (virtio-mmio), for monitors of virtual machines: a disk, network
+//! Virtio devices with registers in memory (virtio-mmio), for monitors of virtual machines: disks, network
 //! cards, a source of randomness, and one that takes unused memory back. Beside them, two devices of a PC:
 //! the clock and a serial port.
 //!
@@ -19,6 +19,7 @@ pub mod fuzz;
 mod link;
 pub mod memory;
 mod net;
+mod pmem;
 mod requests;
 mod rng;
 pub mod serial;
@@ -34,8 +35,9 @@ pub mod virtio;
 
 pub use balloon::Balloon;
 pub use bell::Bell;
-pub use block::{Block, open_disk};
+pub use block::{Block, open_disk, time_of_change};
 pub use net::{Net, Witness};
+pub use pmem::Pmem;
 pub use rng::Rng;
 pub use subnet::{Joined as JoinedSubnet, SubnetCard, SubnetOption};
 pub use uplink::{NetOption, Opened as OpenUplink};
