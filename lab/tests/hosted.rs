@@ -36,6 +36,8 @@ mod disco;
 mod escapes;
 #[path = "hosted/footprint.rs"]
 mod footprint;
+#[path = "hosted/images.rs"]
+mod images;
 #[path = "hosted/odd.rs"]
 mod odd;
 #[path = "hosted/one_binary.rs"]

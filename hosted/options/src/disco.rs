@@ -14,7 +14,8 @@ pub enum DiscoCommand {
         long_about = "Makes a template from a machine that `mercury hosted save` has saved. The template is \
         a process in the background, which has the machine's memory and waits. `mercury disco run` starts \
         machines as copies of it, in milliseconds: they share the memory that they do not write. The options \
-        are those of the saved machine, as for `mercury hosted restore`. A disk must be read-only."
+        are those of the saved machine, as for `mercury hosted restore`. A disk must be read-only, or a \
+        part of the machine's memory (`,shared` or `,private`)."
     )]
     Template(Box<TemplateArgs>),
     /// Start machines as copies of a template

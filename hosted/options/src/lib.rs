@@ -132,8 +132,10 @@ pub struct RunArgs {
     #[arg(long, value_name = "FILE")]
     pub initramfs: Option<PathBuf>,
     /// A disk: a file or a block device, with `,ro` appended if the guest may only read it. The
-    /// first one is /dev/vda
-    #[arg(long, value_name = "FILE[,ro]")]
+    /// first one is /dev/vda. With `,shared` or `,private` a file becomes a part of the guest's memory, and
+    /// machines with the same file share its pages. The first such disk is /dev/pmem0. With `,shared` the
+    /// guest may only read it. With `,private` it may write to pages of its own, which are gone at the end
+    #[arg(long, value_name = "FILE[,ro|,shared|,private]")]
     pub disk: Vec<String>,
     /// A network card, connected to a passt of its own, to a tap interface of yours, or to a subnet: a
     /// network of machines of yours with the same NAME. With `passt,host` the guest reaches this host's

@@ -58,7 +58,7 @@ fn little() -> Error {
 /// # Errors
 /// If there is too little memory.
 pub fn put_initramfs(memory: &Memory, kernel: &Kernel, initramfs: &[u8]) -> Result<()> {
-    let at = memory.size().min(LOW).checked_sub(initramfs.len() as u64).map(|at| at & !(PAGE - 1));
+    let at = memory.ram().min(LOW).checked_sub(initramfs.len() as u64).map(|at| at & !(PAGE - 1));
     let at = at.filter(|at| *at >= kernel.end().next_multiple_of(MIB)).ok_or_else(little)?;
     if initramfs.is_empty() {
         return Ok(());
@@ -87,7 +87,7 @@ pub fn describe(memory: &Memory, line: &str) -> Result<()> {
     put(offset::TYPE_OF_LOADER, &[0xFF])?;
     put(offset::COMMAND_LINE, &(COMMAND_LINE as u32).to_le_bytes())?;
     memory.write(COMMAND_LINE, line.as_bytes()).ok_or_else(little)?;
-    let map = memory_map(memory.size());
+    let map = memory_map(memory.ram());
     put(offset::E820_ENTRIES, &[map.len() as u8])?;
     let mut table = Vec::new();
     for (start, length, kind) in map {

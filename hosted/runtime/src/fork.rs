@@ -34,7 +34,7 @@ use crate::{
         layers::{Frozen, MOST_FORKS, Run},
         new_file, read_at, seal,
     },
-    saved::Still,
+    saved::{Kind, Still},
 };
 
 /// The signal that tells a machine to look at its socket. A process that does not handle it yet ignores it.
@@ -63,6 +63,8 @@ pub struct Image {
     files: Vec<Arc<OwnedFd>>,
     /// Where each page is, as for [`crate::memory::layers::Layers::new`].
     runs: Vec<Run>,
+    /// Where the images of disks are ([`crate::memory::disks::Disks::runs`]).
+    images: Vec<Run>,
     /// The state ([`crate::saved`]), in a file: only the machine's own copies get it.
     state: File,
 }
@@ -72,8 +74,8 @@ impl Image {
     ///
     /// # Errors
     /// If a page is in none of these files, or a file can still be written to.
-    pub fn new(files: Vec<Arc<OwnedFd>>, runs: Vec<Run>, state: File) -> Result<Self> {
-        let image = Self { files, runs, state };
+    pub fn new(files: Vec<Arc<OwnedFd>>, runs: Vec<Run>, images: Vec<Run>, state: File) -> Result<Self> {
+        let image = Self { files, runs, images, state };
         image
             .check()
             .map_err(|what| Error::new(format!("the machine's memory is wrong ({what}): this is a bug")))?;
@@ -84,10 +86,10 @@ impl Image {
     ///
     /// # Errors
     /// As for [`Self::new`], or if the host refuses a file.
-    pub fn with_state(files: Vec<OwnedFd>, runs: Vec<Run>, state: &[u8]) -> Result<Self> {
+    pub fn with_state(files: Vec<OwnedFd>, runs: Vec<Run>, images: Vec<Run>, state: &[u8]) -> Result<Self> {
         let file = File::from(new_file(c"mercury-state", 0, 0)?);
         file.write_all_at(state, 0).map_err(|error| Error::new(format!("cannot keep a state: {error}")))?;
-        Self::new(files.into_iter().map(Arc::new).collect(), runs, file)
+        Self::new(files.into_iter().map(Arc::new).collect(), runs, images, file)
     }
 
     /// Returns the files of the memory.
@@ -108,13 +110,15 @@ impl Image {
         &self.state
     }
 
-    /// Writes where each page is into a file without a name.
+    /// Writes where each page is into a file without a name: first the number of images of disks, and where
+    /// these are.
     ///
     /// # Errors
     /// The error of the host.
     pub fn places_file(&self) -> Result<File> {
         let file = File::from(new_file(c"mercury-state", 0, 0)?);
-        file.write_all_at(&pack(&self.runs), 0)
+        let images = [(self.images.len() as u64).to_le_bytes().to_vec(), pack(&self.images)].concat();
+        file.write_all_at(&[images, pack(&self.runs)].concat(), 0)
             .map_err(|error| Error::file("write", Path::new("memory"), error))?;
         Ok(file)
     }
@@ -130,7 +134,11 @@ impl Image {
         };
         let places = read_all(&File::from(places));
         let places = places.map_err(|error| Error::file("read", Path::new("memory"), error))?;
-        Self::new(files.map(Arc::new).collect(), unpack(&places), state.into())
+        let (count, places) = places.split_at_checked(8).unwrap_or((&[0; 8], &[]));
+        let count = count.try_into().map_or(0, usize::from_le_bytes);
+        let mut images = unpack(places);
+        let runs = images.split_off(count.min(images.len()));
+        Self::new(files.map(Arc::new).collect(), runs, images, state.into())
     }
 
     /// Reads the state.
@@ -139,6 +147,15 @@ impl Image {
     /// The error of the host.
     pub fn state(&self) -> io::Result<Vec<u8>> {
         read_all(&self.state)
+    }
+
+    /// Returns the level of a page, and the first page after it that may have another one.
+    fn place(&self, page: u64) -> (u8, u64) {
+        let index = self.runs.partition_point(|run| run.pages.end <= page);
+        match self.runs.get(index) {
+            Some(run) if run.pages.start <= page => (run.level, run.pages.end),
+            next => (0, next.map_or(u64::MAX / PAGE, |run| run.pages.start)),
+        }
     }
 
     fn check(&self) -> std::result::Result<(), &'static str> {
@@ -152,7 +169,10 @@ impl Image {
             if pages.start < from || pages.end <= pages.start || pages.end > size / PAGE {
                 return Err("pages are not in order");
             }
-            if usize::from(*level) > self.files.len() {
+            let is_of_image = |image: &Run| {
+                image.level == *level && image.pages.start <= pages.start && pages.end <= image.pages.end
+            };
+            if usize::from(*level) > self.files.len() && !self.images.iter().any(is_of_image) {
                 return Err("a page is in no file");
             }
             from = pages.end;
@@ -171,12 +191,7 @@ impl Still for Image {
         let mut at = physical;
         let mut rest = into;
         while !rest.is_empty() {
-            let page = at / PAGE;
-            let index = self.runs.partition_point(|run| run.pages.end <= page);
-            let (level, end) = match self.runs.get(index) {
-                Some(run) if run.pages.start <= page => (run.level, run.pages.end),
-                next => (0, next.map_or(u64::MAX / PAGE, |run| run.pages.start)),
-            };
+            let (level, end) = self.place(at / PAGE);
             let length = rest.len().min((end * PAGE - at) as usize);
             let (some, others) = rest.split_at_mut(length);
             match self.files.get(usize::from(level)) {
@@ -186,6 +201,14 @@ impl Still for Image {
             (at, rest) = (at + length as u64, others);
         }
         Ok(())
+    }
+
+    fn kind(&self, page: u64) -> Kind {
+        match self.images.iter().find(|image| image.pages.contains(&page)) {
+            None => Kind::Memory,
+            Some(image) if image.level == self.place(page).0 => Kind::Image,
+            Some(_) => Kind::Changed,
+        }
     }
 }
 
@@ -429,7 +452,7 @@ impl Source {
         if files.len() as u64 != below {
             return Err(no_answer("an earlier answer was lost"));
         }
-        let image = Image::new(files, runs, state)?;
+        let image = Image::new(files, runs, self.image.images.clone(), state)?;
         let image = if image.files.len() > MOST_FILES { flatten(image)? } else { image };
         Ok(Forked { image: Arc::new(image), pause: Duration::from_nanos(pause) })
     }
@@ -551,7 +574,8 @@ fn flatten(image: Image) -> Result<Image> {
     let mut runs = Vec::new();
     for Run { pages, level } in &image.runs {
         let Some(from) = image.files.get(usize::from(*level)) else {
-            runs.push(Run { pages: pages.clone(), level: 2 });
+            let is_image = image.images.iter().any(|image| image.level == *level);
+            runs.push(Run { pages: pages.clone(), level: if is_image { *level } else { 2 } });
             continue;
         };
         let (mut at, end) = (pages.start * PAGE, pages.end * PAGE);
@@ -569,7 +593,7 @@ fn flatten(image: Image) -> Result<Image> {
     std::hint::black_box(&piece);
     let flat = OwnedFd::from(flat);
     seal(&flat)?;
-    Image::new(vec![Arc::clone(&image.files[0]), Arc::new(flat)], runs, image.state)
+    Image::new(vec![Arc::clone(&image.files[0]), Arc::new(flat)], runs, image.images, image.state)
 }
 
 #[cfg(test)]
@@ -596,7 +620,7 @@ mod tests {
     }
 
     fn image(runs: Vec<Run>) -> Result<Image> {
-        Image::with_state(vec![sealed(0), sealed(1000)], runs, b"first")
+        Image::with_state(vec![sealed(0), sealed(1000)], runs, vec![], b"first")
     }
 
     fn word(image: &Image, page: u64) -> u64 {
@@ -638,11 +662,41 @@ mod tests {
         ] {
             assert!(image(runs.clone()).is_err(), "{runs:?}");
         }
-        assert!(Image::with_state(vec![sealed(0), file(1)], vec![], b"").is_err(), "it can change");
+        assert!(Image::with_state(vec![sealed(0), file(1)], vec![], vec![], b"").is_err(), "it can change");
         let short = new_file(c"test", PAGE, libc::MFD_ALLOW_SEALING).unwrap();
         seal(&short).unwrap();
-        assert!(Image::with_state(vec![sealed(0), short], vec![], b"").is_err(), "it is short");
-        assert!(Image::with_state(vec![], vec![], b"").is_err());
+        assert!(Image::with_state(vec![sealed(0), short], vec![], vec![], b"").is_err(), "it is short");
+        assert!(Image::with_state(vec![], vec![], vec![], b"").is_err());
+    }
+
+    /// Pages of an image of a disk that a machine has not changed are not read, and those that it has changed
+    /// are kept even if they are zero.
+    #[test]
+    fn images_of_disks_are_places_of_their_own() {
+        const LEVEL: u8 = crate::memory::disks::LEVEL;
+        let images = || vec![run(10, 20, LEVEL), run(30, 35, LEVEL + 1)];
+        let of = |runs: Vec<Run>| Image::with_state(vec![sealed(0), sealed(1000)], runs, images(), b"s");
+        let image =
+            of(vec![run(2, 5, 1), run(10, 12, LEVEL), run(12, 13, 1), run(31, 35, LEVEL + 1)]).unwrap();
+        let kinds = [2, 10, 12, 13, 30, 31, 36].map(|page| image.kind(page));
+        let expected = [Kind::Memory, Kind::Image, Kind::Changed, Kind::Changed];
+        assert_eq!(kinds, [&expected[..], &[Kind::Changed, Kind::Image, Kind::Memory]].concat()[..]);
+        assert_eq!([10, 12, 13].map(|page| word(&image, page)), [0, 1012, 13]);
+        let same = |image: &Image, other: &Image| {
+            (0..PAGES).for_each(|page| {
+                assert_eq!((image.kind(page), word(image, page)), (other.kind(page), word(other, page)));
+            });
+        };
+        let mut files = vec![OwnedFd::from(image.state_file().try_clone().unwrap())];
+        files.push(image.places_file().unwrap().into());
+        files.extend(image.files().iter().map(|file| file.try_clone().unwrap()));
+        same(&image, &Image::from_files(files).unwrap());
+        let before = of(image.runs.clone()).unwrap();
+        same(&image, &flatten(before).unwrap());
+        // A machine can take no other pages of an image, and none of another one.
+        for wrong in [run(9, 11, LEVEL), run(19, 21, LEVEL), run(10, 11, LEVEL + 1), run(10, 11, LEVEL + 2)] {
+            assert!(of(vec![wrong]).is_err());
+        }
     }
 
     /// Calls a function for the next request.
@@ -740,7 +794,7 @@ mod tests {
     fn many_files_become_two() {
         let files = Vec::from([0, 1000, 2000, 3000].map(sealed));
         let runs = vec![run(0, 3, 2), run(5, 9, 1), run(9, 12, 3), run(20, 30, 4)];
-        let before = Image::with_state(files, runs, b"state").unwrap();
+        let before = Image::with_state(files, runs, vec![], b"state").unwrap();
         let words: Vec<u64> = (0..PAGES).map(|page| word(&before, page)).collect();
         let after = flatten(before).unwrap();
         assert_eq!((after.files.len(), after.state().unwrap()), (2, b"state".to_vec()));

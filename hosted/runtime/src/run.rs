@@ -7,7 +7,7 @@ use std::{
     ops::Range,
     path::PathBuf,
     ptr, slice,
-    sync::OnceLock,
+    sync::{Arc, OnceLock},
     thread,
     time::Duration,
 };
@@ -33,7 +33,7 @@ use crate::{
     load::Loaded,
     loader::{self, Facts, Ready},
     machine::{LoadedCode, LocalProcessor, Machine, Resident, Saving, State},
-    memory::Memory,
+    memory::{Memory, disks::Disks},
     patched::{PatchedCopies, Room},
     process::{
         self, Placement,
@@ -85,18 +85,42 @@ pub enum Isolation {
     Process,
 }
 
-/// A disk that is wanted: a file, and `,ro` if it is only to be read.
+/// The use of a disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DiskAccess {
+    /// The guest reads and writes the file.
+    Write,
+    /// The guest only reads.
+    Read,
+    /// The image is a part of the guest's memory, which the guest only reads.
+    Shared,
+    /// The image is a part of the guest's memory. Pages that the guest writes are its own, and gone at the
+    /// end.
+    Private,
+}
+
+impl DiskAccess {
+    /// Returns true if the image is a part of the guest's memory.
+    #[must_use]
+    pub fn is_memory(self) -> bool {
+        matches!(self, Self::Shared | Self::Private)
+    }
+}
+
+/// A disk that is wanted: a file, and after a comma a word for its use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskOption {
     pub path: PathBuf,
-    /// True if the guest only reads it.
-    pub read_only: bool,
+    pub access: DiskAccess,
 }
 
 impl From<&str> for DiskOption {
     fn from(text: &str) -> Self {
-        let (path, read_only) = text.strip_suffix(",ro").map_or((text, false), |path| (path, true));
-        Self { path: path.into(), read_only }
+        let words =
+            [(",ro", DiskAccess::Read), (",shared", DiskAccess::Shared), (",private", DiskAccess::Private)];
+        let found = words.iter().find_map(|(word, access)| Some((text.strip_suffix(word)?, *access)));
+        let (path, access) = found.unwrap_or((text, DiskAccess::Write));
+        Self { path: path.into(), access }
     }
 }
 
@@ -137,6 +161,9 @@ const KEEP_SUBNET: &str = "keep-subnet";
 /// A kernel of this kind does not start with less.
 pub const LEAST_MEMORY: u64 = 64 << 20;
 const STACK: u64 = 1 << 20;
+/// Each piece of own pages splits the direct map and the window twice. So many of the mappings that the host
+/// allows are for each piece, with a reserve for programs.
+const MAPPINGS_PER_PIECE: u64 = 8;
 
 /// Loads the kernel as for a start, and says what was found.
 ///
@@ -145,7 +172,7 @@ const STACK: u64 = 1 << 20;
 pub fn check(options: &Options) -> Result<Report> {
     check_limits(options, &Limits::default())?;
     open_disks(options)?;
-    Ok(loader::load(options, &make_memory(options)?)?.facts.report)
+    Ok(loader::load(options, &make_memory(options, u32::MAX)?)?.facts.report)
 }
 
 /// Starts the machine. The process ends when the machine does; the function returns only with an error.
@@ -156,9 +183,11 @@ pub fn run(options: &Options) -> Result<Infallible> {
     let most_mapped = begin(options)?;
     sandbox::close_inherited()?;
     let saved = options.restore.as_deref().map(Saved::open).transpose()?;
-    let memory = make_memory(options)?;
+    let memory = make_memory(options, most_pieces(most_mapped))?;
+    // A piece of own pages takes mappings.
+    let most_mapped = if memory.layers().is_some() { most_mapped / 2 } else { most_mapped };
     let ready = loader::load(options, &memory)?;
-    let restored = saved.map(|saved| fill(saved, &memory)).transpose()?;
+    let restored = saved.map(|saved| fill(saved, &memory)).transpose()?.map(|(state, _)| state);
     // The file may be restored again, or be a copy of a machine that runs: both must not make the same keys.
     if let Some(generator) = ready.facts.generator.filter(|_| restored.is_some()) {
         generator.reseed(&memory)?;
@@ -218,6 +247,7 @@ pub(crate) fn launch(options: &Options, memory: Memory, prepared: Prepared) -> R
     let state = State::new()?;
     // Threads that listen to devices send signals from their start on.
     signal::install()?;
+    memory.disks().check()?;
     let filters = Filters::new(Isolation::None, &Special { binds_itself: true, ..Special::default() })?;
     let placement = match isolated {
         Some(isolated) => Placement::Isolated(Box::new(isolated)),
@@ -235,11 +265,17 @@ pub(crate) fn launch(options: &Options, memory: Memory, prepared: Prepared) -> R
     }
 }
 
-/// Puts a saved machine's memory in place of the kernel that was loaded. Returns the rest of its state.
-pub(crate) fn fill(saved: Saved, memory: &Memory) -> Result<Vec<u8>> {
+/// Puts a saved machine's memory in place of the kernel that was loaded. Returns the rest of its state, and
+/// the pages of disks that the machine had changed.
+pub(crate) fn fill(saved: Saved, memory: &Memory) -> Result<(Vec<u8>, Vec<Range<u64>>)> {
     memory.erase()?;
-    saved.fill(memory)?;
-    Ok(saved.state)
+    let changed = saved.fill(memory)?;
+    Ok((saved.state, changed))
+}
+
+/// Returns the number of pieces in which a machine's own pages may be.
+pub(crate) fn most_pieces(most_mapped: u64) -> u32 {
+    u32::try_from(most_mapped / MAPPINGS_PER_PIECE).unwrap_or(u32::MAX)
 }
 
 /// The things that only the first process needs.
@@ -341,7 +377,8 @@ fn start_space_processes(options: &Options, memory: &Memory, limits: &Limits) ->
 }
 
 fn open_disks(options: &Options) -> Result<Vec<Block>> {
-    options.disks.iter().map(|disk| Block::open(&disk.path, disk.read_only)).collect()
+    let disks = options.disks.iter().filter(|disk| !disk.access.is_memory());
+    disks.map(|disk| Block::open(&disk.path, disk.access == DiskAccess::Read)).collect()
 }
 
 fn check_processors(options: &Options) -> Result<()> {
@@ -358,9 +395,13 @@ fn check_processors(options: &Options) -> Result<()> {
 }
 
 /// Checks the host, and makes the guest's memory.
-fn make_memory(options: &Options) -> Result<Memory> {
+fn make_memory(options: &Options, most_pieces: u32) -> Result<Memory> {
     check_memory(options)?;
-    Memory::new(options.memory)
+    let disks = Disks::open(&options.disks, options.memory)?;
+    match disks.is_empty() {
+        true => Memory::new(options.memory),
+        false => Memory::with_disks(Arc::new(disks), most_pieces),
+    }
 }
 
 /// Checks the host, and the size of the guest's memory.
@@ -369,6 +410,13 @@ pub(crate) fn check_memory(options: &Options) -> Result<()> {
     if options.memory < LEAST_MEMORY {
         return Err(Error::new(format!("{} MiB of memory are not enough", options.memory >> 20))
             .hint(format!("give the guest {} MiB or more with --memory", LEAST_MEMORY >> 20)));
+    }
+    let is_plain = options.cpus == 1 && options.gdb.is_none() && options.isolation == Isolation::None;
+    if !is_plain && options.disks.iter().any(|disk| disk.access.is_memory()) {
+        return Err(Error::new(
+            "only a machine with one processor has disks in memory, without gdb and isolation",
+        )
+        .hint("leave out --cpus, --gdb and --isolation, or use `,ro` instead of `,shared` and `,private`"));
     }
     Ok(())
 }
@@ -464,7 +512,7 @@ impl Start<'_> {
         };
         let net = uplink.map(|uplink| uplink.start(signal_waker())).transpose()?;
         let subnet = subnet.map(|subnet| subnet.start(signal_waker())).transpose()?;
-        let slots = Slots::new(disks, net, subnet)?;
+        let slots = Slots::new(disks, self.memory.disks().devices(), net, subnet)?;
         if first.restored.is_none() {
             self.describe(&slots, first.clock_khz)?;
         }
@@ -710,4 +758,24 @@ fn without_randomization() -> Result<()> {
     // SAFETY: The list of strings ends with a null pointer.
     unsafe { libc::execv(c"/proc/self/exe".as_ptr(), pointers.as_ptr()) };
     Err(Error::system("start again without random addresses"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_disk_is_named_with_its_use() {
+        let disk = |text: &str| DiskOption::from(text);
+        for (text, path, access) in [
+            ("root.img", "root.img", DiskAccess::Write),
+            ("root.img,ro", "root.img", DiskAccess::Read),
+            ("a,b,shared", "a,b", DiskAccess::Shared),
+            ("root.img,private", "root.img", DiskAccess::Private),
+            ("root.img,other", "root.img,other", DiskAccess::Write),
+        ] {
+            assert_eq!(disk(text), DiskOption { path: path.into(), access });
+            assert_eq!(access.is_memory(), text.ends_with("shared") || text.ends_with("private"));
+        }
+    }
 }

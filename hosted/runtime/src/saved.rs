@@ -3,8 +3,9 @@
 //! Numbers are little-endian. The file is [`MAGIC`], the version and the length of the state (8 bytes each),
 //! the [`Life`], the state, then runs of memory: the first page's number, the number of pages (8 bytes each),
 //! the pages.
-//! Pages that are in no run are zero. A run of no pages ends them. The last 32 bytes are BLAKE3 of all
-//! before, so a file that was cut short or changed in any bit is refused before anything of it is used.
+//! Pages that are in no run are zero, or as in the image of a disk in memory. A run of no pages ends them.
+//! The last 32 bytes are BLAKE3 of all before, so a file that was cut short or changed in any bit is refused
+//! before anything of it is used.
 //!
 //! The state is the facts about the host, then the processor, then the devices
 //! ([`mercury_devices::state`]).
@@ -13,6 +14,7 @@ use std::{
     arch::x86_64::_rdtsc,
     fs::File,
     io::{self, BufReader, Read, Seek, Write},
+    ops::Range,
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
 };
@@ -186,6 +188,16 @@ fn now() -> u64 {
     unsafe { _rdtsc() }
 }
 
+/// The kinds of pages of a machine that stands still.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    Memory,
+    /// It is as it is in the image of a disk.
+    Image,
+    /// It is on a disk, and the machine has written to it.
+    Changed,
+}
+
 /// The memory of a machine that stands still.
 pub trait Still {
     /// Returns the size in bytes.
@@ -196,6 +208,9 @@ pub trait Still {
     /// # Errors
     /// The error of the host.
     fn read(&self, physical: u64, into: &mut [u8]) -> io::Result<()>;
+
+    /// Returns the kind of a page.
+    fn kind(&self, page: u64) -> Kind;
 }
 
 impl Still for Memory {
@@ -205,6 +220,10 @@ impl Still for Memory {
 
     fn read(&self, physical: u64, into: &mut [u8]) -> io::Result<()> {
         self.read_file(physical, into)
+    }
+
+    fn kind(&self, page: u64) -> Kind {
+        Self::kind(self, page)
     }
 }
 
@@ -225,7 +244,7 @@ pub fn write(to: impl Write, life: &Life, state: &[u8], memory: &impl Still) -> 
         let count = PIECE.min(pages - first) as usize;
         let piece = &mut piece[..count * PAGE as usize];
         memory.read(first * PAGE, piece)?;
-        write_runs(&mut sealed, first, piece)?;
+        write_runs(&mut sealed, first, piece, memory)?;
     }
     sealed.write_all(&[0; 16])?;
     let seal = sealed.hash.finalize();
@@ -233,14 +252,19 @@ pub fn write(to: impl Write, life: &Life, state: &[u8], memory: &impl Still) -> 
     sealed.to.flush()
 }
 
-/// Writes the pages of a piece that are not zero.
-fn write_runs(to: &mut impl Write, first: u64, piece: &[u8]) -> io::Result<()> {
-    let pages: Vec<&[u8]> = piece.chunks_exact(PAGE as usize).collect();
-    let is_used = |page: &&[u8]| page.iter().any(|byte| *byte != 0);
+/// Writes the pages of a piece that are not zero, and those that the machine has changed on disks.
+fn write_runs(to: &mut impl Write, first: u64, piece: &[u8], memory: &impl Still) -> io::Result<()> {
+    let pages = piece.chunks_exact(PAGE as usize).zip(first..);
+    let is_kept = |(page, number): (&[u8], u64)| match memory.kind(number) {
+        Kind::Memory => page.iter().any(|byte| *byte != 0),
+        Kind::Image => false,
+        Kind::Changed => true,
+    };
+    let kept: Vec<bool> = pages.map(is_kept).collect();
     let mut at = 0;
-    while at < pages.len() {
-        let skipped = pages[at..].iter().take_while(|page| !is_used(page)).count();
-        let count = pages[at + skipped..].iter().take_while(|page| is_used(page)).count();
+    while at < kept.len() {
+        let skipped = kept[at..].iter().take_while(|kept| !**kept).count();
+        let count = kept[at + skipped..].iter().take_while(|kept| **kept).count();
         at += skipped;
         if count > 0 {
             to.write_all(&(first + at as u64).to_le_bytes())?;
@@ -333,13 +357,17 @@ impl Saved {
         Ok(Self { path: path.to_owned(), file, life: head.life(), state })
     }
 
-    /// Puts the saved memory into the guest's, which must be zero.
+    /// Puts the saved memory into the guest's, which must be zero. Returns the pages of disks that were put
+    /// there, in order.
     ///
     /// # Errors
     /// If the file is not what its seal has said, or has more memory.
-    pub fn fill(&self, memory: &Memory) -> Result<()> {
-        let wrong =
-            || Error::new(format!("{} has memory that the machine does not have", self.path.display()));
+    pub fn fill(&self, memory: &Memory) -> Result<Vec<Range<u64>>> {
+        let wrong = || {
+            Error::new(format!("{} has memory that the machine does not have", self.path.display()))
+                .hint("give it the memory and the disks that it had, `,private` ones as they were")
+        };
+        let mut changed = Vec::new();
         let mut at = (HEAD + self.state.len()) as u64;
         let mut piece = vec![0; (PIECE * PAGE) as usize];
         loop {
@@ -348,11 +376,14 @@ impl Saved {
             let [first, count] = [0, 8].map(|at| head[at..at + 8].try_into().map_or(0, u64::from_le_bytes));
             at += 16;
             if count == 0 {
-                return Ok(());
+                return Ok(changed);
             }
             let bytes = piece.get_mut(..(count.min(PIECE + 1) * PAGE) as usize).ok_or_else(wrong)?;
             self.file.read_exact_at(bytes, at).map_err(|_| wrong())?;
             first.checked_mul(PAGE).and_then(|to| memory.write(to, bytes)).ok_or_else(wrong)?;
+            if first + count > memory.ram() / PAGE {
+                changed.push(first..first + count);
+            }
             at += count * PAGE;
         }
     }
@@ -420,6 +451,45 @@ mod tests {
         changed[at] ^= 1;
         assert!(facts().compare(&mut Reader::new(&changed)).unwrap_err().message().contains("CPUID"));
         assert!(facts().compare_clock(2_000_000, u64::MAX).unwrap_err().message().contains("behind"));
+    }
+
+    /// A machine of four pages: memory that is zero, a page of an image, two that it has changed.
+    struct Disk;
+
+    impl Still for Disk {
+        fn size(&self) -> u64 {
+            4 * PAGE
+        }
+
+        fn read(&self, physical: u64, into: &mut [u8]) -> io::Result<()> {
+            let at = (3 * PAGE - physical) as usize;
+            into.fill(0);
+            into[at] = 7;
+            Ok(())
+        }
+
+        fn kind(&self, page: u64) -> Kind {
+            [Kind::Memory, Kind::Image, Kind::Changed, Kind::Changed][page as usize]
+        }
+    }
+
+    /// A page that was zeroed on a disk once would have come back as the image has it.
+    #[test]
+    fn changed_pages_of_disks_are_kept_even_if_they_are_zero() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("saved");
+        write(File::create(&path).unwrap(), &[9; 16], b"state", &Disk).unwrap();
+        let saved = Saved::open(&path).unwrap();
+        with_memory(|memory| {
+            memory.write(0, &[1; 4 * PAGE as usize]).unwrap();
+            saved.fill(memory).unwrap();
+            let mut back = [1; 4 * PAGE as usize];
+            memory.read(0, &mut back).unwrap();
+            let sums =
+                back.chunks_exact(PAGE as usize).map(|page| page.iter().map(|byte| u64::from(*byte)).sum());
+            assert_eq!(sums.collect::<Vec<u64>>(), [PAGE, PAGE, 0, 7]);
+            memory.clear(0, 4 * PAGE).unwrap();
+        });
     }
 
     #[test]

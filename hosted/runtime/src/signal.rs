@@ -85,6 +85,16 @@ pub const ORDER: [i32; 16] = [
 
 /// Set if a signal has asked for the machine's end.
 static END: AtomicBool = AtomicBool::new(false);
+/// Set if another program wants to write to the image of a disk in memory.
+static DISK_LOST: AtomicBool = AtomicBool::new(false);
+/// The message for that.
+pub const DISK_HAS_CHANGED: &str = "another program opens the image of a disk for writing, or cuts it off: \
+    nobody may change an image that is a part of machines' memory";
+/// The message for a page of memory or of a disk in memory that the host does not have.
+const NO_PAGE: &str = "the host cannot read a page of the guest's memory: the image of a disk was cut off, \
+    or its medium fails";
+/// The code of a signal (SIGBUS) for such a page.
+const NOT_THERE: u32 = 2;
 
 /// The largest number of processes that one process makes, for other processors or for programs.
 const MOST_CHILDREN: usize = 64;
@@ -160,6 +170,12 @@ pub fn may_be_forked() -> bool {
     FORK.load(Ordering::Relaxed) && FORK.swap(false, Ordering::Acquire)
 }
 
+/// Returns true if another program wants to write to the image of a disk in memory.
+#[must_use]
+pub fn is_disk_lost() -> bool {
+    DISK_LOST.load(Ordering::Acquire)
+}
+
 /// Returns true if a signal has asked for the machine's end.
 #[must_use]
 pub fn is_end_wanted() -> bool {
@@ -210,6 +226,7 @@ pub fn install() -> Result<()> {
         libc::SIGINT,
         libc::SIGHUP,
         libc::SIGCHLD,
+        libc::SIGIO,
     ] {
         // SAFETY: The structure is the kernel's, and the handler is made for it.
         let done = unsafe {
@@ -262,11 +279,14 @@ pub unsafe extern "C" fn handle_signal(
     // SAFETY: The kernel has put it on the stack for us.
     let registers = unsafe { &mut (*context).uc_mcontext.gregs };
     let rip = registers[libc::REG_RIP as usize].cast_unsigned();
-    let is_end = matches!(signal, libc::SIGTERM | libc::SIGINT | libc::SIGHUP);
+    let is_end = matches!(signal, libc::SIGTERM | libc::SIGINT | libc::SIGHUP | libc::SIGIO);
     let is_notice =
         is_end || matches!(signal, libc::SIGALRM | libc::SIGUSR1 | fork::CALL | smp::CALL | libc::SIGCHLD);
     if signal == fork::CALL {
         FORK.store(true, Ordering::Release);
+    }
+    if signal == libc::SIGIO {
+        DISK_LOST.store(true, Ordering::Release);
     }
     if signal == libc::SIGCHLD && has_child_ended() {
         CHILD_GONE.store(true, Ordering::Release);
@@ -287,12 +307,18 @@ pub unsafe extern "C" fn handle_signal(
             space.interrupt(is_urgent);
         }
     }
+    // SAFETY: The kernel has put it on the stack for us.
+    let code = unsafe { information.byte_add(CODE).cast::<u32>().read() };
+    let is_without_page = signal == libc::SIGBUS && code == NOT_THERE;
     // The selector is right wherever the guest's code has jumped to. Only in the code between guest
     // and monitor it changes too early or too late.
     let is_guest = selector != 0 && !is_in_transition(rip);
     if !is_guest {
         if signal == libc::SIGSEGV && own_at(registers[libc::REG_CR2 as usize].cast_unsigned()) {
             return 0;
+        }
+        if is_without_page {
+            end_without_page();
         }
         if !is_notice {
             die(signal, registers);
@@ -307,6 +333,9 @@ pub unsafe extern "C" fn handle_signal(
     let Some(mut turn) = Turn::take() else { die(signal, registers) };
     let machine = &mut *turn;
     save_registers(machine, registers, fs);
+    if is_without_page {
+        machine.end(End::Broken, NO_PAGE);
+    }
     match is_notice {
         true => {
             machine.end_step(false);
@@ -464,6 +493,14 @@ pub fn answer(machine: &mut Machine, fault: Fault) {
         _ if machine.privilege() == Privilege::User => machine.inject(Exception::PROTECTION),
         other => machine.end(End::Broken, &format!("the host reports exception {other}")),
     }
+}
+
+/// Ends the process: the monitor has touched a page that the host does not have.
+fn end_without_page() -> ! {
+    eprintln!("mercury hosted: {NO_PAGE}");
+    terminal::restore();
+    // SAFETY: It ends the process.
+    unsafe { libc::_exit(machine::BROKEN_STATUS) }
 }
 
 /// Reports a fault of the monitor itself, and ends the process.

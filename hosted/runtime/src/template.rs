@@ -7,8 +7,9 @@
 
 use std::{
     convert::Infallible,
+    ops::Range,
     os::fd::{AsRawFd, RawFd},
-    path::Path,
+    path::{Path, PathBuf},
     sync::Arc,
 };
 
@@ -17,17 +18,13 @@ use crate::{
     fork::{Image, Pair, Source},
     heap,
     loader::{self, Ready},
-    memory::{Memory, holes, layers::Run},
+    memory::{Memory, disks::Disks, holes, layers::Run},
     process::{self, Fork},
-    run::{self, Isolation, Options, Prepared},
+    run::{self, DiskAccess, Isolation, Options, Prepared},
     sandbox,
     saved::Saved,
     thunks,
 };
-
-/// Each piece of own pages splits the direct map and the window twice. So many of the mappings that the host
-/// allows are for each piece, with a reserve for programs.
-const MAPPINGS_PER_PIECE: u64 = 8;
 
 /// A saved machine that is ready to be cloned.
 #[derive(Debug)]
@@ -42,6 +39,7 @@ pub struct Template {
 struct Original {
     options: Options,
     ready: Ready,
+    disks: Arc<Disks>,
     most_mapped: u64,
     clock_khz: u64,
 }
@@ -65,7 +63,8 @@ impl Template {
         let most_mapped = run::begin(options)?;
         let saved = Saved::open(saved)?;
         run::check_memory(options)?;
-        let memory = Memory::for_base(options.memory)?;
+        let disks = Arc::new(Disks::open(&options.disks, options.memory)?);
+        let memory = Memory::for_base(Arc::clone(&disks))?;
         let ready = loader::load(options, &memory)?;
         if ready.facts.generator.is_none() {
             return Err(Error::new(
@@ -73,17 +72,38 @@ impl Template {
             )
             .hint("use a kernel from 5.18 on"));
         }
-        let state = run::fill(saved, &memory)?;
+        let (state, changed) = run::fill(saved, &memory)?;
         let base = memory.into_base()?;
         // Large parts that were never used are a clone's own from the beginning.
         let holes = holes(base.as_raw_fd(), options.memory);
-        let runs = holes.into_iter().map(|pages| Run { pages, level: 1 }).collect();
-        let image = Arc::new(Image::with_state(vec![base], runs, &state)?);
+        let own = holes.into_iter().map(|pages| Run { pages, level: 1 });
+        let runs = own.chain(without(&disks.runs(), &changed)).collect();
+        let image = Arc::new(Image::with_state(vec![base], runs, disks.runs(), &state)?);
         let (options, clock_khz) = (options.clone(), run::clock_khz());
         // What all clones need is made once, in memory that they share.
         thunks::prepare_tables();
         heap::give_back();
-        Ok(Self { image, original: Some(Original { options, ready, most_mapped, clock_khz }) })
+        Ok(Self { image, original: Some(Original { options, ready, disks, most_mapped, clock_khz }) })
+    }
+
+    /// Checks that no other program writes to the images of disks in memory.
+    ///
+    /// # Errors
+    /// If one wants to. It waits until this process and all clones have ended.
+    pub fn check_disks(&self) -> Result<()> {
+        self.original.as_ref().map_or(Ok(()), |original| original.disks.check())
+    }
+
+    /// Returns the images of disks in memory, and their inodes.
+    #[must_use]
+    pub fn images(&self) -> Vec<(PathBuf, u64)> {
+        self.original.as_ref().map_or_else(Vec::new, |original| original.disks.images())
+    }
+
+    /// Returns true if machines have disks in memory.
+    #[must_use]
+    pub fn has_disks(&self) -> bool {
+        self.original.as_ref().is_some_and(|original| !original.disks.is_empty())
     }
 
     /// Starts a clone of the saved machine, or of a machine that was forked: a process that is a copy of this
@@ -128,10 +148,10 @@ fn can_be_cloned(options: &Options) -> Result<()> {
         return Err(Error::new("machines with --isolation=process cannot be cloned yet")
             .hint("save a machine that was started without --isolation"));
     }
-    if let Some(disk) = options.disks.iter().find(|disk| !disk.read_only) {
+    if let Some(disk) = options.disks.iter().find(|disk| disk.access == DiskAccess::Write) {
         let path = disk.path.display();
         return Err(Error::new(format!("clones would all write to {path}"))
-            .hint(format!("start the machine with --disk {path},ro before you save it")));
+            .hint(format!("start the machine with --disk {path},private before you save it, or {path},ro")));
     }
     if options.subnet.is_some() {
         return Err(Error::new("clones would all have one address on their subnet")
@@ -142,6 +162,21 @@ fn can_be_cloned(options: &Options) -> Result<()> {
             .hint("leave out --control, --gdb and --cpus"));
     }
     Ok(())
+}
+
+/// Returns the parts of images that a saved machine has not changed. Both are in order.
+fn without(images: &[Run], changed: &[Range<u64>]) -> Vec<Run> {
+    let mut parts = Vec::new();
+    for Run { pages, level } in images {
+        let mut at = pages.start;
+        for one in changed.iter().filter(|one| one.start < pages.end && one.end > pages.start) {
+            parts.push(Run { pages: at..one.start.max(at), level: *level });
+            at = at.max(one.end);
+        }
+        parts.push(Run { pages: at..pages.end.max(at), level: *level });
+    }
+    parts.retain(|part| !part.pages.is_empty());
+    parts
 }
 
 impl Original {
@@ -156,9 +191,11 @@ impl Original {
         let state = image.state().map_err(|error| Error::new(format!("cannot read the state: {error}")))?;
         let link = pair.into_link();
         let files = image.files().iter().map(|file| file.as_raw_fd());
-        sandbox::keep_only(files.clone().chain(link.descriptors()).chain([kept]))?;
-        let most_pieces = u32::try_from(self.most_mapped / MAPPINGS_PER_PIECE).unwrap_or(u32::MAX);
-        let memory = Memory::over(files, self.options.memory, image.runs(), most_pieces)?;
+        let disks = Arc::new(self.disks.again()?);
+        let kept = link.descriptors().chain([kept]).chain(disks.descriptors());
+        sandbox::keep_only(files.clone().chain(kept))?;
+        let (size, pieces) = (disks.size(), run::most_pieces(self.most_mapped));
+        let memory = Memory::over(files, size, image.runs(), disks, pieces)?;
         // Clones must not make the same keys.
         if let Some(generator) = self.ready.facts.generator {
             generator.reseed(&memory)?;
@@ -171,5 +208,20 @@ impl Original {
             link: Some(link),
         };
         run::launch(&self.options, memory, prepared)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn changed_pages_are_not_those_of_an_image() {
+        let run = |start, end, level| Run { pages: start..end, level };
+        let images = [run(100, 200, 7), run(300, 310, 8)];
+        assert_eq!(without(&images, &[]), images);
+        let changed = [90..101, 150..152, 152..153, 199..305, 310..320];
+        assert_eq!(without(&images, &changed), [run(101, 150, 7), run(153, 199, 7), run(305, 310, 8)]);
+        assert_eq!(without(&images, &[0..150, 150..500]), []);
     }
 }

@@ -30,14 +30,14 @@ const INIT: &str = "#!/bin/sh\n\
     while :; do read word; echo says $word $(head -c 16 /urandom | od -An -tx1) $(cat /f* | md5sum); done\n";
 
 /// A user's folder for what runs.
-fn disco(place: &Place, words: &[&str]) -> Command {
+pub fn disco(place: &Place, words: &[&str]) -> Command {
     let mut command = as_nobody(&place.command);
     command.env("XDG_RUNTIME_DIR", place.directory.join("run")).arg("disco").args(words);
     command.current_dir(&place.directory);
     command
 }
 
-fn done(mut command: Command) -> String {
+pub fn done(mut command: Command) -> String {
     let output = command.output().expect("the command");
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{said}");
@@ -49,14 +49,19 @@ fn refused(output: &Output, word: &str) {
     assert!(!output.status.success() && said.contains(word), "{word}: {said}");
 }
 
-/// Makes the files of a machine whose first program is [`INIT`].
-fn place() -> Result<(Place, PathBuf)> {
-    let place = Place::with("disco", &previrtualization::build(Release::Bookworm, Flavour::Tiny)?)?;
+/// Makes a folder for what runs.
+pub fn in_folder(place: &Place) {
     fs::set_permissions(&place.directory, fs::Permissions::from_mode(0o777)).expect("its rights");
     let run = place.directory.join("run");
     fs::create_dir(&run).expect("a folder");
     give_to_nobody(&run);
     fs::set_permissions(&run, fs::Permissions::from_mode(0o700)).expect("its rights");
+}
+
+/// Makes the files of a machine whose first program is [`INIT`].
+fn place() -> Result<(Place, PathBuf)> {
+    let place = Place::with("disco", &previrtualization::build(Release::Bookworm, Flavour::Tiny)?)?;
+    in_folder(&place);
     let tree = Image::ensure(Release::Bookworm)?.tree();
     let folder = "lib/x86_64-linux-gnu";
     let tools = TOOLS.map(|tool| (format!("bin/{tool}"), tree.join("usr/bin").join(tool)));
@@ -90,13 +95,13 @@ fn said(place: &Place, machine: &str) -> String {
     fs::read_to_string(console(place, machine).join("console.log")).unwrap_or_default().replace('\r', "")
 }
 
-fn tell(place: &Place, machine: &str, word: &str) {
+pub fn tell(place: &Place, machine: &str, word: &str) {
     let mut pipe =
         File::options().write(true).open(console(place, machine).join("console.in")).expect("a pipe");
     pipe.write_all(word.as_bytes()).expect("a word");
 }
 
-fn wait_for(place: &Place, machine: &str, word: &str) -> String {
+pub fn wait_for(place: &Place, machine: &str, word: &str) -> String {
     let end = Instant::now() + patient(Duration::from_secs(120));
     loop {
         let said = said(place, machine);
@@ -131,7 +136,7 @@ fn sums(said: &str) -> BTreeSet<String> {
     said.lines().filter_map(|line| Some(line.strip_prefix("round ")?.split_once(' ')?.1.to_owned())).collect()
 }
 
-fn json(place: &Place, words: &[&str]) -> serde_json::Value {
+pub fn json(place: &Place, words: &[&str]) -> serde_json::Value {
     let mut command = as_nobody(&place.command);
     command.env("XDG_RUNTIME_DIR", place.directory.join("run")).args(["--json", "disco"]).args(words);
     serde_json::from_str(&done(command)).expect("JSON")

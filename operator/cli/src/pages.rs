@@ -544,6 +544,10 @@ pub const PAGES: &[Page] = &[
                 "Connect it with other machines of yours, and with the outside",
                 "mercury hosted run --kernel vmlinux --disk root.img --net passt --net subnet=lab",
             ),
+            example(
+                "Start one with an image that machines share as memory; what it writes is gone at its end",
+                "mercury hosted run --kernel vmlinux --initramfs root.cpio --disk data.img,private",
+            ),
         ],
     )
     .see(&["afterburner(1)", "mercury-hosted-net(8)", "passt(1)"]),
@@ -602,6 +606,10 @@ pub const PAGES: &[Page] = &[
             example(
                 "Make a template of a machine that `mercury hosted save` has saved",
                 "mercury disco template web machine.saved --kernel vmlinux --memory 256M",
+            ),
+            example(
+                "Give its machines a disk of their own on one image",
+                "mercury disco template web machine.saved --kernel vmlinux --disk root.img,private",
             ),
             example(
                 "Keep it in the foreground, for a service manager",

@@ -14,7 +14,7 @@ use std::{
 
 pub use console::Console;
 use mercury_devices::{
-    Balloon, Rng,
+    Balloon, Pmem, Rng,
     clock::Clock,
     memory::View,
     serial::Serial,
@@ -69,16 +69,24 @@ pub struct Devices {
 pub struct Slots(Vec<(Box<dyn Device>, u8)>);
 
 impl Slots {
-    /// Disks in their order, a network card, a card on a subnet, a source of randomness, a balloon.
+    /// Disks in their order, those in memory after the others, a network card, a card on a subnet, a source
+    /// of randomness, a balloon.
     ///
     /// # Errors
     /// If there are too many disks.
-    pub fn new(disks: Vec<Block>, net: Option<Net>, subnet: Option<SubnetCard>) -> Result<Self> {
-        if disks.len() > DISK_LINES.len() {
+    pub fn new(
+        disks: Vec<Block>,
+        memory: Vec<Pmem>,
+        net: Option<Net>,
+        subnet: Option<SubnetCard>,
+    ) -> Result<Self> {
+        if disks.len() + memory.len() > DISK_LINES.len() {
             return Err(Error::new(format!("a machine has {} disks at most", DISK_LINES.len())));
         }
         let mut slots: Vec<(Box<dyn Device>, u8)> = Vec::new();
-        slots.extend(disks.into_iter().zip(DISK_LINES).map(|(disk, line)| (Box::new(disk) as _, line)));
+        let disks = disks.into_iter().map(|disk| Box::new(disk) as Box<dyn Device>);
+        let memory = memory.into_iter().map(|disk| Box::new(disk) as Box<dyn Device>);
+        slots.extend(disks.chain(memory).zip(DISK_LINES));
         slots.extend(net.map(|net| (Box::new(net) as _, NET_LINE)));
         slots.extend(subnet.map(|card| (Box::new(card) as _, SUBNET_LINE)));
         slots.push((Box::new(Rng), RNG_LINE));

@@ -86,6 +86,9 @@ impl Machine {
             return;
         }
         smp::called().store(0, Ordering::SeqCst);
+        if signal::is_disk_lost() {
+            self.end(End::Broken, signal::DISK_HAS_CHANGED);
+        }
         if signal::is_end_wanted() {
             self.end(End::Ended, "ended by a signal");
         }

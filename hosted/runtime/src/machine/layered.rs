@@ -34,6 +34,9 @@ impl Machine {
         if layers.is_own(page) {
             return false;
         }
+        if layers.is_read_only(page) {
+            self.end_for_a_shared_disk(page);
+        }
         if !layers.make_own(page) {
             self.drop_all();
             if !layers.make_own(page) {
@@ -42,6 +45,21 @@ impl Machine {
         }
         self.catch_up_with_layers(Writer::This);
         true
+    }
+
+    /// Ends the machine, whose guest writes to a disk that is shared.
+    #[cold]
+    fn end_for_a_shared_disk(&mut self, page: u64) -> ! {
+        let disks = self.memory.disks();
+        let found =
+            disks.iter().enumerate().find(|(_, disk)| (disk.pages().start..disk.end()).contains(&page));
+        let (number, path) =
+            found.map_or((0, ""), |(number, disk)| (number, disk.path().to_str().unwrap_or("")));
+        let why = format!(
+            "the guest writes to /dev/pmem{number}, which is {path},shared: mount it read-only, or use \
+             {path},private"
+        );
+        self.end(End::Broken, &why);
     }
 
     /// Maps the pages that have become the machine's own since this function was called. Must be called

@@ -13,6 +13,10 @@
 //! the pages of the former own file again, for reading. A process that waits for its turn is woken for it.
 //! The former own file can be sealed when all processes have followed.
 //!
+//! Images of disks ([`super::disks`]) have levels of their own, from [`disks::LEVEL`] on. A page of an image
+//! has another offset in its file than in the memory. An image has fewer pages than the memory, and nobody
+//! writes to it through the memory.
+//!
 //! Two kinds of writes make a page the machine's own. Writes of the guest fault, and reach
 //! [`Machine::page_fault`](crate::machine::Machine::page_fault). The monitor writes through a mapping of its
 //! own, the *window*, and calls [`Layers::make_own`] before. Only devices write there by themselves: their
@@ -26,7 +30,11 @@ use std::{
     sync::atomic::{AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering},
 };
 
-use super::{Rights, holes, map_over, new_file};
+use super::{
+    Rights,
+    disks::{self, Disks},
+    holes, map_over, new_file,
+};
 use crate::{
     error::{Error, Result},
     layout::PAGE,
@@ -64,10 +72,21 @@ struct Level {
     writable: RawFd,
 }
 
+/// A disk's image.
+#[derive(Clone, Debug)]
+struct Image {
+    file: RawFd,
+    /// The pages of the image, and of the disk.
+    pages: Range<u64>,
+    end: u64,
+    is_private: bool,
+}
+
 /// The files of the guest's memory, and where each page is.
 #[derive(Debug)]
 pub struct Layers {
     files: Vec<Level>,
+    images: Vec<Image>,
     /// The size of the memory, in pages.
     pages: u64,
     /// The address of the monitor's own mapping.
@@ -107,9 +126,10 @@ pub struct Frozen {
 }
 
 impl Layers {
-    /// Maps sealed files, which stay open, and the machine's own file over parts of them. Pages that are in
-    /// no run have the lowest level. Pages whose level is the number of files are the machine's own from the
-    /// beginning: they are zero. At `direct` the lowest file must be mapped. The layers are never dropped.
+    /// Maps sealed files and images of disks, which stay open, and the machine's own file over parts of them.
+    /// Pages that are in no run have the lowest level. Pages whose level is the number of files are the
+    /// machine's own from the beginning: they are zero. At `direct` the lowest file must be mapped. The
+    /// layers are never dropped.
     ///
     /// # Errors
     /// If the host refuses memory or a mapping.
@@ -117,6 +137,7 @@ impl Layers {
         files: impl Iterator<Item = RawFd>,
         (direct, size): (u64, u64),
         runs: &[Run],
+        disks: &Disks,
         most_pieces: u32,
     ) -> Result<&'static Self> {
         let pages = size / PAGE;
@@ -126,11 +147,18 @@ impl Layers {
         for _ in 0..OWN_FILES {
             files.push(make_file(size)?);
         }
+        let images = disks.iter().map(|disk| Image {
+            file: disk.descriptor(),
+            pages: disk.pages(),
+            end: disk.end(),
+            is_private: disk.is_private(),
+        });
         let (levels, log) = (words(pages.div_ceil(PER_WORD))?, words(pages)?);
         let shared = Common::new(Shared::default())?.share();
         shared.own.store(own, Ordering::Relaxed);
         let layers = Self {
             files,
+            images: images.collect(),
             pages,
             window,
             direct,
@@ -155,7 +183,8 @@ impl Layers {
 
     /// Returns the descriptors of all files.
     pub fn descriptors(&self) -> impl Iterator<Item = RawFd> + Clone {
-        self.files.iter().flat_map(|file| [file.readable, file.writable]).filter(|file| *file >= 0)
+        let files = self.files.iter().flat_map(|file| [file.readable, file.writable]);
+        files.filter(|file| *file >= 0).chain(self.images.iter().map(|image| image.file))
     }
 
     /// Returns the address of the monitor's own mapping.
@@ -258,24 +287,45 @@ impl Layers {
         (runs.len() / 2) as u32
     }
 
-    /// Returns the file of a page, and the rights that a mapping of it may have.
+    /// Returns the file of a page, the page's offset there in bytes, and the rights that a mapping may have.
     #[must_use]
-    pub fn file(&self, page: u64, rights: Rights) -> (RawFd, Rights) {
-        self.file_of(self.level(page), rights)
+    pub fn place(&self, page: u64, rights: Rights) -> (RawFd, u64, Rights) {
+        self.place_at(self.level(page), page, rights)
     }
 
-    fn file_of(&self, level: u8, rights: Rights) -> (RawFd, Rights) {
+    fn place_at(&self, level: u8, page: u64, rights: Rights) -> (RawFd, u64, Rights) {
+        let for_reading = Rights { write: false, ..rights };
+        if let Some(image) = self.image(level) {
+            return (image.file, page.saturating_sub(image.pages.start) * PAGE, for_reading);
+        }
         let file = self.files[usize::from(level)];
         match level == self.own_level() {
-            true => (file.writable, rights),
-            false => (file.readable, Rights { write: false, ..rights }),
+            true => (file.writable, page * PAGE, rights),
+            false => (file.readable, page * PAGE, for_reading),
         }
     }
 
-    /// Makes a page the machine's own, in this process's window and in the log. Returns false if the host has
-    /// no room for the mapping. A handler of signals may call it: it takes no lock and no memory of a heap.
+    fn image(&self, level: u8) -> Option<&Image> {
+        self.images.get(usize::from(level.checked_sub(disks::LEVEL)?))
+    }
+
+    /// Returns true if a page is as it is in the image of a disk.
+    #[must_use]
+    pub fn is_of_image(&self, page: u64) -> bool {
+        self.image(self.level(page)).is_some()
+    }
+
+    /// Returns true if the guest may not write to a page: it is on a disk that is shared.
+    #[must_use]
+    pub fn is_read_only(&self, page: u64) -> bool {
+        self.images.iter().any(|image| !image.is_private && (image.pages.start..image.end).contains(&page))
+    }
+
+    /// Makes a page the machine's own, in this process's window and in the log. Returns false if the page
+    /// must not be written to, or the host has no room for the mapping. A handler of signals may call it: it
+    /// takes no lock and no memory of a heap.
     pub fn make_own(&self, page: u64) -> bool {
-        page < self.pages && (self.is_own(page) || self.make_own_now(page))
+        page < self.pages && (self.is_own(page) || !self.is_read_only(page) && self.make_own_now(page))
     }
 
     /// Does the work of [`Self::make_own`]. It is not part of its callers, in which its room on the stack
@@ -290,7 +340,7 @@ impl Layers {
         // The host has a limit of mappings, so a region becomes one piece.
         let start = page & !(REGION - 1);
         (start..(start + REGION).min(self.pages))
-            .filter(|page| !self.is_own(*page))
+            .filter(|page| !self.is_own(*page) && !self.is_read_only(*page))
             .all(|page| self.take(page))
     }
 
@@ -389,8 +439,8 @@ impl Layers {
     pub fn follow(&self, level: u8, direct: bool) -> bool {
         let followed = self.followed.swap(level, Ordering::Relaxed);
         if !direct {
-            let (file, rights) = self.file_of(0, Rights { write: true, execute: true });
-            if !map(self.direct, 0, self.pages * PAGE, rights, file) {
+            let (file, at, rights) = self.place_at(0, 0, Rights { write: true, execute: true });
+            if !map(self.direct, at, self.pages * PAGE, rights, file) {
                 return false;
             }
         }
@@ -400,26 +450,28 @@ impl Layers {
     /// Maps all pages from a level on, in the window and perhaps in the direct map.
     fn map(&self, runs: &[Run], level: u8, direct: bool) -> bool {
         runs.iter().filter(|run| run.level >= level).all(|Run { pages, level }| {
-            let (file, rights) = self.file_of(*level, Rights { write: true, execute: true });
+            let (file, at, rights) =
+                self.place_at(*level, pages.start, Rights { write: true, execute: true });
             let length = (pages.end - pages.start) * PAGE;
             let window = Rights { execute: false, ..rights };
-            map(self.window as u64 + pages.start * PAGE, pages.start, length, window, file)
-                && (!direct || map(self.direct + pages.start * PAGE, pages.start, length, rights, file))
+            map(self.window as u64 + pages.start * PAGE, at, length, window, file)
+                && (!direct || map(self.direct + pages.start * PAGE, at, length, rights, file))
         })
     }
 
     /// Maps own pages in the monitor's window. Returns true if the host has done so.
     #[must_use]
     pub fn map_window(&self, page: u64, length: u64) -> bool {
-        let (file, rights) = self.file_of(self.own_level(), Rights { write: true, execute: false });
-        map(self.window as u64 + page * PAGE, page, length, rights, file)
+        let (file, at, rights) =
+            self.place_at(self.own_level(), page, Rights { write: true, execute: false });
+        map(self.window as u64 + page * PAGE, at, length, rights, file)
     }
 
     /// Maps own pages in the kernel's direct map. Returns true if the host has done so.
     #[must_use]
     pub fn map_direct(&self, page: u64, length: u64) -> bool {
-        let (file, rights) = self.file_of(self.own_level(), Rights { write: true, execute: true });
-        map(self.direct + page * PAGE, page, length, rights, file)
+        let (file, at, rights) = self.place_at(self.own_level(), page, Rights { write: true, execute: true });
+        map(self.direct + page * PAGE, at, length, rights, file)
     }
 }
 
@@ -432,9 +484,9 @@ fn make_file(size: u64) -> Result<Level> {
 }
 
 /// Maps pages of a file in the window or in the direct map. Returns true if the host has done so.
-fn map(address: u64, page: u64, length: u64, rights: Rights, file: RawFd) -> bool {
+fn map(address: u64, offset: u64, length: u64, rights: Rights, file: RawFd) -> bool {
     // SAFETY: The address is in the window or the direct map, which have this page there already.
-    unsafe { map_over(address, length, rights, file, page * PAGE) }
+    unsafe { map_over(address, length, rights, file, offset) }
 }
 
 /// Makes the page at an address of the monitor's window the machine's own. Returns false if the address is
@@ -494,13 +546,38 @@ mod tests {
     fn layers(most_pieces: u32) -> &'static Layers {
         let base = File::from(new_file(c"test", SIZE, 0).unwrap());
         (0..PAGES).for_each(|page| base.write_all_at(&(page + 1).to_le_bytes(), page * PAGE).unwrap());
-        over(vec![base.into()], &[], most_pieces)
+        over(vec![base.into()], &[], &Disks::default(), most_pieces)
     }
 
-    fn over(files: Vec<OwnedFd>, runs: &[Run], most_pieces: u32) -> &'static Layers {
+    /// The pages of a disk of the machine's own, with its end, and of one that is shared.
+    const PRIVATE: (Range<u64>, u64) = (500..850, 900);
+    const SHARED: (Range<u64>, u64) = (900..1000, 1024);
+
+    /// Makes layers as [`layers`] does, in which disks have some of the pages. The file of all pages has
+    /// other content there.
+    fn layers_with_disks(most_pieces: u32) -> (&'static Layers, &'static Disks) {
+        let base = File::from(new_file(c"test", SIZE, 0).unwrap());
+        let disks = [(PRIVATE, true), (SHARED, false)].map(|((pages, end), is_private)| {
+            let size = (pages.end - pages.start) * PAGE;
+            (File::from(new_file(c"test", size, 0).unwrap()), pages, end, is_private)
+        });
+        for page in 0..PAGES {
+            let on_disk = disks.iter().find(|(_, pages, ..)| pages.contains(&page));
+            let word = if on_disk.is_some() { u64::MAX } else { page + 1 };
+            base.write_all_at(&word.to_le_bytes(), page * PAGE).unwrap();
+            if let Some((file, pages, ..)) = on_disk {
+                file.write_all_at(&(page + 1).to_le_bytes(), (page - pages.start) * PAGE).unwrap();
+            }
+        }
+        // The layers keep the numbers of the files.
+        let disks: &Disks = Box::leak(Box::new(Disks::of_files(disks.into(), SIZE)));
+        (over(vec![base.into()], &disks.runs(), disks, most_pieces), disks)
+    }
+
+    fn over(files: Vec<OwnedFd>, runs: &[Run], disks: &Disks, most_pieces: u32) -> &'static Layers {
         let direct = map_window(files[0].as_raw_fd(), SIZE).unwrap() as u64;
         let files = files.into_iter().map(IntoRawFd::into_raw_fd);
-        Layers::new(files, (direct, SIZE), runs, most_pieces).unwrap()
+        Layers::new(files, (direct, SIZE), runs, disks, most_pieces).unwrap()
     }
 
     fn word(layers: &Layers, page: u64) -> u64 {
@@ -567,20 +644,25 @@ mod tests {
             }
         }
 
-        /// Machines write, and are forked, as are their copies. Each has what it wrote, or what its ancestor
-        /// had at the fork.
+        /// Machines write to memory and disks, and are forked, as are their copies. Each has what it wrote,
+        /// or what its ancestor had at the fork. Images stay as they are.
         #[test]
         fn each_machine_has_its_own_memory(
             steps in prop::collection::vec((0..4_usize, 0..PAGES, 1..40_u64, any::<u8>()), 1..60),
             most in 1..300_u32,
         ) {
-            let mut machines = vec![(layers(most), (1..=PAGES).collect::<Vec<u64>>())];
+            let (first, disks) = layers_with_disks(most);
+            let mut machines = vec![(first, (1..=PAGES).collect::<Vec<u64>>())];
             for (which, page, count, what) in steps {
                 let which = which % machines.len();
                 let (layers, model) = &mut machines[which];
                 let layers = *layers;
                 if what % 5 != 0 {
                     for page in page..(page + count).min(PAGES) {
+                        if (SHARED.0.start..SHARED.1).contains(&page) {
+                            assert!(!layers.make_own(page) && layers.is_read_only(page));
+                            continue;
+                        }
                         model[page as usize] = u64::from(what) << 32 | page;
                         write(layers, page, model[page as usize]);
                     }
@@ -598,14 +680,27 @@ mod tests {
                 let files: Vec<OwnedFd> = below.map(|file| copy_of(file.writable)).collect();
                 // Nobody has the former own file mapped for writing any more.
                 crate::memory::seal(files.last().unwrap()).unwrap();
-                let machine = (over(files, &frozen.runs, most), model);
+                let machine = (over(files, &frozen.runs, disks, most), model);
                 match machines.len() {
                     4 => machines[(which + 1) % 4] = machine,
                     _ => machines.push(machine),
                 }
             }
             for (layers, model) in machines {
-                (0..PAGES).for_each(|page| assert_eq!(word(layers, page), model[page as usize], "{page}"));
+                for page in 0..PAGES {
+                    assert_eq!(word(layers, page), model[page as usize], "{page}");
+                    let is_on_disk = disks.iter().any(|disk| disk.pages().contains(&page));
+                    assert!(is_on_disk || !layers.is_of_image(page));
+                    assert!(!layers.is_of_image(page) || word(layers, page) == page + 1);
+                }
+            }
+            for disk in disks.iter() {
+                let file = File::from(copy_of(disk.descriptor()));
+                for page in disk.pages() {
+                    let mut there = [0; 8];
+                    file.read_exact_at(&mut there, (page - disk.pages().start) * PAGE).unwrap();
+                    prop_assert_eq!(u64::from_le_bytes(there), page + 1);
+                }
             }
         }
     }
@@ -635,8 +730,9 @@ mod tests {
             (2, 0, 6)
         );
         let all = Rights { write: true, execute: true };
-        assert_eq!(layers.file(11, all), (layers.files[1].writable, all));
-        assert_eq!(layers.file(13, all), (layers.files[0].readable, Rights { write: false, execute: true }));
+        let read = Rights { write: false, execute: true };
+        assert_eq!(layers.place(11, all), (layers.files[1].writable, 11 * PAGE, all));
+        assert_eq!(layers.place(13, all), (layers.files[0].readable, 13 * PAGE, read));
         assert!(layers.is_own(PAGES + 1000), "pages outside are nobody's base");
         assert!(!layers.make_own(PAGES));
     }

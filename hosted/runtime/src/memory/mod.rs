@@ -7,6 +7,7 @@
 //! and into it, as if each byte were accessed atomically ([`Memory::read`]). It uses the entries of
 //! page tables as atomic numbers.
 
+pub mod disks;
 pub mod layers;
 pub mod reverse;
 
@@ -16,14 +17,19 @@ use std::{
     ops::Range,
     os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
     ptr,
-    sync::atomic::{AtomicU8, AtomicU64, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicU8, AtomicU64, Ordering},
+    },
 };
 
 use crate::{
     error::{Error, Result},
     layout::{self, DIRECT_MAP, PAGE},
     process,
+    saved::Kind,
 };
+use disks::Disks;
 use layers::{Layers, Run};
 
 /// The rights to mapped memory. Reading is always allowed.
@@ -57,6 +63,7 @@ pub struct Memory {
     window: usize,
     /// None if all of it is in one file.
     layers: Option<&'static Layers>,
+    disks: Arc<Disks>,
 }
 
 impl Memory {
@@ -69,12 +76,30 @@ impl Memory {
         Self::with_flags(c"mercury-hosted", size, 0)
     }
 
-    /// Makes memory that can become a base ([`Self::into_base`]).
+    /// Makes memory with disks, whose pages are the machine's own when it writes to them.
     ///
     /// # Errors
     /// As for [`Self::new`].
-    pub fn for_base(size: u64) -> Result<Self> {
-        Self::with_flags(c"mercury-base", size, libc::MFD_ALLOW_SEALING)
+    pub fn with_disks(disks: Arc<Disks>, most_pieces: u32) -> Result<Self> {
+        let (ram, size) = (disks.ram() / PAGE, disks.size());
+        // All of the memory is the machine's own, so this file stays empty.
+        let base = new_file(c"mercury-base", size, libc::MFD_ALLOW_SEALING)?;
+        seal(&base)?;
+        let runs: Vec<Run> = std::iter::once(Run { pages: 0..ram, level: 1 }).chain(disks.runs()).collect();
+        let files = std::iter::once(base.as_raw_fd());
+        let memory = Self::over(files, size, &runs, disks, most_pieces)?;
+        // It stays open in this process and those that begin as copies of it.
+        std::mem::forget(base);
+        Ok(memory)
+    }
+
+    /// Makes memory that can become a base ([`Self::into_base`]). It has room for changed pages of disks.
+    ///
+    /// # Errors
+    /// As for [`Self::new`].
+    pub fn for_base(disks: Arc<Disks>) -> Result<Self> {
+        let memory = Self::with_flags(c"mercury-base", disks.size(), libc::MFD_ALLOW_SEALING)?;
+        Ok(Self { disks, ..memory })
     }
 
     /// Makes a base of the memory: nobody can write to it any more. Its mappings go.
@@ -92,7 +117,7 @@ impl Memory {
     #[cfg_attr(miri, expect(unused))]
     fn with_flags(name: &CStr, size: u64, flags: libc::c_uint) -> Result<Self> {
         let file = new_file(name, size, flags)?;
-        let mut memory = Self { file, size, window: 0, layers: None };
+        let mut memory = Self { file, size, window: 0, layers: None, disks: no_disks(size) };
         memory.map_new(DIRECT_MAP, size, memory.descriptor(), Rights { write: true, execute: true })?;
         let rights = libc::PROT_READ | libc::PROT_WRITE;
         let file = memory.descriptor();
@@ -116,6 +141,7 @@ impl Memory {
         files: impl Iterator<Item = RawFd> + Clone,
         size: u64,
         runs: &[Run],
+        disks: Arc<Disks>,
         most_pieces: u32,
     ) -> Result<Self> {
         let lowest = files.clone().next().unwrap_or(-1);
@@ -123,9 +149,9 @@ impl Memory {
         let file = unsafe { BorrowedFd::borrow_raw(lowest) }.try_clone_to_owned();
         // The lowest file stands for all where a descriptor is enough.
         let file = file.map_err(|_| Error::system("keep the guest's memory"))?;
-        let mut memory = Self { file, size, window: 0, layers: None };
+        let mut memory = Self { file, size, window: 0, layers: None, disks };
         memory.map_new(DIRECT_MAP, size, memory.descriptor(), Rights { write: false, execute: true })?;
-        let layers = Layers::new(files, (DIRECT_MAP, size), runs, most_pieces)?;
+        let layers = Layers::new(files, (DIRECT_MAP, size), runs, &memory.disks, most_pieces)?;
         (memory.window, memory.layers) = (layers.window(), Some(layers));
         Ok(memory)
     }
@@ -139,7 +165,7 @@ impl Memory {
     pub fn new(size: u64) -> Result<Self> {
         let file = std::fs::File::open("/dev/null").map_err(|error| Error::new(error.to_string()))?;
         let window = without_host(size as usize).expose_provenance();
-        Ok(Self { file: file.into(), size, window, layers: None })
+        Ok(Self { file: file.into(), size, window, layers: None, disks: no_disks(size) })
     }
 
     #[cfg_attr(miri, expect(unused))]
@@ -175,8 +201,8 @@ impl Memory {
         let (mut at, end) = (physical, physical + length);
         while at < end {
             let length = layers.same(at / PAGE, end.div_ceil(PAGE)) * PAGE;
-            let (file, rights) = layers.file(at / PAGE, rights);
-            Self::map_file(address + (at - physical), length, at, rights, file)?;
+            let (file, offset, rights) = layers.place(at / PAGE, rights);
+            Self::map_file(address + (at - physical), length, offset, rights, file)?;
             if !layers.is_own(at / PAGE) {
                 base.push(at..at + length);
             }
@@ -185,9 +211,9 @@ impl Memory {
         Ok(base)
     }
 
-    fn map_file(address: u64, length: u64, physical: u64, rights: Rights, file: RawFd) -> io::Result<()> {
+    fn map_file(address: u64, length: u64, offset: u64, rights: Rights, file: RawFd) -> io::Result<()> {
         // SAFETY: The addresses are the guest's own, of which the monitor keeps nothing (layout).
-        match unsafe { map_over(address, length, rights, file, physical) } {
+        match unsafe { map_over(address, length, rights, file, offset) } {
             true => Ok(()),
             false => Err(io::Error::last_os_error()),
         }
@@ -245,35 +271,47 @@ impl Memory {
     }
 
     /// Reads the files themselves, where pages that were never used stay so. Other processes must not write.
+    /// Pages that are as in a disk's image are read as zeros.
     ///
     /// # Errors
     /// The error of the host.
     pub fn read_file(&self, physical: u64, into: &mut [u8]) -> io::Result<()> {
+        let Some(layers) = self.layers else { return read_at(self.descriptor(), physical, into) };
         let mut done = 0;
         while done < into.len() {
             let at = physical + done as u64;
-            let (file, most) = match self.layers {
-                None => (self.descriptor(), into.len()),
-                Some(layers) => {
-                    let none = Rights { write: false, execute: false };
-                    (layers.file(at / PAGE, none).0, Self::rest_of_page(at) as usize)
-                }
-            };
-            let end = into.len().min(done.saturating_add(most));
-            read_at(file, at, &mut into[done..end])?;
+            let end = into.len().min(done + Self::rest_of_page(at) as usize);
+            let none = Rights { write: false, execute: false };
+            match layers.is_of_image(at / PAGE) {
+                true => into[done..end].fill(0),
+                false => read_at(layers.place(at / PAGE, none).0, at, &mut into[done..end])?,
+            }
             done = end;
         }
         Ok(())
     }
 
-    /// Makes all of the memory zero, as it was at first.
+    /// Returns the kind of a page, for a file of the machine.
+    #[must_use]
+    pub fn kind(&self, page: u64) -> Kind {
+        match self.layers.filter(|_| self.disks.iter().any(|disk| disk.pages().contains(&page))) {
+            None => Kind::Memory,
+            Some(layers) if layers.is_of_image(page) => Kind::Image,
+            Some(_) => Kind::Changed,
+        }
+    }
+
+    /// Makes all of the memory zero, as it was at first. The guest must not have run.
     ///
     /// # Errors
     /// If the host refuses.
     pub fn erase(&self) -> Result<()> {
         const HOLE: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        let all = Rights { write: true, execute: false };
+        // The guest's first page is the machine's own, or the memory is in one file.
+        let file = self.layers.map_or(self.descriptor(), |layers| layers.place(0, all).0);
         // SAFETY: It takes a descriptor and numbers.
-        match unsafe { libc::fallocate(self.descriptor(), HOLE, 0, self.size.cast_signed()) } {
+        match unsafe { libc::fallocate(file, HOLE, 0, self.size.cast_signed()) } {
             0 => Ok(()),
             _ => Err(Error::system("make the guest's memory empty")),
         }
@@ -329,10 +367,22 @@ impl Memory {
         is_free(address) && is_free(address + size - 1)
     }
 
-    /// Returns the size in bytes.
+    /// Returns the size in bytes, with disks.
     #[must_use]
     pub fn size(&self) -> u64 {
         self.size
+    }
+
+    /// Returns the size without disks, in bytes.
+    #[must_use]
+    pub fn ram(&self) -> u64 {
+        self.disks.ram()
+    }
+
+    /// Returns the disks in the memory.
+    #[must_use]
+    pub fn disks(&self) -> &Arc<Disks> {
+        &self.disks
     }
 
     /// Copies into the memory. Returns nothing if the range is outside. Another processor that
@@ -429,6 +479,11 @@ impl Memory {
     pub fn rest_of_page(address: u64) -> u64 {
         PAGE - address % PAGE
     }
+}
+
+/// Returns the disks of memory that has none.
+fn no_disks(ram: u64) -> Arc<Disks> {
+    Arc::new(Disks::none(ram))
 }
 
 /// Maps a file from an offset on, over any mapping at an address. Returns true if the host has done so.
@@ -763,6 +818,7 @@ mod tests {
                         size: memory.size,
                         window,
                         layers: None,
+                        disks: Arc::clone(&memory.disks),
                     };
                     (0..ROUNDS).for_each(|round| memory.write(AT, &[round as u8; 8]).unwrap());
                 });

@@ -30,6 +30,14 @@ pub const LOG: &str = "log";
 pub const CONSOLE_LOG: &str = "console.log";
 pub const CONSOLE_INPUT: &str = "console.in";
 
+/// The image of a disk in machines' memory.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImageStatus {
+    pub file: PathBuf,
+    /// The number by which the host's kernel knows the file.
+    pub inode: u64,
+}
+
 /// The state of a template.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct TemplateStatus {
@@ -39,6 +47,8 @@ pub struct TemplateStatus {
     pub file: PathBuf,
     /// The size of its memory.
     pub memory_bytes: u64,
+    /// The images of disks in its memory.
+    pub images: Vec<ImageStatus>,
     /// Its start, in seconds since 1970.
     pub since: u64,
 }
@@ -52,6 +62,8 @@ pub struct MachineStatus {
     pub pid: u32,
     /// True if its console is in the folder.
     pub is_detached: bool,
+    /// The images of disks in its memory.
+    pub images: Vec<ImageStatus>,
     /// Its start, in seconds since 1970.
     pub since: u64,
 }

@@ -4,10 +4,10 @@
 //! and the pages of each machine's own files. A template shares the saved machine's memory, and that of
 //! machines that were forked, as it was then. The second account is the host's kernel's: the proportional
 //! set size (PSS) of all processes of a machine, in which a page that several processes map counts for each
-//! in part (`proc_pid_smaps(5)`).
+//! in part (`proc_pid_smaps(5)`). The image of a disk in memory is in the host's page cache, once.
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::{BTreeMap, HashMap, HashSet},
     fs,
     os::unix::fs::MetadataExt,
     path::PathBuf,
@@ -18,6 +18,7 @@ use mercury_control::{
     output::{Render, Text},
 };
 use mercury_guests::Name;
+use mercury_hosted::memory::disks::cached;
 use serde::Serialize;
 
 use super::{
@@ -96,13 +97,16 @@ fn shared_of(templates: &[Files], machines: &[Files]) -> HashSet<u64> {
 struct Counted {
     base_bytes: u64,
     own_bytes: u64,
+    /// The images of disks in memory.
+    image_bytes: u64,
     /// All else: the monitor.
     monitor_bytes: u64,
 }
 
 impl Counted {
-    /// Adds the mappings of a process, from the text of its `smaps`. The files with these numbers are shared.
-    fn add(&mut self, smaps: &str, shared: &HashSet<u64>) {
+    /// Adds the mappings of a process, from the text of its `smaps`. The files with these numbers are shared,
+    /// and those are images of disks.
+    fn add(&mut self, smaps: &str, shared: &HashSet<u64>, images: &HashSet<u64>) {
         let mut to = &mut self.monitor_bytes;
         for line in smaps.lines() {
             if let Some(pss) = line.strip_prefix("Pss:") {
@@ -110,7 +114,13 @@ impl Counted {
                 *to += kib << 10;
             } else if line.split(' ').next().is_some_and(|range| range.contains('-')) {
                 let file = line.split_whitespace().nth(4).and_then(|file| file.parse().ok());
-                to = match file.filter(|_| NAMES.iter().any(|name| line.ends_with(name))) {
+                let is_memory = NAMES.iter().any(|name| line.ends_with(name));
+                // Only memory is shared with the file: the program's own code is mapped privately.
+                let is_image = line.split(' ').nth(1).is_some_and(|rights| rights.ends_with('s'));
+                to = match file.filter(|_| is_memory) {
+                    None if is_image && file.is_some_and(|file| images.contains(&file)) => {
+                        &mut self.image_bytes
+                    }
                     Some(file) if shared.contains(&file) => &mut self.base_bytes,
                     Some(_) => &mut self.own_bytes,
                     None => &mut self.monitor_bytes,
@@ -144,6 +154,14 @@ struct TemplateMemory {
     file: PathBuf,
 }
 
+/// The account of the image of a disk in memory.
+#[derive(Debug, Serialize)]
+struct ImageMemory {
+    file: PathBuf,
+    /// Its pages in the host's page cache, which exist once. Not known if the host does not say so.
+    cached_bytes: Option<u64>,
+}
+
 /// The account of a machine.
 #[derive(Debug, Serialize)]
 struct MachineMemory {
@@ -161,11 +179,14 @@ struct MachineMemory {
 #[derive(Debug, Serialize)]
 pub struct Map {
     templates: Vec<TemplateMemory>,
+    images: Vec<ImageMemory>,
     machines: Vec<MachineMemory>,
     /// The guests' memory by Mercury's account: each template once, and each machine's own pages.
     guest_bytes: u64,
     /// The same by the host's kernel's: what mappings count for it. Pages that nobody maps count nowhere.
     pss_guest_bytes: u64,
+    /// The pages of images that are mapped, by the host's kernel's account.
+    pss_image_bytes: u64,
     pss_monitor_bytes: u64,
 }
 
@@ -176,8 +197,15 @@ pub fn map() -> Result<Map> {
     let machines: Vec<MachineStatus> = machines.living().map_err(|error| unreadable(&machines, &error))?;
     let children = parents();
     let shared = shared(&templates, &machines);
+    let images: BTreeMap<PathBuf, u64> = templates
+        .iter()
+        .flat_map(|one| &one.images)
+        .chain(machines.iter().flat_map(|one| &one.images))
+        .map(|image| (image.file.clone(), image.inode))
+        .collect();
+    let inodes: HashSet<u64> = images.values().copied().collect();
     let machines: Vec<MachineMemory> =
-        machines.into_iter().map(|one| account(one, &children, &shared)).collect();
+        machines.into_iter().map(|one| account(one, &children, &shared, &inodes)).collect();
     let templates: Vec<TemplateMemory> = templates
         .into_iter()
         .map(|one| TemplateMemory {
@@ -190,13 +218,23 @@ pub fn map() -> Result<Map> {
     Ok(Map {
         guest_bytes: own + templates.iter().map(|one| one.base_bytes).sum::<u64>(),
         pss_guest_bytes: machines.iter().map(|one| one.pss.base_bytes + one.pss.own_bytes).sum(),
+        pss_image_bytes: machines.iter().map(|one| one.pss.image_bytes).sum(),
+        images: images
+            .into_keys()
+            .map(|file| ImageMemory { cached_bytes: cached(&file).ok(), file })
+            .collect(),
         pss_monitor_bytes: machines.iter().map(|one| one.pss.monitor_bytes).sum(),
         templates,
         machines,
     })
 }
 
-fn account(status: MachineStatus, children: &HashMap<u32, Vec<u32>>, shared: &HashSet<u64>) -> MachineMemory {
+fn account(
+    status: MachineStatus,
+    children: &HashMap<u32, Vec<u32>>,
+    shared: &HashSet<u64>,
+    images: &HashSet<u64>,
+) -> MachineMemory {
     let mut processes = vec![status.pid];
     let mut at = 0;
     while let Some(pid) = processes.get(at).copied() {
@@ -205,7 +243,7 @@ fn account(status: MachineStatus, children: &HashMap<u32, Vec<u32>>, shared: &Ha
     }
     let mut pss = Counted::default();
     for pid in &processes {
-        pss.add(&fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap_or_default(), shared);
+        pss.add(&fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap_or_default(), shared, images);
     }
     MachineMemory {
         own_bytes: Files::of(status.pid).unwrap_or_default().without(shared).bytes(),
@@ -223,7 +261,7 @@ impl Render for Map {
             return;
         }
         let mib = |bytes: u64| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));
-        let heading = ["machine", "template", "own", "processes", "PSS: base", "own", "monitor"]
+        let heading = ["machine", "template", "own", "processes", "PSS: base", "own", "images", "monitor"]
             .map(str::to_owned)
             .to_vec();
         let shared = |one: &TemplateMemory| {
@@ -236,15 +274,23 @@ impl Render for Map {
                 none(),
                 none(),
                 none(),
+                none(),
             ]
         };
+        let image = |one: &ImageMemory| {
+            let name = one.file.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            let cached = one.cached_bytes.map_or_else(|| "?".to_owned(), mib);
+            let none = || "-".to_owned();
+            vec!["(image)".to_owned(), name, cached, none(), none(), none(), none(), none()]
+        };
         let row = |one: &MachineMemory| {
-            let Counted { base_bytes, own_bytes, monitor_bytes } = one.pss;
+            let Counted { base_bytes, own_bytes, image_bytes, monitor_bytes } = one.pss;
             let (name, template) = (one.machine.to_string(), one.template.to_string());
-            let pss = [base_bytes, own_bytes, monitor_bytes].map(mib);
+            let pss = [base_bytes, own_bytes, image_bytes, monitor_bytes].map(mib);
             [vec![name, template, mib(one.own_bytes), one.processes.to_string()], pss.to_vec()].concat()
         };
         let rows = [heading].into_iter().chain(self.templates.iter().map(shared));
+        let rows = rows.chain(self.images.iter().map(image));
         text.table(&rows.chain(self.machines.iter().map(row)).collect::<Vec<_>>());
         text.line("");
         text.line(format!(
@@ -253,6 +299,12 @@ impl Render for Map {
             mib(self.pss_guest_bytes),
             mib(self.pss_monitor_bytes)
         ));
+        if !self.images.is_empty() {
+            text.line(format!(
+                "images of disks: {} of them are mapped, and each of these pages exists once",
+                mib(self.pss_image_bytes)
+            ));
+        }
     }
 }
 
@@ -266,12 +318,23 @@ mod tests {
             Size:             262144 kB\nRss:                 400 kB\nPss:                 100 kB\n\
             50000000-50001000 rw-s 00001000 00:01 8                      /memfd:mercury-hosted (deleted)\n\
             Pss:                   4 kB\n\
-            7f0000000000-7f0000001000 rw-p 00000000 00:00 0 \nPss:                  12 kB\nVmFlags: rd wr\n";
+            60000000-60001000 r-xs 00001000 fe:00 9                      /srv/base.img\n\
+            Pss:                   5 kB\n\
+            60001000-60002000 r-xp 00001000 fe:00 9                      /srv/base.img\n\
+            Pss:                   1 kB\n\
+            7f0000000000-7f0000001000 rw-p 00000000 00:00 0 \nPss:                  11 kB\nVmFlags: rd wr\n";
         let mut counted = Counted::default();
         let shared = HashSet::from([7]);
-        counted.add(SMAPS, &shared);
-        counted.add(SMAPS, &shared);
-        assert_eq!(counted, Counted { base_bytes: 200 << 10, own_bytes: 8 << 10, monitor_bytes: 24 << 10 });
+        let images = HashSet::from([9]);
+        counted.add(SMAPS, &shared, &images);
+        counted.add(SMAPS, &shared, &images);
+        let expected = Counted {
+            base_bytes: 200 << 10,
+            own_bytes: 8 << 10,
+            image_bytes: 10 << 10,
+            monitor_bytes: 24 << 10,
+        };
+        assert_eq!(counted, expected);
     }
 
     #[test]

@@ -32,7 +32,7 @@ use mercury_hosted::{
 };
 use mercury_hosted_options::net::Forward;
 use rustix::{
-    event::{PollFd, PollFlags, poll},
+    event::{PollFd, PollFlags, Timespec, poll},
     fs::{CWD, FileType, Mode, mknodat},
     io::Errno,
     process::{
@@ -43,13 +43,15 @@ use rustix::{
 };
 
 use super::{
-    folder::{CONSOLE_INPUT, CONSOLE_LOG, Folder, MachineStatus, SOCKET, TemplateStatus},
+    folder::{CONSOLE_INPUT, CONSOLE_LOG, Folder, ImageStatus, MachineStatus, SOCKET, TemplateStatus},
     protocol::{self, Answer, CONSOLE, Request},
 };
 use crate::refused;
 
 /// The time in which a client must have sent its request.
 const PATIENCE: Duration = Duration::from_secs(1);
+/// The time between two looks if the images of disks in memory are still as they were.
+const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 500_000_000 };
 
 /// A template that takes requests.
 pub struct Server {
@@ -107,6 +109,7 @@ impl Server {
             pid: std::process::id(),
             file,
             memory_bytes,
+            images: images(&template),
             since: seconds(),
         };
         folder.write(&name, &status).map_err(|error| failed("write the template's state", error))?;
@@ -118,6 +121,11 @@ impl Server {
     pub fn serve(mut self) -> Result<Exit> {
         loop {
             let ready = self.wait().map_err(|error| failed("wait for requests", error))?;
+            // A program that wants to write waits until this process has ended. Machines end by themselves.
+            if let Err(error) = self.template.check_disks() {
+                Folder::templates().remove(&self.name);
+                return Err(refused(error));
+            }
             for index in ready.clients {
                 // The client is gone, and its terminal with it.
                 let _ = kill_process(self.machines[index].pid, Signal::HUP);
@@ -147,7 +155,7 @@ impl Server {
             .filter_map(|(index, machine)| Some((index, machine.client.as_ref()?)))
             .collect();
         all.extend(clients.iter().map(|(_, client)| PollFd::new(*client, PollFlags::IN)));
-        match poll(&mut all, None) {
+        match poll(&mut all, self.template.has_disks().then_some(&LOOK)) {
             Err(Errno::INTR) => return Ok(Ready::default()),
             result => result?,
         };
@@ -342,12 +350,18 @@ impl Server {
             template: self.name.clone(),
             pid: pid.as_raw_nonzero().get().cast_unsigned(),
             is_detached: !is_attached,
+            images: images(&self.template),
             since: seconds(),
         };
         self.machines.push(Machine { name, pid, end, client: None, is_awaited: is_attached, source });
         let written = Folder::machines().write(&status.name, &status);
         written.map_err(|error| failed("write the machine's state", error))
     }
+}
+
+/// Returns the images of a template's disks in memory.
+fn images(template: &Template) -> Vec<ImageStatus> {
+    template.images().into_iter().map(|(file, inode)| ImageStatus { file, inode }).collect()
 }
 
 /// Gives a new machine its console. It is called in the machine's process.
