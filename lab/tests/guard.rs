@@ -361,10 +361,16 @@ fn the_daemon_guards_by_its_rules() -> Result<()> {
 
 /// Boots a machine whose daemon compares code and constants, and mends them.
 fn scrubbed(release: Kernel) -> Result<(Machine, Background)> {
+    compared(Spec::new(release).cpus(2), "scrub = 'mend'")
+}
+
+/// Boots a machine whose daemon compares code and constants by a rule.
+fn compared(spec: Spec, rule: &str) -> Result<(Machine, Background)> {
     need_qemu()?;
-    let machine = Machine::boot(Spec::new(release).cpus(2).qemu_version(Qemu::Newer))?;
+    let machine = Machine::boot(spec.qemu_version(Qemu::Newer))?;
     load_test_module(&machine)?;
-    machine.put("/run/guard.toml", b"on_hang = 'report'\n[integrity]\nscrub = 'mend'\n", 0o644)?;
+    let rules = format!("on_hang = 'report'\n[integrity]\n{rule}\n");
+    machine.put("/run/guard.toml", rules.as_bytes(), 0o644)?;
     let daemon = machine.spawn("exec mercury daemon --rules /run/guard.toml --socket /run/socket")?;
     let is_there = "mercury guard status > /dev/null 2>&1";
     machine.sh(&format!("for _ in $(seq 120); do {is_there} && exit 0; sleep 0.5; done; exit 1"))?;
@@ -472,6 +478,88 @@ fn a_flipped_bit_in_code_is_mended_on_6_12() -> Result<()> {
     flipped_bits_are_mended(Kernel::TrixieCloud)
 }
 
+/// Boots an attached machine whose code and constants are read-only in the nested tables.
+fn guarded(spec: Spec, rule: &str) -> Result<(Machine, Background)> {
+    let (machine, daemon) = compared(spec, &format!("{rule}\nstores = true"))?;
+    machine.mercury("attach")?;
+    integrity_becomes(&machine, |state| state["guarded"].as_u64() > Some(1000))?;
+    Ok((machine, daemon))
+}
+
+/// Waits until the state of the integrity is as wanted. Returns it.
+fn integrity_becomes(machine: &Machine, wanted: impl Fn(&Value) -> bool) -> Result<Value> {
+    for _ in 0..120 {
+        let state = integrity(machine)?;
+        if wanted(&state) {
+            return Ok(state);
+        }
+        std::thread::sleep(Duration::from_millis(500));
+    }
+    panic!("never: {}", integrity(machine)?)
+}
+
+/// Returns how many exits of a kind there were, on all CPUs.
+fn exits_of(machine: &Machine, reason: &str) -> Result<u64> {
+    let status = machine.mercury("status")?;
+    let of = |cpu: &Value| cpu["exits"][reason].as_u64().unwrap_or(0);
+    Ok(status["cpus"].as_array().unwrap().iter().map(of).sum())
+}
+
+/// A store to code of a module, and to code, constants and the table of interrupts of the kernel, is seen
+/// when it is made, with its maker, and undone. Nothing exits before.
+fn foreign_stores_are_undone(release: Kernel) -> Result<()> {
+    let (machine, daemon) = guarded(Spec::new(release).cpus(2), "scrub = 'mend'\nevery_seconds = 30")?;
+    println!("{}", integrity(&machine)?);
+    let before = exits(&machine)?;
+    machine.sh("find /usr -type f -size -40k | head -300 | xargs cat | sha256sum; sleep 5")?;
+    assert_eq!(exits(&machine)?, before, "exits of a machine at work");
+    let sum = "mercury-workload kernel sum 1000";
+    let right = machine.sh(sum)?;
+    let places = ["test_step", "test_seed", "linux_banner", "idt_table", "sysrq_handle_crash"];
+    for (number, symbol) in places.into_iter().enumerate() {
+        let address = address_of(&machine, symbol, 3)?;
+        machine.sh(&format!("mercury-workload kernel flip {address} 1 > /run/flip"))?;
+        let since = Instant::now();
+        let wanted = number as u64 + 1;
+        let is_done = |state: &Value| state["stores"] == wanted && state["mended"] == wanted;
+        let state = integrity_becomes(&machine, is_done)?;
+        let findings = state["findings"].as_array().unwrap();
+        let store = findings.iter().rfind(|finding| finding["kind"] == "store").expect("a store");
+        println!("{symbol}: {:.1} s, {store}", since.elapsed().as_secs_f64());
+        assert_eq!(store["address"], address, "{state}");
+        assert!(store["symbol"].as_str().unwrap().starts_with(&format!("{symbol}+0x3")), "{store}");
+        let by = store["why"].as_str().unwrap();
+        assert!(by.starts_with("test_flip+") && by.contains("[mercury_test] < "), "{store}");
+        // Sooner than the next pass would have come.
+        assert!(since.elapsed() < Duration::from_secs(25), "{symbol}");
+    }
+    assert_eq!(machine.sh(sum)?, right);
+    assert_eq!(exits_of(&machine, "foreign-store")?, places.len() as u64);
+    let state = integrity(&machine)?;
+    assert!(state["found"] == places.len() && state["not_guarded"].is_null(), "{state}");
+    daemon.kill(15)?;
+    let said = daemon.wait(MINUTE)?;
+    assert!(said.stderr.contains("a store to test_step+0x3 [mercury_test]"), "{said:?}");
+    // The daemon has ended, and nothing is read-only any more.
+    let address = address_of(&machine, "test_seed", 3)?;
+    machine.sh(&format!("mercury-workload kernel flip {address} 1 > /run/flip"))?;
+    assert_eq!(exits_of(&machine, "foreign-store")?, places.len() as u64);
+    assert_eq!(machine.mercury("status")?["state"], "attached");
+    Ok(())
+}
+
+#[test]
+#[ignore = "long"]
+fn a_foreign_store_is_seen_and_undone() -> Result<()> {
+    foreign_stores_are_undone(Kernel::BookwormCloud)
+}
+
+#[test]
+#[ignore = "long"]
+fn a_foreign_store_is_seen_and_undone_on_6_12() -> Result<()> {
+    foreign_stores_are_undone(Kernel::TrixieCloud)
+}
+
 /// MSR of the flags that SYSCALL clears, and a flag there that harms nobody: ID.
 const SFMASK: &str = "0xc0000084";
 const FLAG: u64 = 1 << 21;
@@ -537,6 +625,69 @@ while [ $(date +%s) -lt $end ]; do
     pause
 done
 ";
+
+/// The same on a machine that stays attached, and BPF's compiler. The tracer takes some functions alone:
+/// two exits for each place are slow in an emulator.
+const POKES_BENEATH: &str = r#"
+set -e
+mount -t tracefs tracefs /sys/kernel/tracing 2> /dev/null || true
+cd /sys/kernel/tracing
+echo 'vfs_*' > set_ftrace_filter
+end=$(($(date +%s) + $1))
+while [ $(date +%s) -lt $end ]; do
+    echo function > current_tracer; cat /etc/passwd > /dev/null
+    grep -q vfs_ trace
+    echo 'p:poke do_sys_openat2' > kprobe_events
+    echo 'r:back vfs_write' >> kprobe_events
+    echo 1 > events/kprobes/enable; cat /etc/passwd > /dev/null
+    grep -q poke: trace
+    echo 0 > events/kprobes/enable; echo > kprobe_events
+    echo nop > current_tracer
+    echo 1 > events/sched/enable; echo 1 > events/irq/enable
+    sysctl -q kernel.sched_schedstats=1
+    echo 0 > events/enable; sysctl -q kernel.sched_schedstats=0
+    python3 -c '
+import ctypes, socket, struct
+code = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0xffff))
+program = struct.pack("HL", 1, ctypes.addressof(code))
+end = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+end.setsockopt(socket.SOL_SOCKET, 26, program)
+'
+    rmmod mercury_test
+    insmod /mercury/lib/modules/$(uname -r)/mercury_test.ko
+done
+"#;
+
+/// The kernel changes its own code while that is read-only beneath it.
+fn pokes_go_through(release: Kernel, seconds: u64) -> Result<()> {
+    let (machine, daemon) = guarded(Spec::new(release).cpus(2), "scrub = 'report'")?;
+    let before = exits_of(&machine, "text-poke")?;
+    let text = seconds.to_string();
+    let pokes = machine.program(&["/bin/bash", "-c", POKES_BENEATH, "pokes", &text]);
+    pokes.timeout(Duration::from_secs(seconds + 180)).run()?.check()?;
+    let state = passes(&machine, 2)?;
+    let count = exits_of(&machine, "text-poke")? - before;
+    println!("{count} exits for the kernel's own changes; {state}");
+    assert!(count > 1000, "{count}");
+    assert_eq!((&state["stores"], &state["found"]), (&0.into(), &0.into()), "{state}");
+    assert!(state["guarded"].as_u64() > Some(1000), "{state}");
+    daemon.kill(15)?;
+    let said = daemon.wait(MINUTE)?;
+    assert!(!said.stderr.contains("a store to") && !said.stderr.contains("changed at"), "{said:?}");
+    Ok(())
+}
+
+#[test]
+#[ignore = "long"]
+fn the_kernels_own_stores_go_through() -> Result<()> {
+    pokes_go_through(Kernel::BookwormCloud, 60)
+}
+
+#[test]
+#[ignore = "long"]
+fn the_kernels_own_stores_go_through_on_6_12() -> Result<()> {
+    pokes_go_through(Kernel::TrixieCloud, 60)
+}
 
 fn pokes_cause_no_finding(release: Kernel, seconds: u64) -> Result<()> {
     let (machine, daemon) = scrubbed(release)?;

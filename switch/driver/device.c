@@ -56,6 +56,7 @@ union request {
 	struct mercury_watch_request watch;
 	struct mercury_postmortem_request postmortem;
 	struct mercury_mend_request mend;
+	struct mercury_integrity_request integrity;
 };
 
 /* An ioctl. `run` returns a MERCURY_CODE_* or a negative errno. */
@@ -91,9 +92,7 @@ static const int errnos[] = {
 
 static int code_to_errno(u32 code)
 {
-	if (code == MERCURY_CODE_OK)
-		return 0;
-	if (code < ARRAY_SIZE(errnos) && errnos[code])
+	if (code == MERCURY_CODE_OK || (code < ARRAY_SIZE(errnos) && errnos[code]))
 		return errnos[code];
 	return code < MERCURY_CODE_INVALID_GUEST_STATE ? -EOPNOTSUPP : -EIO;
 }
@@ -151,6 +150,12 @@ static u32 measure_on_cpu(struct mercury_cpu *m)
 		barrier();
 	measure->overhead_ticks = rdtsc_ordered() - start;
 	return MERCURY_CODE_OK;
+}
+
+static u32 integrity_on_cpu(struct mercury_cpu *m)
+{
+	return mercury_hypercall(MERCURY_HYPERCALL_INTEGRITY, scratch->integrity.call,
+				 scratch->integrity.argument, m->detail);
 }
 
 /* Runs something on one CPU that user space named; the CPU's code. */
@@ -329,16 +334,14 @@ static bool is_forbidden(const struct mercury_snapshot_request *request)
 
 static int run_snapshot_prepare(union request *request, struct mercury_outcome *outcome)
 {
-	if (is_forbidden(&request->snapshot))
-		return MERCURY_CODE_LOCKED_DOWN;
-	return mercury_snapshot_prepare(&request->snapshot);
+	return is_forbidden(&request->snapshot) ? MERCURY_CODE_LOCKED_DOWN :
+						  mercury_snapshot_prepare(&request->snapshot);
 }
 
 static int run_snapshot_begin(union request *request, struct mercury_outcome *outcome)
 {
-	if (is_forbidden(&request->snapshot))
-		return MERCURY_CODE_LOCKED_DOWN;
-	return mercury_snapshot_begin(&request->snapshot, outcome);
+	return is_forbidden(&request->snapshot) ? MERCURY_CODE_LOCKED_DOWN :
+						  mercury_snapshot_begin(&request->snapshot, outcome);
 }
 
 static int run_snapshot_read(union request *request, struct mercury_outcome *outcome)
@@ -427,6 +430,11 @@ static int run_mend(union request *request, struct mercury_outcome *outcome)
 	return mercury_mend(&request->mend);
 }
 
+static int run_integrity(union request *request, struct mercury_outcome *outcome)
+{
+	return on_named_cpu(request->integrity.cpu, request, integrity_on_cpu);
+}
+
 static int run_restore_read(union request *request, struct mercury_outcome *outcome)
 {
 	return mercury_restore_read(&request->load_frames, outcome);
@@ -484,6 +492,7 @@ static const struct operation operations[] = {
 	{ MERCURY_IOC_WATCH_STATUS, true, OUTCOME(watch), NONE, run_watch_status },
 	{ MERCURY_IOC_POSTMORTEM, false, OUTCOME(postmortem), READS, run_postmortem },
 	{ MERCURY_IOC_MEND, false, OUTCOME(mend), WRITES, run_mend },
+	{ MERCURY_IOC_INTEGRITY, false, OUTCOME(integrity), NONE, run_integrity },
 	{ MERCURY_IOC_RESTORE_READ, false, OUTCOME(load_frames), WRITES, run_restore_read },
 	{ MERCURY_IOC_RESTORE_GO, false, OUTCOME(load), WRITES, run_restore_go },
 #ifdef CONFIG_MERCURY_FAULT_INJECTION

@@ -108,6 +108,8 @@
 #define MERCURY_EXIT_REASON_GUEST_RUN 15
 #define MERCURY_EXIT_REASON_GUEST_END 16
 #define MERCURY_EXIT_REASON_HELD_NMI 17
+#define MERCURY_EXIT_REASON_TEXT_POKE 18
+#define MERCURY_EXIT_REASON_FOREIGN_STORE 19
 
 
 /* The event that a LogRecord reports. */
@@ -123,6 +125,7 @@
 #define MERCURY_LOG_KIND_INVALID_STATE 9
 #define MERCURY_LOG_KIND_EVENT_LOST 10
 #define MERCURY_LOG_KIND_ROLLED_BACK 11
+#define MERCURY_LOG_KIND_FOREIGN_STORE 12
 
 /*
  * Pages of one CPU's area. They are physically and virtually contiguous, and aligned to
@@ -194,6 +197,21 @@
 #define MERCURY_HYPERCALL_FLUSH 2
 #define MERCURY_HYPERCALL_ARM_FAULT 3
 #define MERCURY_HYPERCALL_SNAPSHOT 4
+#define MERCURY_HYPERCALL_INTEGRITY 5
+
+/* Position of an IntegrityCall in RDI. */
+#define MERCURY_INTEGRITY_SHIFT 56
+
+/*
+ * A request about pages of the system that are read-only in the nested tables. A store
+ * to one of them is logged (crate::shared::LogKind::ForeignStore), and the page can be
+ * written from then on.
+ */
+#define MERCURY_INTEGRITY_CALL_BEGIN 0
+#define MERCURY_INTEGRITY_CALL_WRITER 1
+#define MERCURY_INTEGRITY_CALL_PROTECT 2
+#define MERCURY_INTEGRITY_CALL_ENTER 3
+#define MERCURY_INTEGRITY_CALL_LEAVE 4
 
 
 /*
@@ -461,6 +479,11 @@
 #define MERCURY_IOC_MEND _UL(0xc070f521)
 /* Size of the largest part of memory that one request mends. */
 #define MERCURY_MEND_MAX 32
+/*
+ * Has the hypervisor execute an crate::gate::IntegrityCall on a CPU. Argument: an
+ * IntegrityRequest.
+ */
+#define MERCURY_IOC_INTEGRITY _UL(0xc038f522)
 /*
  * Describes the life that ended last, whose memory MERCURY_IOC_SNAPSHOT_READ reads, or
  * gives that memory back. Argument: a PostmortemRequest.
@@ -2494,6 +2517,30 @@ static_assert(offsetof(struct mercury_mend_request, reserved) == 20);
 static_assert(offsetof(struct mercury_mend_request, expected) == 24);
 static_assert(offsetof(struct mercury_mend_request, wanted) == 56);
 static_assert(offsetof(struct mercury_mend_request, outcome) == 88);
+
+/* A request about pages that are read-only in the nested tables. */
+struct mercury_integrity_request {
+	/* Size and version of this structure. */
+	struct mercury_header header;
+	/* In: the crate::gate::IntegrityCall in bits 63:56, and its first argument. */
+	u64 call;
+	/* In: its second argument. */
+	u64 argument;
+	/* In: Linux's number of the CPU. */
+	u32 cpu;
+	/* Reserved; must be zero. */
+	u32 reserved;
+	/* Out: how the operation ended. */
+	struct mercury_outcome outcome;
+};
+
+static_assert(sizeof(struct mercury_integrity_request) == 56);
+static_assert(offsetof(struct mercury_integrity_request, header) == 0);
+static_assert(offsetof(struct mercury_integrity_request, call) == 8);
+static_assert(offsetof(struct mercury_integrity_request, argument) == 16);
+static_assert(offsetof(struct mercury_integrity_request, cpu) == 24);
+static_assert(offsetof(struct mercury_integrity_request, reserved) == 28);
+static_assert(offsetof(struct mercury_integrity_request, outcome) == 32);
 
 /* Arguments of a post-mortem. */
 struct mercury_postmortem_request {

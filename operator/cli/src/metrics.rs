@@ -345,6 +345,7 @@ fn compared(registry: &mut Registry, state: &integrity::report::State) {
         ("guard_integrity_passes", "Passes over code and constants since the copy was taken", state.passes),
         ("guard_integrity_changes", "Changes of code and constants that nobody owns", state.found),
         ("guard_integrity_mended", "Those of them that were mended", state.mended),
+        ("guard_integrity_stores", "Foreign stores to code and constants that were seen", state.stores),
     ] {
         let counter = Counter::<u64>::default();
         counter.inc_by(count);
@@ -568,12 +569,14 @@ mod tests {
             longest_frozen_ms: 1500,
             last_alarm: String::new(),
         };
-        let compared = integrity::report::State { found: 3, mended: 2, bytes: 7, ..Default::default() };
+        let compared =
+            integrity::report::State { found: 3, mended: 2, stores: 4, bytes: 7, ..Default::default() };
         let guarded = Guarded { watch: Some(watch), integrity: Some(compared), ..guarded() };
         let text = exposition(&attached(), &guarded, &past()).expect("text");
         for line in [
             "mercury_guard_integrity_changes_total 3",
             "mercury_guard_integrity_mended_total 2",
+            "mercury_guard_integrity_stores_total 4",
             "mercury_guard_integrity_compared_bytes 7",
             "mercury_guard_sensor_up{sensor=\"disks\"} 0",
             "mercury_guard_sensor_signals_total{sensor=\"disks\",signal=\"disk-errors\"} 3",

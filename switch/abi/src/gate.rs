@@ -392,6 +392,34 @@ pub enum Hypercall {
     ArmFault = 3,
     /// Executes the [`crate::snapshot::SnapshotCall`] in RDI, with an argument in RSI.
     Snapshot = 4,
+    /// Executes the [`IntegrityCall`] in bits 63:56 of RDI, with a first argument in the other bits and
+    /// a second one in RSI. AMD only.
+    Integrity = 5,
+}
+
+/// Position of an [`IntegrityCall`] in RDI.
+pub const MERCURY_INTEGRITY_SHIFT: u32 = 56;
+
+/// A request about pages of the system that are read-only in the nested tables. A store to one of
+/// them is logged ([`crate::shared::LogKind::ForeignStore`]), and the page can be written from then on.
+#[repr(u64)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IntegrityCall {
+    /// Begins anew, without a change of pages. First: host-physical root of the page tables with which
+    /// the kernel changes its own code. A store with these tables, and from the code of
+    /// [`IntegrityCall::Writer`], is let through and not logged.
+    Begin = 0,
+    /// Adds code that may do so: first and second are its start and its end, virtual. The first is
+    /// sign-extended.
+    Writer = 1,
+    /// Makes pages read-only. First: the host-physical address; second: their number. They lie in one
+    /// block of 2 MiB.
+    Protect = 2,
+    /// Runs this CPU, and all CPUs that are attached from here on, on the tables with these pages. No
+    /// arguments.
+    Enter = 3,
+    /// Runs this CPU, and all CPUs that are attached from here on, without them. No arguments.
+    Leave = 4,
 }
 
 /// A place where a test can inject a fault (fault-injection builds only). A point fires once per

@@ -172,6 +172,28 @@ pub struct MendRequest {
     pub outcome: Outcome,
 }
 
+/// Has the hypervisor execute an [`crate::gate::IntegrityCall`] on a CPU. Argument: an
+/// [`IntegrityRequest`].
+pub const MERCURY_IOC_INTEGRITY: u32 = iowr::<IntegrityRequest>(34);
+
+/// A request about pages that are read-only in the nested tables.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct IntegrityRequest {
+    /// Size and version of this structure.
+    pub header: Header,
+    /// In: the [`crate::gate::IntegrityCall`] in bits 63:56, and its first argument.
+    pub call: u64,
+    /// In: its second argument.
+    pub argument: u64,
+    /// In: Linux's number of the CPU.
+    pub cpu: u32,
+    /// Reserved; must be zero.
+    pub reserved: u32,
+    /// Out: how the operation ended.
+    pub outcome: Outcome,
+}
+
 /// Describes the life that ended last, whose memory [`MERCURY_IOC_SNAPSHOT_READ`] reads, or gives that
 /// memory back. Argument: a [`PostmortemRequest`].
 pub const MERCURY_IOC_POSTMORTEM: u32 = iowr::<PostmortemRequest>(32);

@@ -66,11 +66,16 @@ pub enum ExitReason {
     GuestEnd = 16,
     /// An NMI that struck while the system had GIF = 0 (AMD).
     HeldNmi = 17,
+    /// A store of the kernel to its own code, which is read-only in the nested tables, or the end of
+    /// that (AMD).
+    TextPoke = 18,
+    /// A store to a page that is read-only in the nested tables, by other code (AMD).
+    ForeignStore = 19,
 }
 
 impl ExitReason {
     /// Every reason with its name, in the order of the counters.
-    pub const NAMES: [(ExitReason, &'static str); 18] = [
+    pub const NAMES: [(ExitReason, &'static str); 20] = [
         (ExitReason::Hypercall, "hypercall"),
         (ExitReason::ForeignHypercall, "foreign-hypercall"),
         (ExitReason::MsrEfer, "msr-efer"),
@@ -89,6 +94,8 @@ impl ExitReason {
         (ExitReason::GuestRun, "guest-run"),
         (ExitReason::GuestEnd, "guest-end"),
         (ExitReason::HeldNmi, "held-nmi"),
+        (ExitReason::TextPoke, "text-poke"),
+        (ExitReason::ForeignStore, "foreign-store"),
     ];
 }
 
@@ -124,6 +131,9 @@ pub enum LogKind {
     /// The machine was put back to a snapshot. Arguments: reason, CPU that asked, pages, ticks,
     /// guest RIP.
     RolledBack = 11,
+    /// A page that is read-only in the nested tables was written to. Arguments: guest-physical
+    /// address, guest RIP, and three return addresses of the guest's stack, the last call first.
+    ForeignStore = 12,
 }
 
 /// One entry of the log ring, 64 bytes.

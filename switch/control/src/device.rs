@@ -11,20 +11,21 @@ use mercury_abi::{
     Header,
     code::Code,
     facts::CpuFacts,
+    gate::{IntegrityCall, MERCURY_INTEGRITY_SHIFT},
     ioctl::{
-        CpuStatus, DiskLogRequest, FaultRequest, FencePeer, FenceRequest, FirmwareRequest, LoadFramesRequest,
-        LoadRequest, LogRequest, MEND_MAX, MERCURY_DISK_LOG_BEGIN, MERCURY_DISK_LOG_COLLECT,
-        MERCURY_DISK_LOG_END, MERCURY_FACTS_REGISTERS, MERCURY_FENCE_DOWN, MERCURY_FENCE_FORGET,
-        MERCURY_FENCE_OPEN_HERE, MERCURY_FENCE_RETURN, MERCURY_FENCE_STAYS, MERCURY_IOC_ATTACH,
-        MERCURY_IOC_DETACH, MERCURY_IOC_DISK_LOG, MERCURY_IOC_FACTS, MERCURY_IOC_FAULT, MERCURY_IOC_FENCE,
-        MERCURY_IOC_FIRMWARE, MERCURY_IOC_LOAD, MERCURY_IOC_LOG_BEGIN, MERCURY_IOC_LOG_COLLECT,
-        MERCURY_IOC_MEASURE, MERCURY_IOC_MEND, MERCURY_IOC_POSTMORTEM, MERCURY_IOC_RESTORE_BEGIN,
-        MERCURY_IOC_RESTORE_GO, MERCURY_IOC_RESTORE_LOAD, MERCURY_IOC_RESTORE_READ, MERCURY_IOC_ROLLBACK,
-        MERCURY_IOC_SNAPSHOT_BEGIN, MERCURY_IOC_SNAPSHOT_END, MERCURY_IOC_SNAPSHOT_MACHINE,
-        MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_READ, MERCURY_IOC_SNAPSHOT_READ_PRESENT,
-        MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM, MERCURY_IOC_UNLOAD, MERCURY_IOC_WATCH,
-        MERCURY_IOC_WATCH_STATUS, MERCURY_POSTMORTEM_DROP, MeasureRequest, MendRequest, Outcome,
-        PostmortemRequest, RestartRequest, SnapshotReadRequest, SnapshotRequest, StatusRequest,
+        CpuStatus, DiskLogRequest, FaultRequest, FencePeer, FenceRequest, FirmwareRequest, IntegrityRequest,
+        LoadFramesRequest, LoadRequest, LogRequest, MEND_MAX, MERCURY_DISK_LOG_BEGIN,
+        MERCURY_DISK_LOG_COLLECT, MERCURY_DISK_LOG_END, MERCURY_FACTS_REGISTERS, MERCURY_FENCE_DOWN,
+        MERCURY_FENCE_FORGET, MERCURY_FENCE_OPEN_HERE, MERCURY_FENCE_RETURN, MERCURY_FENCE_STAYS,
+        MERCURY_IOC_ATTACH, MERCURY_IOC_DETACH, MERCURY_IOC_DISK_LOG, MERCURY_IOC_FACTS, MERCURY_IOC_FAULT,
+        MERCURY_IOC_FENCE, MERCURY_IOC_FIRMWARE, MERCURY_IOC_INTEGRITY, MERCURY_IOC_LOAD,
+        MERCURY_IOC_LOG_BEGIN, MERCURY_IOC_LOG_COLLECT, MERCURY_IOC_MEASURE, MERCURY_IOC_MEND,
+        MERCURY_IOC_POSTMORTEM, MERCURY_IOC_RESTORE_BEGIN, MERCURY_IOC_RESTORE_GO, MERCURY_IOC_RESTORE_LOAD,
+        MERCURY_IOC_RESTORE_READ, MERCURY_IOC_ROLLBACK, MERCURY_IOC_SNAPSHOT_BEGIN, MERCURY_IOC_SNAPSHOT_END,
+        MERCURY_IOC_SNAPSHOT_MACHINE, MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_READ,
+        MERCURY_IOC_SNAPSHOT_READ_PRESENT, MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM, MERCURY_IOC_UNLOAD,
+        MERCURY_IOC_WATCH, MERCURY_IOC_WATCH_STATUS, MERCURY_POSTMORTEM_DROP, MeasureRequest, MendRequest,
+        Outcome, PostmortemRequest, RestartRequest, SnapshotReadRequest, SnapshotRequest, StatusRequest,
         SwitchRequest, SwitchResult, SystemInfo, WatchRequest,
     },
     restart::{LoadEntry, RestartCpu, RestartRange},
@@ -570,6 +571,21 @@ impl Device {
         request.wanted[..held].copy_from_slice(&wanted[..held]);
         let result = self.request::<MERCURY_IOC_MEND, _>(&mut request);
         failure("mending the kernel's code", result, &request.outcome)
+    }
+
+    /// Has the hypervisor beneath a CPU execute a call about read-only pages. `first` is a physical address,
+    /// or one of the kernel's.
+    pub fn integrity(&self, cpu: u32, call: IntegrityCall, first: u64, argument: u64) -> Result<()> {
+        let first = first & ((1 << MERCURY_INTEGRITY_SHIFT) - 1);
+        let mut request = IntegrityRequest {
+            header: Header::of::<IntegrityRequest>(),
+            call: (call as u64) << MERCURY_INTEGRITY_SHIFT | first,
+            argument,
+            cpu,
+            ..IntegrityRequest::default()
+        };
+        let result = self.request::<MERCURY_IOC_INTEGRITY, _>(&mut request);
+        failure("making code and constants read-only", result, &request.outcome)
     }
 
     /// Describes the life that ended last, whose frames [`Self::snapshot_read`] reads.

@@ -159,6 +159,11 @@ fn decode(record: &LogRecord, own: bool) -> (&'static str, String, Option<Tone>)
         }
         10 => ("event-lost", format!("event {a:#x} lost after {}", svm::exit_name(b)), Some(Tone::Bad)),
         11 => ("rolled-back", rolled_back(a, b, c), Some(Tone::Doubtful)),
+        12 => (
+            "foreign-store",
+            format!("store to read-only code or constants at {a:#x} (rip {b:#x}, called from {c:#x})"),
+            Some(Tone::Bad),
+        ),
         kind => ("unknown", format!("record of unknown kind {kind}"), None),
     }
 }
@@ -245,6 +250,8 @@ mod tests {
         write(&mut block, 9_700_000_000, 9, [3, 0x40, 0, 0, 0]);
         write(&mut block, 9_800_000_000, 2, [0; 5]);
         write(&mut block, 9_850_000_000, 10, [0x8000_0020, 0x400, 0, 0, 0]);
+        let callers = [0x123_4567, 0xffff_ffff_c0a5_1234, 0xffff_ffff_8110_0000, 0, 0];
+        write(&mut block, 9_880_000_000, 12, callers);
         write(&mut block, 9_900_000_000, 77, [0; 5]);
         let driver = 0xffff_ffff_c0a5_1000..0xffff_ffff_c0a6_0000;
         let events = Reader { driver, ..Reader::default() }.read(&[block], &CLOCK);

@@ -11,7 +11,7 @@ use crate::nested::NestedAnswer;
 use crate::snapshot::{dispatch, live};
 use crate::vendor::Vendor;
 use crate::x86::Hardware;
-use crate::{event, machine_check, publish};
+use crate::{event, integrity, machine_check, publish};
 
 /// An exception for the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,12 +62,14 @@ pub fn hypercall<V: Vendor>(
     const PING: u64 = Hypercall::Ping as u64;
     const DETACH: u64 = Hypercall::Detach as u64;
     const FLUSH: u64 = Hypercall::Flush as u64;
+    const INTEGRITY: u64 = Hypercall::Integrity as u64;
     const ARM_FAULT: u64 = Hypercall::ArmFault as u64;
     match number {
         PING => Answer::Hypercall(Code::Ok, u64::from(MERCURY_ABI_VERSION)),
         DETACH => Answer::Detach,
         FLUSH => Answer::HypercallFlushed,
         SNAPSHOT => dispatch::call(area, hardware, first, second),
+        INTEGRITY => integrity::call(area, first, second),
         ARM_FAULT => Answer::Hypercall(crate::fault::arm(area, first, second), 0),
         _ => Answer::Hypercall(Code::UnknownOperation, 0),
     }

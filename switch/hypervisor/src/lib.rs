@@ -16,6 +16,7 @@
 //! * [`nested`], [`paging`], [`mtrr`], [`address`]: the identity map;
 //! * [`snapshot`]: memory at one instant, and the way back to it; [`pci`]: devices that are silenced for a
 //!   rollback;
+//! * [`integrity`]: pages that are read-only, so that stores to code are seen;
 //! * [`speculation`]: predictions that are forgotten before memory is mapped;
 //! * [`publish`]: counters and the log; [`fault`]: fault points; [`x86`]: instructions.
 
@@ -29,6 +30,7 @@ pub mod event;
 pub mod exit;
 pub mod fault;
 pub mod host;
+pub mod integrity;
 pub mod machine_check;
 #[cfg(test)]
 mod model;

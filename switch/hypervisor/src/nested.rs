@@ -19,6 +19,7 @@ use spin::Mutex;
 use crate::address::{GuestPhys, HostPhys};
 use crate::argument::{Argument, array};
 use crate::cpu::Area;
+use crate::integrity::Integrity;
 use crate::mtrr::{Mtrrs, VariableRange};
 use crate::native::{direct_map, phys_of};
 use crate::paging::format::Format;
@@ -117,16 +118,17 @@ impl<F> Default for Tables<F> {
 /// The identity map and its pages, and the snapshot and dirty log over the same memory.
 #[derive(Debug)]
 pub(crate) struct Nested<F> {
-    map: IdentityMap<F>,
-    pool: Pool,
+    pub(crate) map: IdentityMap<F>,
+    pub(crate) pool: Pool,
     /// Address of the driver's [`BootInfo`], virtual.
     boot_virt: u64,
     pub(crate) live: Live<F>,
+    pub(crate) integrity: Integrity<F>,
 }
 
 /// Table pages that the driver has donated.
 #[derive(Debug)]
-struct Pool {
+pub(crate) struct Pool {
     /// Host-physical addresses of the pages.
     pages: &'static [u64],
     used: usize,
@@ -161,6 +163,12 @@ impl TablePages for Pool {
 #[must_use]
 pub fn root() -> HostPhys {
     HostPhys::new(ROOT_PHYS.load(Ordering::Relaxed))
+}
+
+/// Sets the root with which CPUs are attached, and go on after a snapshot. Returns the root.
+pub(crate) fn set_root(root: HostPhys) -> HostPhys {
+    ROOT_PHYS.store(root.as_u64(), Ordering::Relaxed);
+    root
 }
 
 /// Returns the root of nested tables that map nothing.
@@ -203,7 +211,8 @@ pub fn init<V: Vendor>(boot: &BootInfo, boot_virt: u64, hardware: &mut impl Hard
     };
     let top_of_memory_2 = V::top_of_memory_2(hardware);
     let map = IdentityMap::new(layout, read_mtrrs(hardware, physical_bits, top_of_memory_2));
-    *V::tables().0.lock() = Slot::Filled(Nested { map, pool, boot_virt, live: Live::new() });
+    *V::tables().0.lock() =
+        Slot::Filled(Nested { map, pool, boot_virt, live: Live::new(), integrity: Integrity::new() });
     Ok(())
 }
 
@@ -331,7 +340,13 @@ impl<F: Format<Address = GuestPhys>> Nested<F> {
         answer
     }
 
-    fn answer(&mut self, address: GuestPhys, write: bool) -> NestedAnswer {
+    pub(crate) fn answer(&mut self, address: GuestPhys, write: bool) -> NestedAnswer {
+        let answer = self.answer_by_map(address, write);
+        self.integrity.adopt(&mut self.pool, address);
+        answer
+    }
+
+    fn answer_by_map(&mut self, address: GuestPhys, write: bool) -> NestedAnswer {
         match self.map.fill(&mut self.pool, address) {
             Ok(FillOutcome::Filled) => return NestedAnswer::Filled,
             Ok(FillOutcome::Present) if write => {}
@@ -390,7 +405,7 @@ pub(crate) mod tests {
     }
 
     /// Returns a map of 40 bits with one hidden page, in memory that stays.
-    fn small<F: Format<Address = GuestPhys>>() -> Nested<F> {
+    pub fn small<F: Format<Address = GuestPhys>>() -> Nested<F> {
         let page = || StandIn(core::cell::UnsafeCell::new([0; 4096]));
         let pages: &[StandIn] = (0..64).map(|_| page()).collect::<Vec<_>>().leak();
         let addresses: &[u64] = pages
@@ -410,8 +425,13 @@ pub(crate) mod tests {
         let variable = [VariableRange { base, mask }];
         let mtrrs = Mtrrs::from_registers(default, WRITE_BACK, &variable, 40, None);
         let pool = Pool { pages: addresses, used: 0 };
-        let mut nested =
-            Nested { map: IdentityMap::new(layout, mtrrs), pool, boot_virt: 0, live: Live::new() };
+        let mut nested = Nested {
+            map: IdentityMap::new(layout, mtrrs),
+            pool,
+            boot_virt: 0,
+            live: Live::new(),
+            integrity: Integrity::new(),
+        };
         let owned = [OwnedRange { start_phys: HIDDEN.as_u64(), pages: 1 }];
         assert_eq!(nested.map.build_step(&mut nested.pool, &owned, 1000), Step::Done);
         nested

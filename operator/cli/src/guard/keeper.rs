@@ -168,7 +168,7 @@ impl Keeper {
         let outlook = Outlook::begin(&Sysroot::default(), &rules);
         let integrity = &rules.integrity;
         let passes = (integrity.scrub != Scrub::Off)
-            .then(|| Passes::begin(integrity.scrub == Scrub::Mend, integrity.every()));
+            .then(|| Passes::begin(integrity.scrub == Scrub::Mend, integrity.stores, integrity.every()));
         Self { passes, standing, ..Self::of(rules, outlook) }
     }
 

@@ -136,6 +136,8 @@ pub enum Scrub {
 #[serde(deny_unknown_fields, default)]
 pub struct Integrity {
     pub scrub: Scrub,
+    /// True if stores to code and constants are seen while they are made, on an attached machine.
+    pub stores: bool,
     /// Seconds from the start of a pass to that of the next.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub every_seconds: Option<std::num::NonZeroU16>,
@@ -305,6 +307,8 @@ mod tests {
     #[test]
     fn code_is_compared_if_the_rules_say_so() {
         assert_eq!(Rules::default().integrity.scrub, Scrub::Off);
+        assert!(!Rules::default().integrity.stores);
+        assert!(Rules::parse("[integrity]\nstores = true").expect("rules").integrity.stores);
         let rules = Rules::parse("[integrity]\nscrub = 'mend'").expect("rules");
         assert_eq!((rules.integrity.scrub, rules.integrity.every().as_secs()), (Scrub::Mend, 5));
         let rules = Rules::parse("[integrity]\nevery_seconds = 60").expect("rules");

@@ -159,6 +159,68 @@ impl<F: Format<Address = GuestPhys>> View<F> {
         }
     }
 
+    /// Restricts the page of this size at `gpa`, for integrity. Nothing else of the view is restricted.
+    /// Returns `false` if smaller pages are mapped there. The caller flushes.
+    ///
+    /// # Errors
+    /// [`Exhausted`] if there is no page for a table of the view's own. What was made stays.
+    pub fn protect(
+        &self,
+        pages: &mut impl TablePages,
+        gpa: GuestPhys,
+        size: PageSize,
+    ) -> Result<bool, Exhausted> {
+        let mut table = self.own.root();
+        let mut level = self.own.depth().root_entry();
+        loop {
+            let slot = slot_of(pages, table, gpa, level);
+            let is_page = PageTable::<F>::is_page(slot);
+            if !F::is_present(slot.entry) || is_page && F::permission(slot.entry) == Permission::ReadOnly {
+                return Ok(true);
+            }
+            if level == size {
+                if is_page && is_identity::<F>(slot, gpa) {
+                    PageTable::<F>::store(pages, slot, F::read_only(slot.entry));
+                }
+                return Ok(is_page);
+            }
+            let Some(smaller) = level.smaller() else { return Ok(true) };
+            let start = gpa.align_down(level);
+            table = if is_page || self.shares(pages, slot, gpa) {
+                let block = Block { start, entry: smaller, keep: Keep::Nothing };
+                self.own_table(pages, slot, block, &|_, _| Keep::Nothing)?
+            } else {
+                F::address(slot.entry)
+            };
+            level = smaller;
+        }
+    }
+
+    /// Returns true if [`View::protect`] has restricted the page at `gpa`.
+    pub fn is_protected(&self, pages: &mut impl TablePages, gpa: GuestPhys) -> bool {
+        let slot = self.own.walk(pages, gpa, PageSize::Size4K);
+        PageTable::<F>::is_page(slot)
+            && F::permission(slot.entry) == Permission::ReadOnly
+            && is_identity::<F>(slot, gpa)
+    }
+
+    /// Takes the restriction back from the 4 KiB page at `gpa`. Where there is no page for the table that
+    /// this takes, a larger page loses it.
+    pub fn unprotect(&self, pages: &mut impl TablePages, gpa: GuestPhys) {
+        loop {
+            let slot = self.own.walk(pages, gpa, PageSize::Size4K);
+            if slot.size == PageSize::Size4K || self.own.split(pages, slot).is_err() {
+                return self.permit(pages, slot);
+            }
+        }
+    }
+
+    /// Returns true if the table that `slot` leads to is the identity map's as well.
+    fn shares(&self, pages: &mut impl TablePages, slot: Slot, gpa: GuestPhys) -> bool {
+        let base = self.base.walk(pages, gpa, slot.size);
+        base.size == slot.size && F::address(base.entry) == F::address(slot.entry)
+    }
+
     /// Begins again, as [`View::new`] does: nothing can be written that must be kept. All tables but the root
     /// go back to the pool. No processor uses the view, and each forgets its translations before it does.
     pub fn renew(&self, pool: &mut impl Pool, keeps: &impl Fn(GuestPhys, PageSize) -> Keep) {

@@ -8,7 +8,7 @@ use mercury_preflight::bits::cr4;
 
 use super::capture::{self, feature};
 use super::vmcb::{GuestState, TLB_FLUSH_ALL, TLB_KEEP, event, exit_code};
-use super::{Area, guests, msr, quick, refusal, rollback, run};
+use super::{Area, guests, msr, quick, refusal, rollback, run, stores};
 use crate::cpu::{Interrupted, Phase};
 use crate::exit::{Answer, Fault};
 use crate::host::entry::Next;
@@ -94,6 +94,7 @@ pub fn handle(area: &mut Area, hardware: &mut impl Hardware) -> Next {
             publish::count(area, ExitReason::Other);
             (Answer::Retry, 0)
         }
+        exit_code::CR3_WRITE => (stores::poke_ends(area), 0),
         exit_code::NMI => (rollback::nmi(area, hardware), 0),
         exit_code::IRET => (rollback::nmi_ends(area, hardware), 0),
         exit_code::SHUTDOWN if area.cpu.on_snapshot != 0 => match rollback::shutdown(area, hardware) {
@@ -141,6 +142,11 @@ fn nested_fault(area: &mut Area, hardware: &mut impl Hardware) -> Answer {
     let address = area.control.exit_info2;
     let access = (area.control.exit_info1 & NESTED_FAULT_WRITE != 0).then_some(Access::Write);
     let rip = area.control.rip;
+    if access.is_some()
+        && let Some(answer) = stores::answer(area, hardware, address)
+    {
+        return answer;
+    }
     let answer = nested::fault(area, hardware, address, access);
     exit::nested_fault(area, hardware, answer, [address, rip])
 }

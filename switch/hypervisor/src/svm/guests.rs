@@ -381,6 +381,51 @@ fn show(area: &mut Area, hardware: &mut impl Hardware, phys: u64) -> bool {
     true
 }
 
+/// Has the window show nothing.
+pub(super) fn hide(area: &mut Area, hardware: &mut impl Hardware) {
+    let gate = &area.cpu.gate;
+    let entry = core::ptr::with_exposed_provenance_mut::<u64>(gate.window_entry_virt as usize);
+    // SAFETY: as in `show`.
+    unsafe { entry.write_volatile(0) };
+    hardware.forget_page(gate.window_virt);
+    area.own.block_phys = NO_BLOCK;
+}
+
+/// Returns the physical address of a virtual one of the system's, by its page tables; `None` where nothing is
+/// mapped. The caller calls [`hide`] after the last one.
+pub(super) fn translate(area: &mut Area, hardware: &mut impl Hardware, virt: u64) -> Option<u64> {
+    /// Bits of an entry (APM vol. 2, 5.3 and 5.4).
+    const PRESENT: u64 = 1 << 0;
+    const LARGE: u64 = 1 << 7;
+    const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
+    const CR4_LA57: u64 = 1 << 12;
+    let mut shift = if area.control.cr4 & CR4_LA57 != 0 { 48 } else { 39 };
+    let mut table = area.control.cr3 & ADDRESS;
+    loop {
+        let entry = read_physical(area, hardware, table | (virt >> shift & 511) << 3)?;
+        let offset = (1 << shift) - 1;
+        if entry & PRESENT == 0 {
+            return None;
+        }
+        if shift == 12 || shift <= 30 && entry & LARGE != 0 {
+            return Some(entry & ADDRESS & !offset | virt & offset);
+        }
+        (table, shift) = (entry & ADDRESS, shift - 9);
+    }
+}
+
+/// Reads an aligned word of the system's memory; `None` if it is beyond memory or hidden. The caller calls
+/// [`hide`] after the last one.
+pub(super) fn read_physical(area: &mut Area, hardware: &mut impl Hardware, phys: u64) -> Option<u64> {
+    if !show(area, hardware, phys & !0xFFF) {
+        return None;
+    }
+    let word = area.cpu.gate.window_virt as usize + (phys & 0xFF8) as usize;
+    // SAFETY: an aligned word in the page that the window shows, which is the system's memory: any bits are a
+    // value.
+    Some(unsafe { core::ptr::with_exposed_provenance::<u64>(word).read_volatile() })
+}
+
 /// Fields of the block that the window shows.
 struct Shown {
     intercepts: u32,

@@ -8,6 +8,7 @@
 //! * [`msr`]: the MSRs that must not be written unseen;
 //! * [`guests`]: the system above uses SVM itself; [`shadow`]: beneath a snapshot;
 //! * [`refusal`]: which check of VMRUN a control block fails;
+//! * [`stores`]: stores to pages that are read-only for integrity;
 //! * [`rollback`]: a CPU is fetched, and put back to a snapshot.
 
 pub mod capture;
@@ -21,6 +22,7 @@ pub mod refusal;
 pub mod rollback;
 pub mod run;
 pub mod shadow;
+pub mod stores;
 #[cfg(test)]
 mod tests;
 pub mod vmcb;

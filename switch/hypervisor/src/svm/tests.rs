@@ -8,7 +8,9 @@ use mercury_preflight::bits::efer;
 use proptest::prelude::*;
 
 use super::guests;
-use super::vmcb::{INTERCEPT_MISC1, INTERCEPT_VINTR, TLB_FLUSH_ALL, VIRTUAL_INTERRUPT, event, exit_code};
+use super::vmcb::{
+    INTERCEPT_CR3_WRITE, INTERCEPT_MISC1, INTERCEPT_VINTR, TLB_FLUSH_ALL, VIRTUAL_INTERRUPT, event, exit_code,
+};
 use crate::address::HostPhys;
 use crate::cpu::Phase;
 use crate::host::entry::Next;
@@ -259,6 +261,23 @@ fn beneath_a_snapshot_memory_is_mapped_for_the_answer_alone() {
     cpu.area.control.cpl = 3;
     assert_eq!(cpu.exit(exit_code::VMMCALL), Next::Run);
     assert_eq!(cpu.hardware.mappings.len(), 2);
+}
+
+/// While the kernel changes its own code the CPU runs without read-only pages, until it loads another CR3.
+#[test]
+fn a_change_of_code_ends_with_the_next_page_tables() {
+    for (on_snapshot, root) in [(0, crate::nested::root().as_u64()), (live::ON_SNAPSHOT, 0x7000)] {
+        let mut cpu = Attached::new();
+        let rip = cpu.area.control.rip;
+        cpu.area.cpu.on_snapshot = on_snapshot;
+        cpu.area.control.nested_cr3 = 0x7000;
+        cpu.area.control.intercept_cr_dr_exceptions[0] = INTERCEPT_CR3_WRITE;
+        assert_eq!(cpu.exit(exit_code::CR3_WRITE), Next::Run);
+        let control = &cpu.area.control;
+        assert_eq!((control.intercept_cr_dr_exceptions[0], control.nested_cr3), (0, root));
+        assert_eq!((control.rip, control.tlb_control), (rip, TLB_FLUSH_ALL), "the write is made then");
+        assert_eq!(count(&mut cpu, ExitReason::TextPoke), 1);
+    }
 }
 
 /// The driver's calls come from a kernel that may have trained nothing, but user mode before it may.

@@ -14,7 +14,8 @@ pub use mercury_abi::gate::Segment;
 #[repr(C, align(4096))]
 #[derive(Clone, Debug)]
 pub struct Vmcb {
-    /// Intercepts of CR and DR accesses and of exceptions, words 0 to 2: none (B.1).
+    /// Intercepts of CR and DR accesses and of exceptions, words 0 to 2: none, or [`INTERCEPT_CR3_WRITE`]
+    /// (B.1).
     pub intercept_cr_dr_exceptions: [u32; 3],
     /// Intercept word 3, instructions and events: [`INTERCEPT_MISC1`] (B.1).
     pub intercept_misc1: u32,
@@ -235,6 +236,8 @@ impl GuestState {
     }
 }
 
+/// Intercept word 0: writes of CR3.
+pub const INTERCEPT_CR3_WRITE: u32 = 1 << 19;
 /// Intercept word 3: INVLPGA and the MSR permission map (APM vol. 2, B.1). Not INIT: an INIT that is
 /// not intercepted resets the CPU to native, as it should (HARDWARE A-30). Not shutdown: the native
 /// reset is right (M-1). Not SMI.
@@ -281,6 +284,8 @@ pub const TLB_KEEP: u32 = 0;
 
 /// Exit codes (APM vol. 2, appendix C).
 pub mod exit_code {
+    /// Guest is about to write CR3.
+    pub const CR3_WRITE: u64 = 0x13;
     /// Physical interrupt arrived.
     pub const INTR: u64 = 0x60;
     /// NMI arrived, and stays pending.

@@ -3,17 +3,21 @@
 //!
 //! * [`memory`]: the kernel's memory; [`layout`]: the places of code and constants;
 //! * [`copy`]: the copy; [`sites`]: changes that the kernel makes itself;
+//! * [`stores`]: stores to code and constants, seen while they are made; [`frames`]: the physical memory of
+//!   both;
 //! * [`registers`]: registers of the CPUs; [`scrub`]: a pass over all; [`report`]: what was found.
 //!
 //! All of it runs in user space. The driver writes the bytes that are mended (`switch/driver/watch/mend.c`).
 
 pub mod copy;
+pub mod frames;
 pub mod layout;
 pub mod memory;
 pub mod registers;
 pub mod report;
 pub mod scrub;
 pub mod sites;
+pub mod stores;
 
 use mercury_abi::code::Code;
 use mercury_control::error::{Error, Result};
@@ -46,6 +50,7 @@ pub fn open() -> Result<Scrubber> {
 ///
 /// Returns an error if it cannot be removed.
 pub fn forget() -> Result<()> {
+    stores::leave();
     match std::fs::remove_dir_all(copy::FOLDER) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(unreadable(error)),
         _ => Ok(()),
@@ -83,15 +88,17 @@ pub enum Said {
 
 /// Interval at which the end is looked for.
 const NAP: Duration = Duration::from_millis(100);
+/// Interval at which stores are looked for.
+const GLANCE: Duration = Duration::from_millis(500);
 
 impl Passes {
     /// Starts the passes.
     #[must_use]
-    pub fn begin(mends: bool, every: Duration) -> Self {
+    pub fn begin(mends: bool, stores: bool, every: Duration) -> Self {
         let (say, said) = channel();
         let stop = Arc::new(AtomicBool::new(false));
         let stops = Arc::clone(&stop);
-        let thread = thread::spawn(move || run(mends, every, &say, &stops));
+        let thread = thread::spawn(move || run(mends, stores, every, &say, &stops));
         Self { thread, stop, said }
     }
 
@@ -108,7 +115,7 @@ impl Passes {
 }
 
 /// Makes passes until it is told to stop, or the copy is given up.
-fn run(mends: bool, every: Duration, say: &Sender<Said>, stop: &AtomicBool) {
+fn run(mends: bool, stores: bool, every: Duration, say: &Sender<Said>, stop: &AtomicBool) {
     // A daemon that ends listens no more.
     let say = |said| say.send(said).unwrap_or_default();
     let opened = open().and_then(|mut scrubber| scrubber.prepare().map(|()| scrubber));
@@ -116,6 +123,9 @@ fn run(mends: bool, every: Duration, say: &Sender<Said>, stop: &AtomicBool) {
         Ok(scrubber) => scrubber,
         Err(error) => return say(Said::Failed(error.to_string())),
     };
+    if stores {
+        scrubber.watch_stores();
+    }
     say(Said::Begun(scrubber.state().clone()));
     let mut failed = false;
     while !stop.load(Ordering::Relaxed) && scrubber.is_there() {
@@ -128,10 +138,19 @@ fn run(mends: bool, every: Duration, say: &Sender<Said>, stop: &AtomicBool) {
             Err(error) if !failed_before && scrubber.is_there() => say(Said::Failed(error.to_string())),
             Err(_) => {}
         }
+        let mut glance = Instant::now();
         while began.elapsed() < every && !stop.load(Ordering::Relaxed) {
             thread::sleep(NAP);
+            if glance.elapsed() >= GLANCE {
+                if scrubber.has_stores() {
+                    break;
+                }
+                glance = Instant::now();
+            }
         }
     }
+    // After `mercury guard off` there is no state to write.
+    let _ = scrubber.leave_stores();
     if !stop.load(Ordering::Relaxed) {
         say(Said::Failed("the copy of code and constants was removed, and nothing is compared".into()));
     }

@@ -13,6 +13,8 @@ const KEPT: usize = 16;
 const FILE: &str = "state";
 /// [`Finding::kind`] of a register.
 pub const KIND_OF_REGISTERS: &str = "register";
+/// [`Finding::kind`] of stores to code and constants.
+pub const KIND_OF_STORES: &str = "store";
 
 /// The end of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -37,7 +39,7 @@ pub struct Finding {
     pub symbol: String,
     /// Part: `kernel`, `registers`, or the module.
     pub part: String,
-    /// Kind: `code`, `constants` or `register`.
+    /// Kind: `code`, `constants`, `register` or `store`.
     pub kind: String,
     /// Bytes of the copy, in hexadecimal.
     pub before: String,
@@ -47,7 +49,7 @@ pub struct Finding {
     pub bits: u32,
     /// End of the finding.
     pub end: End,
-    /// Reason for which the driver did not mend them.
+    /// Reason for which the driver did not mend them; of a store its maker.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub why: Option<String>,
     /// Time in seconds since 1970.
@@ -58,6 +60,10 @@ impl Finding {
     /// Returns the finding in words.
     #[must_use]
     pub fn text(&self) -> String {
+        if self.kind == KIND_OF_STORES {
+            let by = self.why.as_deref().unwrap_or("unknown code");
+            return format!("a store to {} ({}) by {by}", self.symbol, self.address);
+        }
         let Self { address, symbol, kind, before, found, bits, .. } = self;
         let bits = if *bits == 1 { "1 bit".to_owned() } else { format!("{bits} bits") };
         let end = match (self.end, &self.why) {
@@ -75,6 +81,7 @@ impl Finding {
     pub fn event(&self) -> &'static str {
         match self.end {
             _ if self.kind == KIND_OF_REGISTERS => "register-changed",
+            _ if self.kind == KIND_OF_STORES => "code-written",
             End::Mended => "code-mended",
             End::Reported => "code-changed",
             End::NotMended => "code-not-mended",
@@ -103,7 +110,16 @@ pub struct State {
     /// CPUs whose registers were compared last time; 0: the driver is not loaded.
     #[serde(default)]
     pub cpus: usize,
-    /// Number of findings.
+    /// Pages that are read-only in the nested tables.
+    #[serde(default)]
+    pub guarded: u64,
+    /// Reason that there are none, or not all.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub not_guarded: Option<String>,
+    /// Number of foreign stores that were seen.
+    #[serde(default)]
+    pub stores: u64,
+    /// Number of findings, without stores.
     pub found: u64,
     /// Number of findings that were mended.
     pub mended: u64,
@@ -131,7 +147,9 @@ impl State {
 
     /// Adds the findings of a pass.
     pub fn add(&mut self, findings: &[Finding]) {
-        self.found += findings.len() as u64;
+        let stores = findings.iter().filter(|finding| finding.kind == KIND_OF_STORES).count() as u64;
+        self.stores += stores;
+        self.found += findings.len() as u64 - stores;
         self.mended += findings.iter().filter(|finding| finding.end == End::Mended).count() as u64;
         self.findings.extend_from_slice(findings);
         let surplus = self.findings.len().saturating_sub(KEPT);
@@ -168,6 +186,15 @@ impl Render for State {
             0 => "registers are not compared: the driver is not loaded".to_owned(),
             cpus => format!("CPUs whose registers are compared: {cpus}"),
         });
+        if self.guarded > 0 || self.stores > 0 {
+            let (pages, stores) = (thousands(self.guarded), thousands(self.stores));
+            to.line(format!(
+                "pages that are read-only beneath the kernel: {pages}; foreign stores: {stores}"
+            ));
+        }
+        if let Some(why) = &self.not_guarded {
+            to.line(format!("not all stores are seen: {why}"));
+        }
         let tone = if self.found == 0 { Tone::Good } else { Tone::Bad };
         let found = to.tone(tone, &thousands(self.found));
         to.line(format!("changes that nobody owns: {found}; mended: {}", thousands(self.mended)));

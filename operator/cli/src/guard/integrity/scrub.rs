@@ -7,6 +7,7 @@ use super::{
     registers::{self, Registers},
     report::{End, Finding, State, now},
     sites::{Sites, Verdict, View, probe_addresses},
+    stores::{self, Stores},
 };
 use mercury_control::{access, error::Result};
 use rustix::{
@@ -40,6 +41,8 @@ pub struct Scrubber {
     copy: Copy,
     old_probes: Vec<u64>,
     registers: Registers,
+    /// Stores to code and constants, if they are watched.
+    stores: Option<Stores>,
     /// Places at which the kernel changes its code, as they were when they were needed last.
     sites: Option<Sites>,
     /// Hashes of blocks whose differences are all the kernel's own.
@@ -94,6 +97,7 @@ impl Scrubber {
             state: State::read(folder).unwrap_or_default(),
             old_probes: Vec::new(),
             registers: Registers::open(folder),
+            stores: None,
             sites: None,
             accepted: BTreeMap::new(),
             reported: BTreeSet::new(),
@@ -129,6 +133,33 @@ impl Scrubber {
         Ok(())
     }
 
+    /// Sees stores to code and constants from the next pass on.
+    pub fn watch_stores(&mut self) {
+        self.stores = Some(Stores::default());
+    }
+
+    /// Returns true if there were stores since the last pass.
+    #[must_use]
+    pub fn has_stores(&self) -> bool {
+        self.stores.as_ref().is_some_and(Stores::has_news)
+    }
+
+    /// Sees no stores any more.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if the state cannot be written.
+    pub fn leave_stores(&mut self) -> io::Result<()> {
+        if self.stores.take().is_none() {
+            return Ok(());
+        }
+        stores::leave();
+        let _lock = self.lock()?;
+        self.state = State::read(&self.folder).unwrap_or_default();
+        (self.state.guarded, self.state.not_guarded) = (0, None);
+        self.write_state()
+    }
+
     /// Returns false after `mercury guard off`.
     #[must_use]
     pub fn is_there(&self) -> bool {
@@ -152,13 +183,17 @@ impl Scrubber {
         self.state = State::read(&self.folder).unwrap_or_default();
         self.memory = kcore(&self.files)?;
         self.follow_modules()?;
+        let mut findings = self.new_stores()?;
         let suspects = self.suspects()?;
-        let mut findings = Vec::new();
         self.state.own_changes = 0;
         if suspects.is_empty() {
             self.under_way.clear();
         } else {
-            findings = self.look_closely(suspects, mends)?;
+            findings.extend(self.look_closely(suspects, mends)?);
+        }
+        if let Some(stores) = self.stores.as_mut() {
+            self.state.not_guarded = stores.follow(&self.files, &self.memory, &self.copy.parts).err();
+            self.state.guarded = stores.pages();
         }
         let (changed, cpus) = self.registers.compare(registers::read, || thread::sleep(SECOND_LOOK))?;
         findings.extend(changed);
@@ -169,6 +204,19 @@ impl Scrubber {
         self.state.add(&findings);
         self.write_state()?;
         Ok(findings)
+    }
+
+    /// Returns stores to parts that are still there.
+    fn new_stores(&mut self) -> io::Result<Vec<Finding>> {
+        let Some(stores) = self.stores.as_mut() else { return Ok(Vec::new()) };
+        let news = stores.news();
+        if news.is_empty() {
+            return Ok(Vec::new());
+        }
+        let symbols = self.files.symbols()?;
+        let is_there = |store: &&stores::Store| self.copy.parts.contains_key(&store.part);
+        let told = news.iter().filter(is_there).filter_map(|store| store.finding(&symbols));
+        Ok(told.collect())
     }
 
     fn lock(&self) -> io::Result<File> {
