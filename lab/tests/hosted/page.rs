@@ -55,6 +55,7 @@ fn the_page_s_machines_start_as_they_are_typed() -> Result<()> {
     println!("{check}");
     shows(types(&place, with(&lines, &["--initramfs root.cpio"])), "up: 6.1");
     shows(types(&place, with(&lines, &["--disk root.img", "init=/bin/bash"])), "Run /bin/bash as init");
+    shows(types(&place, with(&lines, &["root.img,private"])), "as init process");
     if host::find_program("passt").is_some() {
         shows(types(&place, with(&lines, &["--net passt", "--forward"])), "as init process");
     }
