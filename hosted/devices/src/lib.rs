@@ -33,7 +33,7 @@ mod testing;
 mod uplink;
 pub mod virtio;
 
-pub use balloon::Balloon;
+pub use balloon::{Balloon, Size};
 pub use bell::Bell;
 pub use block::{Block, open_disk, time_of_change};
 pub use net::{Net, Witness};

@@ -74,6 +74,25 @@ pub trait Device: fmt::Debug + Send {
         Vec::new()
     }
 
+    /// Takes a word that the driver writes into the configuration.
+    fn configure(&mut self, _at: u64, _value: u32) {}
+
+    /// Returns the part of the configuration in which a device differs from that of another machine.
+    fn identity(&self) -> Vec<u8> {
+        self.configuration()
+    }
+
+    /// Writes the state that the driver can see in the configuration.
+    fn save(&self, _to: &mut Writer) {}
+
+    /// Takes such a state.
+    ///
+    /// # Errors
+    /// If it makes no sense.
+    fn load(&mut self, _from: &mut Reader<'_>) -> Result<()> {
+        Ok(())
+    }
+
     /// Does the driver's requests, and delivers events from outside. Returns true if the
     /// configuration has changed.
     fn work(&mut self, rings: &mut [Ring<'_>], memory: &View, accepted: u64) -> bool;
@@ -215,6 +234,10 @@ impl Transport {
     /// Writes a register. Says whether the driver is to be interrupted.
     pub fn write(&mut self, offset: u64, value: u64, memory: &View) -> bool {
         let value = value as u32;
+        if let Some(at) = offset.checked_sub(register::CONFIGURATION) {
+            self.device.configure(at, value);
+            return false;
+        }
         match offset {
             register::FEATURES_SELECT => self.offered_half = value,
             register::DRIVER_FEATURES_SELECT => self.accepted_half = value,
@@ -268,8 +291,9 @@ impl Transport {
         to.numbers([self.device.number(), self.selected, self.offered_half, self.accepted_half]);
         to.numbers([self.status, self.interrupt, self.generation]);
         to.numbers([self.features(), self.accepted]);
-        to.bytes(&self.device.configuration());
+        to.bytes(&self.device.identity());
         to.numbers(self.device.changed());
+        self.device.save(to);
         to.number(self.queues.len() as u64);
         for queue in self.queues.iter().map(Queue::state) {
             to.numbers([queue.max_size, queue.next_avail, queue.next_used, queue.size]);
@@ -299,7 +323,7 @@ impl Transport {
         self.accepted = from.number()?;
         let is_same = number == self.device.number()
             && features == self.features()
-            && from.bytes()? == self.device.configuration();
+            && from.bytes()? == self.device.identity();
         if !is_same {
             return Err(other());
         }
@@ -309,6 +333,7 @@ impl Transport {
                 "a saved machine goes on once: its disks go on with it; put back copies of that time (cp -p)",
             ));
         }
+        self.device.load(from)?;
         if from.number::<usize>()? != self.queues.len() {
             return Err(other());
         }

@@ -42,6 +42,24 @@ pub enum DiscoCommand {
         own template."
     )]
     Save(SaveArgs),
+    /// Give a running machine less memory, or more again
+    #[command(
+        long_about = "Changes the memory that a running machine has, by its balloon: its kernel gives the \
+        rest to the host. The machine has at most the memory with which it was saved, and at least 32 MiB. \
+        If its programs have no memory left, its kernel takes some back. Pages that the machine has filled \
+        with zeros go to the host as well. The machine's kernel needs CONFIG_VIRTIO_BALLOON."
+    )]
+    Resize(ResizeArgs),
+    /// Put a machine to sleep: all of it goes into a file, and its memory to the host
+    #[command(
+        long_about = "Writes a machine that runs in the background into a file, and ends its processes. The \
+        file is in the folder that its template was given with --sleep-in. The machine goes on at the first \
+        key on its console, or with `mercury disco wake`. If it cannot be written it goes on at once. Its \
+        connections over the network end. Under memory pressure the template does the same by itself."
+    )]
+    Sleep(MachineArgs),
+    /// Let a machine go on that is asleep
+    Wake(MachineArgs),
     /// List templates and their machines
     List,
     /// Show the memory that machines share, and what each has for itself
@@ -70,6 +88,10 @@ pub struct TemplateArgs {
     /// Stay in the foreground, for a service manager
     #[arg(long)]
     pub foreground: bool,
+    /// A folder on a disk for machines that are put to sleep when the host has little memory. Without it no
+    /// machine is put to sleep
+    #[arg(long, value_name = "FOLDER")]
+    pub sleep_in: Option<PathBuf>,
 }
 
 /// The options of `mercury disco run`.
@@ -116,6 +138,16 @@ pub struct SaveArgs {
     pub machine: Name,
     /// The new file
     pub file: PathBuf,
+}
+
+/// The options of `mercury disco resize`.
+#[derive(Debug, Args)]
+pub struct ResizeArgs {
+    /// The machine
+    pub machine: Name,
+    /// The memory that it is to have, in MiB
+    #[arg(value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=1 << 30))]
+    pub memory: u64,
 }
 
 /// A machine's name.

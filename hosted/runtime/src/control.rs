@@ -212,13 +212,21 @@ pub fn save(socket: &Path, file: &Path) -> Result<u64> {
 /// # Errors
 /// If the file cannot be written.
 pub fn save_image(image: &Image, file: &Path) -> Result<u64> {
+    save_image_as(image, file, &random()?)
+}
+
+/// Does the work of [`save_image`], with the life that the file gets.
+///
+/// # Errors
+/// As for [`save_image`].
+pub fn save_image_as(image: &Image, file: &Path, life: &Life) -> Result<u64> {
     refuse_if_there(file)?;
     let part = with_part(file);
     if let Some(left) = clear(&part)? {
         return Err(left.is_another());
     }
     let kept = make(&part)?;
-    let written = write_image(image, &kept, &part).inspect_err(|_| {
+    let written = write_image(image, &kept, &part, life).inspect_err(|_| {
         let _ = fs::remove_file(&part);
     })?;
     rename(&part, file).map_err(|error| Error::file("name", file, error).hint(part.display().to_string()))?;
@@ -226,11 +234,36 @@ pub fn save_image(image: &Image, file: &Path) -> Result<u64> {
     Ok(written)
 }
 
-fn write_image(image: &Image, file: &File, part: &Path) -> Result<u64> {
+/// A file that is on the disk after each piece: a host without memory could not hold much of it.
+struct InPieces<'a> {
+    file: &'a File,
+    unsynced: usize,
+}
+
+impl Write for InPieces<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        const PIECE: usize = 4 << 20;
+        let written = self.file.write(bytes)?;
+        self.unsynced += written;
+        if self.unsynced >= PIECE {
+            self.file.sync_data()?;
+            self.unsynced = 0;
+            // SAFETY: It takes a descriptor and numbers. The host may keep the pages all the same.
+            unsafe { libc::posix_fadvise(self.file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
+        }
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.file.flush()
+    }
+}
+
+fn write_image(image: &Image, file: &File, part: &Path, life: &Life) -> Result<u64> {
     let wrong = |error| Error::file("write", part, error);
-    let mut to = io::BufWriter::with_capacity(1 << 20, file);
+    let mut to = io::BufWriter::with_capacity(1 << 20, InPieces { file, unsynced: 0 });
     let state = image.state().map_err(wrong)?;
-    saved::write(&mut to, &random()?, &state, image).map_err(wrong)?;
+    saved::write(&mut to, life, &state, image).map_err(wrong)?;
     drop(to);
     file.sync_all().map_err(wrong)?;
     Saved::open(part)?;

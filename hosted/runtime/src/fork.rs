@@ -6,6 +6,13 @@
 //! the file as soon as none of the machine's processes has it mapped for writing. It starts copies as those
 //! of a saved machine ([`crate::template`]).
 //!
+//! A machine falls asleep in the same way ([`Source::hold`]). But it stands still until the template says
+//! that all of it is in a file, and then ends. If the template says otherwise or ends, the machine goes on.
+//! Before that it writes the file's [`Life`] to its [mark](Link::keep_mark): the file is void from then on.
+//! So there is always exactly one of both, whichever process is killed.
+//!
+//! The template also sets the size of the machine's balloon, and has pages of zeros removed from its file.
+//!
 //! State and places go through two files that both have open, so no message is long. A program that has taken
 //! over its machine can write anything there. So the template waits for a limited time, copies before it
 //! checks, and lets no copy begin with places outside of the files.
@@ -19,12 +26,13 @@ use std::{
         unix::fs::{FileExt, MetadataExt},
     },
     path::Path,
+    ptr,
     sync::Arc,
     thread,
     time::{Duration, Instant},
 };
 
-use mercury_devices::state::Writer;
+use mercury_devices::{Size, state::Writer};
 
 use crate::{
     error::{Error, Result},
@@ -34,14 +42,26 @@ use crate::{
         layers::{Frozen, MOST_FORKS, Run},
         new_file, read_at, seal,
     },
-    saved::{Kind, Still},
+    saved::{Kind, Life, Still},
 };
 
 /// The signal that tells a machine to look at its socket. A process that does not handle it yet ignores it.
 pub const CALL: i32 = libc::SIGURG;
-/// The kinds of answers: the machine is in the files, or the reason for which it is not.
+/// The kinds of requests: go on after a freeze, stand still after it, set the balloon's size, remove pages of
+/// zeros; and what comes after standing still.
+const FREEZE: u64 = 1;
+const HOLD: u64 = 2;
+const BALLOON: u64 = 3;
+const TRIM: u64 = 4;
+const END: u64 = 5;
+const GO_ON: u64 = 6;
+const HOLD_IF_IDLE: u64 = 7;
+/// The reason for which a machine that is at work is not held.
+pub const AT_WORK: &str = "the machine is at work";
+/// The kinds of answers: the machine is in the files, or the reason for which it is not; pages were removed.
 const FROZEN: u64 = 1;
 const REFUSED: u64 = 2;
+const TRIMMED: u64 = 3;
 /// The time in which a machine answers, and its file can be sealed. A guest that has switched interrupts off
 /// answers late.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -212,6 +232,22 @@ impl Still for Image {
     }
 }
 
+/// Writes places into a file.
+///
+/// # Errors
+/// The error of the host.
+pub(crate) fn write_places(file: &File, runs: &[Run]) -> io::Result<()> {
+    file.write_all_at(&pack(runs), 0)
+}
+
+/// Reads places from a file.
+///
+/// # Errors
+/// The error of the host.
+pub(crate) fn read_places(file: &File) -> io::Result<Vec<Run>> {
+    read_all(file).map(|bytes| unpack(&bytes))
+}
+
 /// Reads a whole file, up to the longest that is believed.
 fn read_all(file: &File) -> io::Result<Vec<u8>> {
     let mut bytes = vec![0; file.metadata()?.len().min(MOST_BYTES) as usize];
@@ -251,7 +287,12 @@ pub struct Forked {
 struct Shared {
     state: File,
     places: File,
+    /// The [`Size`] of the machine's balloon.
+    balloon: File,
 }
+
+/// The name of the file with a balloon's size, as `/proc` shows it.
+pub const BALLOON_FILE: &str = "/memfd:mercury-balloon (deleted)";
 
 /// The template's way to a machine.
 #[derive(Debug)]
@@ -272,11 +313,44 @@ pub struct Source {
 pub struct Link {
     socket: OwnedFd,
     shared: Arc<Shared>,
+    /// A file in the machine's folder, for the life of a saved file that is void.
+    mark: Option<File>,
+    /// The life of the file from which the machine begins.
+    origin: Option<Life>,
 }
+
+/// A request, as it is sent: the kind, the number, and two values.
+type Request = [u64; 4];
 
 /// A request that waits for an answer.
 #[derive(Clone, Copy, Debug)]
-pub struct Wanted(u64);
+pub struct Wanted {
+    number: u64,
+    pub what: What,
+}
+
+/// The machines that are held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Work {
+    /// All.
+    Any,
+    /// Those that wait for an interrupt, and have read all keys.
+    Idle,
+}
+
+/// The things that a template asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum What {
+    /// The machine as it is, which goes on.
+    Freeze,
+    /// The machine as it is, which stands still for the file with this life. It is refused while the machine
+    /// is at work, if so wanted.
+    Hold(Life, Work),
+    /// So many pages in the balloon. There is no answer.
+    Balloon(u32),
+    /// The removal of pages of zeros, from this page on.
+    Trim(u64),
+}
 
 /// An answer, as it is sent: the kind, the number of the request, the lengths of state and places, the pause,
 /// and the number of files below the machine's own.
@@ -304,8 +378,15 @@ impl Pair {
         // SAFETY: The descriptors were made above and have no other owner.
         let [socket, other] = ends.map(|end| unsafe { OwnedFd::from_raw_fd(end) });
         let file = || new_file(c"mercury-state", 0, 0).map(File::from);
-        let shared = Arc::new(Shared { state: file()?, places: file()? });
-        Ok(Self { socket, link: Link { socket: other, shared } })
+        let balloon = new_file(c"mercury-balloon", size_of::<Size>() as u64, 0)?.into();
+        let shared = Arc::new(Shared { state: file()?, places: file()?, balloon });
+        Ok(Self { socket, link: Link { socket: other, shared, mark: None, origin: None } })
+    }
+
+    /// Keeps a file for the life of a saved file that is void, and the life of the file from which the
+    /// machine begins ([`Link::keep_mark`]).
+    pub fn keep_mark(&mut self, mark: File, origin: Option<Life>) {
+        self.link.keep_mark(mark, origin);
     }
 
     /// Keeps the machine's end, in its process.
@@ -331,32 +412,140 @@ impl Link {
 
     /// Returns all descriptors.
     pub fn descriptors(&self) -> impl Iterator<Item = RawFd> + Clone {
-        let files = [self.shared.state.as_raw_fd(), self.shared.places.as_raw_fd()];
-        std::iter::once(self.socket()).chain(files)
+        let Shared { state, places, balloon } = &*self.shared;
+        let files = [state, places, balloon].map(|file| file.as_raw_fd());
+        std::iter::once(self.socket()).chain(files).chain(self.mark.as_ref().map(|file| file.as_raw_fd()))
     }
 
-    /// Returns the last request of the template that was not answered.
+    /// Keeps a file in the machine's folder for the life of a saved file that is void, and the life of the
+    /// file from which the machine begins.
+    pub fn keep_mark(&mut self, mark: File, origin: Option<Life>) {
+        (self.mark, self.origin) = (Some(mark), origin);
+    }
+
+    /// Makes void the file from which the machine begins: it goes on here.
+    pub fn begin(&self) {
+        if let Some(origin) = &self.origin {
+            self.make_void(origin);
+        }
+    }
+
+    /// Makes the file with this life void.
+    fn make_void(&self, life: &Life) {
+        if let Some(mark) = &self.mark {
+            // The file is empty, or has a life as long: nothing has to be allocated now.
+            let _ = mark.write_all_at(life, 0);
+        }
+    }
+
+    /// Returns the size of the machine's balloon, which its template reads and writes, too.
+    ///
+    /// # Errors
+    /// If the host does not map it.
+    pub fn balloon(&self) -> Result<&'static Size> {
+        let (length, rights) = (size_of::<Size>(), libc::PROT_READ | libc::PROT_WRITE);
+        let file = self.shared.balloon.as_raw_fd();
+        // SAFETY: A new mapping where the host likes.
+        let at = unsafe { libc::mmap(ptr::null_mut(), length, rights, libc::MAP_SHARED, file, 0) };
+        if at == libc::MAP_FAILED {
+            return Err(Error::system("map the size of the balloon"));
+        }
+        // SAFETY: The mapping stays, is as long, and all bytes are valid; all of it is atomic.
+        Ok(unsafe { &*at.cast::<Size>() })
+    }
+
+    /// Returns the requests of the template that were not answered, in order. Of several for a freeze only
+    /// the last one is.
     #[must_use]
-    pub fn wanted(&self) -> Option<Wanted> {
-        let mut last = None;
-        loop {
-            let mut request = 0_u64.to_le_bytes();
-            // SAFETY: There is room for so many bytes.
-            let read = unsafe {
-                let room = request.as_mut_ptr().cast();
-                libc::read(self.socket(), room, request.len())
+    pub fn wanted(&self) -> Vec<Wanted> {
+        let mut all: Vec<Wanted> = Vec::new();
+        while let Some([kind, number, first, second]) = self.receive() {
+            let what = match kind {
+                FREEZE => What::Freeze,
+                HOLD => What::Hold(life_of([first, second]), Work::Any),
+                HOLD_IF_IDLE => What::Hold(life_of([first, second]), Work::Idle),
+                BALLOON => What::Balloon(u32::try_from(first).unwrap_or(0)),
+                TRIM => What::Trim(first),
+                // The template has given up before the machine stood still.
+                GO_ON => {
+                    all.retain(|one| one.number != first);
+                    continue;
+                }
+                _ => continue,
             };
-            match usize::try_from(read) {
-                Ok(count) if count == request.len() => last = Some(Wanted(u64::from_le_bytes(request))),
-                _ => return last,
+            if matches!(what, What::Freeze | What::Hold(..)) {
+                all.retain(|one| !matches!(one.what, What::Freeze | What::Hold(..)));
+            }
+            all.push(Wanted { number, what });
+        }
+        all
+    }
+
+    /// Returns the next message. Returns nothing if there is none.
+    fn receive(&self) -> Option<Request> {
+        self.read().ok().flatten()
+    }
+
+    /// Reads a message. Returns nothing at the end.
+    fn read(&self) -> io::Result<Option<Request>> {
+        let mut request = [0_u8; size_of::<Request>()];
+        // SAFETY: There is room for so many bytes.
+        let read = unsafe { libc::read(self.socket(), request.as_mut_ptr().cast(), request.len()) };
+        match usize::try_from(read) {
+            Err(_) => Err(io::Error::last_os_error()),
+            Ok(count) if count < request.len() => Ok(None),
+            Ok(_) => {
+                let mut words = request.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word));
+                Ok(Some(std::array::from_fn(|_| words.next().unwrap_or(0))))
             }
         }
+    }
+
+    /// Stands still until the template has decided on a request to hold. Returns true if the machine ends,
+    /// because all of it is in a file. Otherwise that file is void, and the machine goes on. `is_over` says
+    /// that the machine is to end for another reason.
+    #[must_use]
+    pub fn await_end(&self, wanted: Wanted, is_over: impl Fn() -> bool) -> bool {
+        let ends = loop {
+            match self.read() {
+                Ok(Some([END, _, number, _])) if number == wanted.number => break true,
+                Ok(Some([GO_ON, _, number, _])) if number == wanted.number => break false,
+                Ok(Some(_)) => {}
+                Ok(None) => break false,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    if is_over() {
+                        break false;
+                    }
+                    self.wait();
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(_) => break false,
+            }
+        };
+        if let (false, What::Hold(life, _)) = (ends, wanted.what) {
+            self.make_void(&life);
+        }
+        ends
+    }
+
+    /// Waits for a message, or for a moment.
+    fn wait(&self) {
+        let moment = libc::timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+        let mut ready = libc::pollfd { fd: self.socket(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: There is one descriptor.
+        unsafe { libc::ppoll(&raw mut ready, 1, &raw const moment, ptr::null()) };
+    }
+
+    /// Tells the template that pages of zeros were removed: the page from which there may be more, and the
+    /// number of pages.
+    pub fn trimmed(&self, wanted: Wanted, next: u64, removed: u64) {
+        self.answer([TRIMMED, wanted.number, next, removed, 0, 0], None);
     }
 
     /// Tells the template why the machine cannot be forked.
     pub fn refuse(&self, wanted: Wanted, why: &str) {
         if self.shared.state.write_all_at(why.as_bytes(), 0).is_ok() {
-            self.answer([REFUSED, wanted.0, why.len() as u64, 0, 0, 0], None);
+            self.answer([REFUSED, wanted.number, why.len() as u64, 0, 0, 0], None);
         }
     }
 
@@ -364,12 +553,12 @@ impl Link {
     /// template gets the file alone.
     pub fn send(&self, wanted: Wanted, frozen: &Frozen, state: &[u8], pause: Duration) {
         let places = pack(&frozen.runs);
-        let Shared { state: state_file, places: places_file } = &*self.shared;
+        let Shared { state: state_file, places: places_file, .. } = &*self.shared;
         let written = state_file.write_all_at(state, 0).and_then(|()| places_file.write_all_at(&places, 0));
         let lengths = if written.is_ok() { [state.len(), places.len()] } else { [0; 2] };
         let [state, places] = lengths.map(|length| length as u64);
         // Even without the rest the template must get the file: it is below the machine's own from now on.
-        let answer = [FROZEN, wanted.0, state, places, pause.as_nanos() as u64, frozen.below.into()];
+        let answer = [FROZEN, wanted.number, state, places, pause.as_nanos() as u64, frozen.below.into()];
         self.answer(answer, Some(frozen.file));
     }
 
@@ -436,8 +625,65 @@ impl Source {
     /// # Errors
     /// If the machine cannot be forked, or does not answer in time.
     pub fn freeze(&mut self) -> Result<Forked> {
+        self.take(FREEZE, [0; 2])
+    }
+
+    /// Takes the machine as it is now for a file with this life. The machine stands still until it is told to
+    /// [end](Self::end_held) or to [go on](Self::let_go). If this fails, it goes on.
+    ///
+    /// # Errors
+    /// As for [`Self::freeze`].
+    pub fn hold(&mut self, life: &Life, work: Work) -> Result<Forked> {
+        let kind = if work == Work::Idle { HOLD_IF_IDLE } else { HOLD };
+        let taken = self.take(kind, words_of(life));
+        taken.inspect_err(|_| self.let_go())
+    }
+
+    /// Lets a machine go on that was held.
+    pub fn let_go(&self) {
+        // A machine that is gone needs no word.
+        let _ = self.send([GO_ON, 0, self.request, 0]);
+    }
+
+    /// Ends a machine that was held.
+    ///
+    /// # Errors
+    /// If the machine is gone.
+    pub fn end_held(&self) -> Result<()> {
+        self.send([END, 0, self.request, 0])
+    }
+
+    /// Wants so many pages in the machine's balloon.
+    ///
+    /// # Errors
+    /// If the machine is gone.
+    pub fn set_balloon(&self, pages: u32) -> Result<()> {
+        self.send([BALLOON, 0, pages.into(), 0])
+    }
+
+    /// Returns the size of the machine's balloon as it is wanted, and as it is. A program that has taken over
+    /// its machine can write anything there.
+    #[must_use]
+    pub fn balloon(&self) -> (u32, u32) {
+        read_balloon(&self.shared.balloon).unwrap_or_default()
+    }
+
+    /// Has the machine remove pages of zeros from its own file, from a page on. Returns the page from which
+    /// there may be more, and the number of pages.
+    ///
+    /// # Errors
+    /// If the machine does not answer in time.
+    pub fn trim(&mut self, from: u64) -> Result<(u64, u64)> {
+        self.ask(TRIM, [from, 0])?;
+        match self.hear(Instant::now() + PATIENCE)? {
+            [TRIMMED, _, next, removed, ..] if next > from => Ok((next, removed)),
+            _ => Err(no_answer("it has not looked for pages of zeros")),
+        }
+    }
+
+    fn take(&mut self, kind: u64, values: [u64; 2]) -> Result<Forked> {
         let deadline = Instant::now() + PATIENCE;
-        self.ask()?;
+        self.ask(kind, values)?;
         let [kind, _, state, places, pause, below] = self.hear(deadline)?;
         if kind == REFUSED {
             let mut why = vec![0; state.min(1000) as usize];
@@ -457,10 +703,15 @@ impl Source {
         Ok(Forked { image: Arc::new(image), pause: Duration::from_nanos(pause) })
     }
 
-    /// Sends a request.
-    fn ask(&mut self) -> Result<()> {
+    /// Sends a request that has an answer.
+    fn ask(&mut self, kind: u64, [first, second]: [u64; 2]) -> Result<()> {
         self.request += 1;
-        let request = self.request.to_le_bytes();
+        self.send([kind, self.request, first, second])
+    }
+
+    /// Sends a message.
+    fn send(&self, request: Request) -> Result<()> {
+        let request = request.map(u64::to_le_bytes).concat();
         let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
         // SAFETY: There are so many bytes.
         let sent =
@@ -529,7 +780,7 @@ impl Source {
         if state == 0 || state.max(places) > MOST_BYTES || !places.is_multiple_of(PLACE as u64) {
             return Err(io::ErrorKind::InvalidData.into());
         }
-        let Shared { state: from, places: list } = &*self.shared;
+        let Shared { state: from, places: list, .. } = &*self.shared;
         let copy = File::from(new_file(c"mercury-state", 0, 0).map_err(|_| io::Error::last_os_error())?);
         let mut from: &File = from;
         from.rewind()?;
@@ -544,6 +795,29 @@ impl Source {
         list.set_len(0)?;
         Ok((copy, unpack(&bytes)))
     }
+}
+
+/// Returns the two words of a life.
+fn words_of(life: &Life) -> [u64; 2] {
+    let mut words = life.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word));
+    std::array::from_fn(|_| words.next().unwrap_or(0))
+}
+
+/// Returns the life of two words.
+fn life_of(words: [u64; 2]) -> Life {
+    words.map(u64::to_le_bytes).concat().try_into().unwrap_or_default()
+}
+
+/// Reads the size of a balloon, as it is wanted and as it is.
+///
+/// # Errors
+/// If the file is no balloon's.
+pub fn read_balloon(file: &File) -> io::Result<(u32, u32)> {
+    let mut bytes = [0; size_of::<Size>()];
+    file.read_exact_at(&mut bytes, 0)?;
+    let mut words = bytes.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word));
+    let mut next = || words.next().unwrap_or(0);
+    Ok((next(), next()))
 }
 
 fn no_answer(why: &str) -> Error {
@@ -702,10 +976,10 @@ mod tests {
     /// Calls a function for the next request.
     fn answer(link: &Link, how: impl FnOnce(Wanted)) {
         loop {
-            match link.wanted() {
-                Some(wanted) => return how(wanted),
-                None if link.is_gone() => return,
-                None => thread::sleep(MOMENT),
+            match link.wanted()[..] {
+                [wanted] => return how(wanted),
+                _ if link.is_gone() => return,
+                _ => thread::sleep(MOMENT),
             }
         }
     }
@@ -740,7 +1014,7 @@ mod tests {
             // A late answer to an earlier request brings its file, and nothing else.
             let many = (0..PAGES / 2).map(|page| run(2 * page, 2 * page + 1, 3)).collect();
             answer(&link, |wanted| {
-                link.refuse(Wanted(wanted.0 - 1), "late");
+                link.refuse(Wanted { number: wanted.number - 1, ..wanted }, "late");
                 link.send(wanted, &frozen(1, many), b"other", short);
             });
         });
@@ -757,6 +1031,64 @@ mod tests {
         assert!(source.freeze().unwrap_err().message().contains("does not answer"), "it has ended");
     }
 
+    /// A machine that stands still ends if it is told so. Otherwise the file is void, whatever has happened.
+    #[test]
+    fn a_held_machine_ends_or_its_file_is_void() {
+        const LIVES: [Life; 4] = [[1; 16], [2; 16], [3; 16], [4; 16]];
+        let mark = tempfile::tempfile().unwrap();
+        let reader = mark.try_clone().unwrap();
+        let void = move || {
+            let mut life = [0; 16];
+            reader.read_exact_at(&mut life, 0).map(|()| life).ok()
+        };
+        let (mut source, machine) = connect(|mut link| {
+            link.keep_mark(mark, Some(LIVES[0]));
+            link.begin();
+            let own = file(2000);
+            let mut ends = Vec::new();
+            for below in 3..6 {
+                let frozen = Frozen { file: own.as_raw_fd(), runs: vec![], below };
+                answer(&link, |wanted| {
+                    link.send(wanted, &frozen, b"state", Duration::ZERO);
+                    ends.push(link.await_end(wanted, || false));
+                });
+            }
+            assert_eq!(ends, [false, true, false]);
+        });
+        source.hold(&LIVES[1], Work::Any).unwrap();
+        assert_eq!(void(), Some(LIVES[0]), "it began from this file");
+        source.let_go();
+        source.hold(&LIVES[2], Work::Any).unwrap();
+        assert_eq!(void(), Some(LIVES[1]), "it has gone on");
+        source.end_held().unwrap();
+        source.hold(&LIVES[3], Work::Any).unwrap();
+        assert_eq!(void(), Some(LIVES[1]), "it has ended");
+        drop(source);
+        machine.join().unwrap();
+        assert_eq!(void(), Some(LIVES[3]), "its template has ended");
+    }
+
+    /// A template that has given up is not waited for.
+    #[test]
+    fn requests_come_in_order_and_the_last_freeze_counts() {
+        let (mut source, machine) = connect(|link| {
+            while !link.is_gone() {
+                thread::sleep(MOMENT);
+            }
+            let what: Vec<What> = link.wanted().into_iter().map(|one| one.what).collect();
+            assert_eq!(what, [What::Balloon(7), What::Trim(3), What::Freeze]);
+        });
+        source.ask(HOLD, [1, 2]).unwrap();
+        source.set_balloon(7).unwrap();
+        source.ask(TRIM, [3, 0]).unwrap();
+        source.ask(FREEZE, [0; 2]).unwrap();
+        source.ask(HOLD, [1, 2]).unwrap();
+        source.let_go();
+        source.ask(FREEZE, [0; 2]).unwrap();
+        drop(source);
+        machine.join().unwrap();
+    }
+
     /// Stands for a program that has taken over its machine.
     #[test]
     fn lies_are_refused_in_time() {
@@ -764,9 +1096,9 @@ mod tests {
         let (mut source, machine) = connect(|link| {
             let own = file(2000);
             let lie = |answer: Answer, file| link.answer(answer, file);
-            answer(&link, |Wanted(number)| lie([FROZEN, number, 5, 24, 0, 2], None));
-            answer(&link, |Wanted(number)| lie([REFUSED, number, u64::MAX, 0, 0, 0], None));
-            answer(&link, |Wanted(number)| lie([7, number, 1 << 60, 1 << 60, 0, 0], None));
+            answer(&link, |Wanted { number, .. }| lie([FROZEN, number, 5, 24, 0, 2], None));
+            answer(&link, |Wanted { number, .. }| lie([REFUSED, number, u64::MAX, 0, 0, 0], None));
+            answer(&link, |Wanted { number, .. }| lie([7, number, 1 << 60, 1 << 60, 0, 0], None));
             for (at, runs) in [vec![run(0, 1 << 50, 2)], vec![run(0, 1, 200)], vec![]].into_iter().enumerate()
             {
                 // At last one file more than it has sent.

@@ -30,6 +30,7 @@
 // Names of registers and fields need no sentence.
 #![allow(missing_docs)]
 
+pub mod asleep;
 pub mod block;
 pub mod boot;
 pub mod constants;

@@ -512,7 +512,9 @@ impl Start<'_> {
         };
         let net = uplink.map(|uplink| uplink.start(signal_waker())).transpose()?;
         let subnet = subnet.map(|subnet| subnet.start(signal_waker())).transpose()?;
-        let slots = Slots::new(disks, self.memory.disks().devices(), net, subnet)?;
+        let balloon = first.link.as_ref().map(Link::balloon).transpose()?;
+        let balloon = balloon.unwrap_or_else(|| Box::leak(Box::default()));
+        let slots = Slots::new(disks, self.memory.disks().devices(), net, subnet, balloon)?;
         if first.restored.is_none() {
             self.describe(&slots, first.clock_khz)?;
         }

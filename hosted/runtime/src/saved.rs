@@ -30,7 +30,7 @@ use crate::{
 };
 
 const MAGIC: &[u8; 8] = b"MHOSTED\n";
-const VERSION: u64 = 3;
+const VERSION: u64 = 4;
 const SEAL: usize = blake3::OUT_LEN;
 /// The number of bytes before the state.
 const HEAD: usize = 24 + size_of::<Life>();
@@ -363,11 +363,28 @@ impl Saved {
     /// # Errors
     /// If the file is not what its seal has said, or has more memory.
     pub fn fill(&self, memory: &Memory) -> Result<Vec<Range<u64>>> {
+        let mut changed = Vec::new();
+        self.runs(|first, bytes| {
+            let end = first.checked_add(bytes.len() as u64 / PAGE)?;
+            memory.write(first.checked_mul(PAGE)?, bytes)?;
+            if end > memory.ram() / PAGE {
+                changed.push(first..end);
+            }
+            Some(())
+        })?;
+        Ok(changed)
+    }
+
+    /// Gives a function the runs of memory, in their order: the first page's number, and the pages. All other
+    /// pages are zero.
+    ///
+    /// # Errors
+    /// If the file is not what its seal has said, or the function returns nothing.
+    pub fn runs(&self, mut give: impl FnMut(u64, &[u8]) -> Option<()>) -> Result<()> {
         let wrong = || {
             Error::new(format!("{} has memory that the machine does not have", self.path.display()))
                 .hint("give it the memory and the disks that it had, `,private` ones as they were")
         };
-        let mut changed = Vec::new();
         let mut at = (HEAD + self.state.len()) as u64;
         let mut piece = vec![0; (PIECE * PAGE) as usize];
         loop {
@@ -376,14 +393,11 @@ impl Saved {
             let [first, count] = [0, 8].map(|at| head[at..at + 8].try_into().map_or(0, u64::from_le_bytes));
             at += 16;
             if count == 0 {
-                return Ok(changed);
+                return Ok(());
             }
             let bytes = piece.get_mut(..(count.min(PIECE + 1) * PAGE) as usize).ok_or_else(wrong)?;
             self.file.read_exact_at(bytes, at).map_err(|_| wrong())?;
-            first.checked_mul(PAGE).and_then(|to| memory.write(to, bytes)).ok_or_else(wrong)?;
-            if first + count > memory.ram() / PAGE {
-                changed.push(first..first + count);
-            }
+            give(first, bytes).ok_or_else(wrong)?;
             at += count * PAGE;
         }
     }

@@ -7,8 +7,9 @@
 
 use std::{
     convert::Infallible,
+    fs::File,
     ops::Range,
-    os::fd::{AsRawFd, RawFd},
+    os::fd::{AsRawFd, OwnedFd, RawFd},
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -22,7 +23,7 @@ use crate::{
     process::{self, Fork},
     run::{self, DiskAccess, Isolation, Options, Prepared},
     sandbox,
-    saved::Saved,
+    saved::{Life, Saved},
     thunks,
 };
 
@@ -42,6 +43,18 @@ struct Original {
     disks: Arc<Disks>,
     most_mapped: u64,
     clock_khz: u64,
+}
+
+/// The things from which a clone begins.
+#[derive(Debug)]
+pub struct Origin {
+    pub image: Arc<Image>,
+    /// The clone's own file, if pages of it are there already.
+    pub own: Option<OwnedFd>,
+    /// A file in the clone's folder, for lives of saved files that are void.
+    pub mark: File,
+    /// The life of the saved file that becomes void when the clone goes on.
+    pub life: Option<Life>,
 }
 
 /// A machine that has begun as a clone.
@@ -106,8 +119,14 @@ impl Template {
         self.original.as_ref().is_some_and(|original| !original.disks.is_empty())
     }
 
-    /// Starts a clone of the saved machine, or of a machine that was forked: a process that is a copy of this
-    /// one, which must have one thread. `begin` is called in the clone, and may change its options. All
+    /// Returns the saved machine.
+    #[must_use]
+    pub fn image(&self) -> &Arc<Image> {
+        &self.image
+    }
+
+    /// Starts a clone of a machine: a process that is a copy of this one, which must have one thread. `begin`
+    /// is called in the clone, and may change its options. All
     /// descriptors but the first three and `kept` are closed there. If the clone cannot start, it ends with
     /// the status that `failed` returns.
     ///
@@ -115,13 +134,14 @@ impl Template {
     /// If the host refuses a process or a socket.
     pub fn start(
         &mut self,
-        image: Option<&Arc<Image>>,
+        origin: Origin,
         kept: RawFd,
         begin: impl FnOnce(&mut Options) -> Result<()>,
         failed: impl FnOnce(Error) -> i32,
     ) -> Result<Started> {
-        let pair = Pair::new()?;
-        let image = Arc::clone(image.unwrap_or(&self.image));
+        let Origin { image, own, mark, life } = origin;
+        let mut pair = Pair::new()?;
+        pair.keep_mark(mark, life);
         match process::fork() {
             Fork::Parent(process) => Ok(Started { process, source: pair.into_source(process, image) }),
             Fork::Refused => Err(Error::system("start a process")
@@ -129,7 +149,7 @@ impl Template {
             Fork::Child => {
                 let started = self.original.take().map_or_else(
                     || Err(Error::new("a clone has no template: this is a bug")),
-                    |original| original.become_clone(&image, pair, kept, begin),
+                    |original| original.become_clone((&image, own), pair, kept, begin),
                 );
                 let status = match started {
                     Ok(never) => match never {},
@@ -182,7 +202,7 @@ fn without(images: &[Run], changed: &[Range<u64>]) -> Vec<Run> {
 impl Original {
     fn become_clone(
         mut self,
-        image: &Image,
+        (image, own): (&Image, Option<OwnedFd>),
         pair: Pair,
         kept: RawFd,
         begin: impl FnOnce(&mut Options) -> Result<()>,
@@ -193,9 +213,10 @@ impl Original {
         let files = image.files().iter().map(|file| file.as_raw_fd());
         let disks = Arc::new(self.disks.again()?);
         let kept = link.descriptors().chain([kept]).chain(disks.descriptors());
+        let kept = kept.chain(own.as_ref().map(|own| own.as_raw_fd()));
         sandbox::keep_only(files.clone().chain(kept))?;
         let (size, pieces) = (disks.size(), run::most_pieces(self.most_mapped));
-        let memory = Memory::over(files, size, image.runs(), disks, pieces)?;
+        let memory = Memory::over(files, size, image.runs(), disks, pieces, own)?;
         // Clones must not make the same keys.
         if let Some(generator) = self.ready.facts.generator {
             generator.reseed(&memory)?;

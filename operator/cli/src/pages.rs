@@ -647,6 +647,37 @@ pub const PAGES: &[Page] = &[
         ],
     )
     .files(&[DISCO]),
+    Page::new(
+        "disco resize",
+        &[
+            example("Leave a machine 64 MiB", "mercury disco resize web-1 64"),
+            example("Give it all of its memory back", "mercury disco resize web-1 256"),
+        ],
+    )
+    .files(&[DISCO]),
+    Page::new(
+        "disco sleep",
+        &[
+            example(
+                "Make a template whose machines can sleep",
+                "mercury disco template web machine.saved --kernel vmlinux --sleep-in asleep",
+            ),
+            example("Put a machine to sleep", "mercury disco sleep web-1"),
+        ],
+    )
+    .files(&[DISCO]),
+    Page::new(
+        "disco wake",
+        &[
+            example("Let a machine go on that is asleep", "mercury disco wake web-1"),
+            example(
+                "Let all of them go on",
+                "mercury --json disco list | jq -r '.machines[] | select(.state == \"asleep\").name' | xargs \
+                 -n 1 mercury disco wake",
+            ),
+        ],
+    )
+    .files(&[DISCO]),
     Page::new("disco list", &[example("List templates and machines", "mercury disco list")]).files(&[DISCO]),
     Page::new(
         "disco map",

@@ -3,10 +3,13 @@
 use std::{
     collections::VecDeque,
     io::{self, Read, Write},
+    ptr,
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
+    thread,
+    time::{Duration, Instant},
 };
 
 use mercury_devices::{
@@ -24,7 +27,16 @@ const FULL: usize = 4096;
 struct Typed {
     bytes: Mutex<VecDeque<u8>>,
     ended: AtomicBool,
+    /// True while the thread takes bytes from the terminal.
+    is_reading: AtomicBool,
+    /// True while it must not begin to.
+    is_paused: AtomicBool,
 }
+
+/// The time between two looks if the console may be read again.
+const MOMENT: Duration = Duration::from_millis(20);
+/// The time in which the thread has taken the bytes that are there.
+const PAUSE_AT_MOST: Duration = Duration::from_secs(1);
 
 /// The terminal.
 #[derive(Debug)]
@@ -60,6 +72,26 @@ impl Console {
     #[must_use]
     pub fn typed(&self) -> Vec<u8> {
         self.typed.bytes.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect()
+    }
+
+    /// Leaves all that is typed from now on where it is. Returns false if the thread does not stop in time.
+    #[must_use]
+    pub fn pause(&self) -> bool {
+        self.typed.is_paused.store(true, Ordering::SeqCst);
+        let start = Instant::now();
+        while self.typed.is_reading.load(Ordering::SeqCst) {
+            if start.elapsed() > PAUSE_AT_MOST {
+                self.go_on();
+                return false;
+            }
+            thread::yield_now();
+        }
+        true
+    }
+
+    /// Takes again what is typed.
+    pub fn go_on(&self) {
+        self.typed.is_paused.store(false, Ordering::SeqCst);
     }
 
     /// Puts bytes before all that is typed from now on.
@@ -102,13 +134,32 @@ impl Console {
 fn listen(typed: &Typed, is_terminal: bool, waker: &Waker) {
     let mut buffer = [0; 1024];
     let mut keys = Keys::default();
-    while let Ok(count @ 1..) = io::stdin().read(&mut buffer) {
+    loop {
+        await_input();
+        typed.is_reading.store(true, Ordering::SeqCst);
+        if typed.is_paused.load(Ordering::SeqCst) {
+            typed.is_reading.store(false, Ordering::SeqCst);
+            thread::park_timeout(MOMENT);
+            continue;
+        }
+        let Ok(count @ 1..) = io::stdin().read(&mut buffer) else {
+            typed.is_reading.store(false, Ordering::SeqCst);
+            return;
+        };
         let read = &buffer[..count];
         let (read, leaves) = if is_terminal { keys.read(read) } else { (read.to_vec(), false) };
         typed.bytes.lock().unwrap_or_else(PoisonError::into_inner).extend(read);
         if leaves {
             typed.ended.store(true, Ordering::Release);
         }
+        typed.is_reading.store(false, Ordering::SeqCst);
         waker();
     }
+}
+
+/// Waits until there is something to read, or the end.
+fn await_input() {
+    let mut ready = libc::pollfd { fd: libc::STDIN_FILENO, events: libc::POLLIN, revents: 0 };
+    // SAFETY: There is one descriptor. The C library's other function makes a call that is forbidden here.
+    unsafe { libc::ppoll(&raw mut ready, 1, ptr::null(), ptr::null()) };
 }

@@ -8,13 +8,13 @@ mod pit;
 
 use std::{
     io, ptr,
-    sync::Arc,
+    sync::{Arc, atomic::Ordering},
     time::{Duration, Instant},
 };
 
 pub use console::Console;
 use mercury_devices::{
-    Balloon, Pmem, Rng,
+    Balloon, Pmem, Rng, Size,
     clock::Clock,
     memory::View,
     serial::Serial,
@@ -60,13 +60,17 @@ pub struct Devices {
     alarm: Alarm,
     ended: Option<End>,
     slots: Vec<(Transport, u8)>,
+    balloon: &'static Size,
     view: View,
     window: u64,
 }
 
 /// Virtio's devices, and the lines by which they interrupt.
-#[derive(Debug, Default)]
-pub struct Slots(Vec<(Box<dyn Device>, u8)>);
+#[derive(Debug)]
+pub struct Slots {
+    devices: Vec<(Box<dyn Device>, u8)>,
+    balloon: &'static Size,
+}
 
 impl Slots {
     /// Disks in their order, those in memory after the others, a network card, a card on a subnet, a source
@@ -79,6 +83,7 @@ impl Slots {
         memory: Vec<Pmem>,
         net: Option<Net>,
         subnet: Option<SubnetCard>,
+        balloon: &'static Size,
     ) -> Result<Self> {
         if disks.len() + memory.len() > DISK_LINES.len() {
             return Err(Error::new(format!("a machine has {} disks at most", DISK_LINES.len())));
@@ -90,14 +95,14 @@ impl Slots {
         slots.extend(net.map(|net| (Box::new(net) as _, NET_LINE)));
         slots.extend(subnet.map(|card| (Box::new(card) as _, SUBNET_LINE)));
         slots.push((Box::new(Rng), RNG_LINE));
-        slots.push((Box::new(Balloon), BALLOON_LINE));
-        Ok(Self(slots))
+        slots.push((Box::new(Balloon::new(balloon)), BALLOON_LINE));
+        Ok(Self { devices: slots, balloon })
     }
 
     /// Returns the kernel's options that describe the devices.
     #[must_use]
     pub fn describe(&self, memory: &Memory) -> String {
-        let words = self.0.iter().enumerate().map(|(number, (_, line))| {
+        let words = self.devices.iter().enumerate().map(|(number, (_, line))| {
             let at = window(memory) + number as u64 * WINDOW;
             format!(" virtio_mmio.device={WINDOW}@{at:#x}:{line}:{number}")
         });
@@ -111,9 +116,11 @@ impl Devices {
     /// # Errors
     /// If the host refuses a timer.
     pub fn new(console: Console, memory: &Memory, slots: Slots) -> Result<Self> {
-        let slots = slots.0.into_iter().map(|(device, line)| Ok((Transport::new(device)?, line)));
+        let Slots { devices, balloon } = slots;
+        let slots = devices.into_iter().map(|(device, line)| Ok((Transport::new(device)?, line)));
         Ok(Self {
             slots: slots.collect::<Result<_>>()?,
+            balloon,
             view: view(memory)?,
             window: window(memory),
             console,
@@ -142,6 +149,12 @@ impl Devices {
             self.pics.raise(*line);
         }
         Some(())
+    }
+
+    /// Asks the guest for so many pages, all in all.
+    pub fn set_balloon(&mut self, pages: u32) {
+        self.balloon.wanted.store(pages, Ordering::Relaxed);
+        self.poll();
     }
 
     /// Ends the requests that the host has. The guest stands still, so there are no new ones. Returns false

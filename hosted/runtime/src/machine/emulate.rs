@@ -9,6 +9,7 @@ use super::operands::Done;
 use crate::{
     block::{self, IF, Segments},
     cpuid,
+    fork::Work,
     machine::{End, Exception, Machine},
     process::per_space::Request,
     selectors,
@@ -277,7 +278,7 @@ impl Machine {
                 return;
             }
             self.save_if_wanted();
-            self.fork_if_wanted();
+            self.obey_template(Work::Idle);
             self.devices.flush();
             smp::sleep();
         }

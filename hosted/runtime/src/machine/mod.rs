@@ -29,6 +29,7 @@ use crate::{
     block::{self, Block, IF},
     boot::Bringup,
     entry, error,
+    fork::Work,
     gdb::Debugger,
     isolation::stub::Stop,
     layout::{self, PAGE},
@@ -350,6 +351,7 @@ impl Machine {
                 // SAFETY: The area is as large as the processor says, and at a multiple of 64.
                 unsafe { entry::hosted_save_extended(machine.block().extended.get()) };
             }
+            machine.leave_file();
             machine.attend_debugger();
         }
         match space {
@@ -551,7 +553,7 @@ impl Machine {
             self.service();
         }
         self.save_if_wanted();
-        self.fork_if_wanted();
+        self.obey_template(Work::Any);
     }
 }
 

@@ -7,15 +7,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-use mercury_devices::state::{Reader, Writer};
+use mercury_devices::state::{self, Reader};
 
-use super::{End, Machine, pending};
+use super::{End, Machine, layered::Writer, pending};
 use crate::{
     block::{Block, Segments},
     control::Control,
     cpuid,
     error::{Error, Result},
-    fork::Link,
+    fork::{AT_WORK, Link, Wanted, What, Work},
     saved::{self, Facts},
     selectors, signal,
     vcpu::{Table, Vcpu},
@@ -53,20 +53,44 @@ impl Machine {
         // Nobody has kept it, so the guest goes on.
     }
 
-    /// Gives the machine as it is to its template, if that has asked for it. The guest has been left by a
-    /// slot, and goes on.
-    pub(crate) fn fork_if_wanted(&mut self) {
-        /// Time for the host to answer requests of disks. The template waits for longer.
-        const DRAIN: Duration = Duration::from_secs(2);
+    /// Does what the machine's template has asked for. The guest has been left by a slot, and goes on. `work`
+    /// says if it waits for an interrupt.
+    pub(crate) fn obey_template(&mut self, work: Work) {
         if !signal::may_be_forked() {
             return;
         }
-        let Some(Saving { link: Some(link), facts, .. }) = &self.saving else { return };
-        let (facts, start) = (*facts, Instant::now());
-        let Some(wanted) = link.wanted() else { return };
+        for wanted in self.link().map(Link::wanted).unwrap_or_default() {
+            match wanted.what {
+                What::Freeze | What::Hold(..) => self.fork(wanted, work),
+                What::Balloon(pages) => self.set_balloon(pages),
+                What::Trim(from) => self.trim(wanted, from),
+            }
+        }
+    }
+
+    fn link(&self) -> Option<&Link> {
+        self.saving.as_ref()?.link.as_ref()
+    }
+
+    /// Gives the machine as it is to its template. If it is to be held, it stands still until the template
+    /// has decided.
+    fn fork(&mut self, wanted: Wanted, work: Work) {
+        /// Time for the host to answer requests of disks. The template waits for longer.
+        const DRAIN: Duration = Duration::from_secs(2);
+        let Some(facts) = self.saving.as_ref().map(|saving| saving.facts) else { return };
+        let (start, is_held) = (Instant::now(), matches!(wanted.what, What::Hold(..)));
+        let must_be_idle = matches!(wanted.what, What::Hold(_, Work::Idle));
         let taken = self.can_be_saved().and_then(|()| {
-            if self.devices.own().is_some_and(|devices| !devices.drain(DRAIN)) {
-                return Err("a disk of the machine does not answer: try again when it does");
+            if let Some(devices) = self.devices.own() {
+                if is_held && !devices.console.pause() {
+                    return Err("the machine's console does not stand still: try again");
+                }
+                if must_be_idle && (work != Work::Idle || !devices.console.typed().is_empty()) {
+                    return Err(AT_WORK);
+                }
+                if !devices.drain(DRAIN) {
+                    return Err("a disk of the machine does not answer: try again when it does");
+                }
             }
             let state = self.save_state(&facts);
             let layers = self.memory.layers().ok_or("the machine has no layers: this is a bug")?;
@@ -78,10 +102,42 @@ impl Machine {
             }
             self.follow();
         }
-        let Some(Saving { link: Some(link), .. }) = &self.saving else { return };
+        let Some(link) = self.link() else { return };
+        let is_sent = taken.is_ok();
         match taken {
             Ok((frozen, state)) => link.send(wanted, &frozen, &state, start.elapsed()),
             Err(why) => link.refuse(wanted, why),
+        }
+        let is_over = || signal::is_end_wanted() || signal::is_child_gone();
+        if is_held && is_sent && link.await_end(wanted, is_over) {
+            self.end(End::Ended, "the machine is asleep, in a file");
+        }
+        if let Some(devices) = self.devices.own().filter(|_| is_held) {
+            devices.console.go_on();
+        }
+    }
+
+    /// Tells the guest's kernel how much memory the host wants to have.
+    fn set_balloon(&mut self, pages: u32) {
+        if let Some(devices) = self.devices.own() {
+            devices.set_balloon(pages);
+            pending().store(1, Ordering::Release);
+        }
+    }
+
+    /// Removes pages of zeros from the machine's own file, as many as are looked at in a moment.
+    fn trim(&mut self, wanted: Wanted, from: u64) {
+        self.catch_up_with_layers(Writer::Any);
+        let (next, removed) = self.memory.layers().map_or((u64::MAX, 0), |layers| layers.trim(from));
+        if let Some(link) = self.link() {
+            link.trimmed(wanted, next, removed);
+        }
+    }
+
+    /// Says that the machine goes on here, and not in the file from which it began.
+    pub(super) fn leave_file(&self) {
+        if let Some(link) = self.link() {
+            link.begin();
         }
     }
 
@@ -101,7 +157,7 @@ impl Machine {
     }
 
     fn save_state(&mut self, facts: &Facts) -> Vec<u8> {
-        let mut to = Writer::default();
+        let mut to = state::Writer::default();
         facts.save(&mut to);
         save_block(self.block(), self.visible(self.block().registers.rip.get()), &mut to);
         let data =
@@ -149,7 +205,7 @@ impl Machine {
     }
 }
 
-fn save_block(block: &Block, rip: u64, to: &mut Writer) {
+fn save_block(block: &Block, rip: u64, to: &mut state::Writer) {
     to.numbers(block.registers.values());
     to.numbers([rip, block.registers.rflags.get(), block.flags.get()]);
     to.numbers(
@@ -205,7 +261,7 @@ fn set_extended(block: &Block, bytes: &[u8]) -> Result<()> {
     Ok(())
 }
 
-fn save_vcpu(vcpu: &Vcpu, to: &mut Writer) {
+fn save_vcpu(vcpu: &Vcpu, to: &mut state::Writer) {
     to.numbers([vcpu.cr0, vcpu.cr3, vcpu.cr4, vcpu.cr8]);
     to.numbers(vcpu.debug);
     for table in [vcpu.gdt, vcpu.idt] {

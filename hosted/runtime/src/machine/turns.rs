@@ -4,6 +4,7 @@ use std::sync::atomic::Ordering;
 
 use super::{End, Machine, Writer, pending};
 use crate::{
+    fork::Work,
     layout::PAGE,
     process::per_space::{Event, Request, SpaceProcess},
     selectors, signal,
@@ -93,7 +94,7 @@ impl Machine {
                 self.service();
             }
             self.save_if_wanted();
-            self.fork_if_wanted();
+            self.obey_template(Work::Any);
             if space.hand_over(|| ()).is_none() {
                 self.end(End::Broken, &signal::how_child_has_ended());
             }

@@ -25,7 +25,7 @@
 
 use std::{
     ops::Range,
-    os::fd::{AsRawFd, IntoRawFd, RawFd},
+    os::fd::{AsRawFd, IntoRawFd, OwnedFd, RawFd},
     ptr,
     sync::atomic::{AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering},
 };
@@ -33,7 +33,7 @@ use std::{
 use super::{
     Rights,
     disks::{self, Disks},
-    holes, map_over, new_file,
+    holes, map_over, new_file, read_at,
 };
 use crate::{
     error::{Error, Result},
@@ -47,6 +47,8 @@ const PER_WORD: u64 = 8;
 const ALL: u64 = 0x0101_0101_0101_0101;
 /// If the own pages are in too many pieces, a whole region of so many pages becomes the machine's own.
 const REGION: u64 = 512;
+/// The number of pages that are looked at together for pages of zeros: 8 MiB, in a few milliseconds.
+const LOOKED_AT: u64 = 2048;
 /// The number of files that a machine has for its own pages, one after the other.
 const OWN_FILES: usize = 8;
 /// The number of times that a machine can be forked.
@@ -128,8 +130,8 @@ pub struct Frozen {
 impl Layers {
     /// Maps sealed files and images of disks, which stay open, and the machine's own file over parts of them.
     /// Pages that are in no run have the lowest level. Pages whose level is the number of files are the
-    /// machine's own from the beginning: they are zero. At `direct` the lowest file must be mapped. The
-    /// layers are never dropped.
+    /// machine's own from the beginning: they are zero, or as in `own`. At `direct` the lowest file must be
+    /// mapped. The layers are never dropped.
     ///
     /// # Errors
     /// If the host refuses memory or a mapping.
@@ -139,12 +141,14 @@ impl Layers {
         runs: &[Run],
         disks: &Disks,
         most_pieces: u32,
+        own: Option<OwnedFd>,
     ) -> Result<&'static Self> {
         let pages = size / PAGE;
         let mut files: Vec<Level> = files.map(|file| Level { readable: file, writable: file }).collect();
-        let own = files.len() as u8;
+        let level = files.len() as u8;
         let window = map_window(files[0].readable, size)?;
-        for _ in 0..OWN_FILES {
+        files.push(own.map_or_else(|| make_file(size), |own| Ok(with_readable(own)))?);
+        for _ in 1..OWN_FILES {
             files.push(make_file(size)?);
         }
         let images = disks.iter().map(|disk| Image {
@@ -155,7 +159,7 @@ impl Layers {
         });
         let (levels, log) = (words(pages.div_ceil(PER_WORD))?, words(pages)?);
         let shared = Common::new(Shared::default())?.share();
-        shared.own.store(own, Ordering::Relaxed);
+        shared.own.store(level, Ordering::Relaxed);
         let layers = Self {
             files,
             images: images.collect(),
@@ -166,7 +170,7 @@ impl Layers {
             levels,
             log,
             most_pieces,
-            followed: AtomicU8::new(own),
+            followed: AtomicU8::new(level),
         };
         for Run { pages, level } in runs {
             layers.set_where(pages, 0, *level);
@@ -417,6 +421,34 @@ impl Layers {
         Ok(Frozen { file: file.writable, runs, below: own })
     }
 
+    /// Makes holes in the own file where whole pages of the machine's own are zero, from a page on. This
+    /// process must have mapped all own pages in its window, and no process may write to the memory
+    /// meanwhile. Looks at [`LOOKED_AT`] pages at most. Returns the page from which there may be more, which
+    /// is the largest number at the end, and the number of pages that are holes now.
+    #[must_use]
+    pub fn trim(&self, from: u64) -> (u64, u64) {
+        let own = self.own_level();
+        let file = self.files[usize::from(own)].writable;
+        let (mut at, mut looked_at, mut removed) = (from, 0, 0);
+        let mut content = [0; PAGE as usize];
+        loop {
+            if looked_at == LOOKED_AT {
+                return (at, removed);
+            }
+            let Some(page) = next_data(file, at * PAGE).map(|data| data / PAGE).filter(|at| *at < self.pages)
+            else {
+                return (u64::MAX, removed);
+            };
+            (at, looked_at) = (page + 1, looked_at + 1);
+            let is_zero = self.level(page) == own
+                && read_at(file, page * PAGE, &mut content).is_ok()
+                && content.iter().all(|byte| *byte == 0);
+            if is_zero && punch(self.window + (page * PAGE) as usize) {
+                removed += 1;
+            }
+        }
+    }
+
     /// Returns true if the machine was forked since this process last mapped its own pages.
     #[must_use]
     pub fn is_behind(&self) -> bool {
@@ -475,12 +507,29 @@ impl Layers {
     }
 }
 
+/// Returns the offset of the next data of a file, from one on.
+fn next_data(file: RawFd, at: u64) -> Option<u64> {
+    // SAFETY: It takes a descriptor and numbers.
+    u64::try_from(unsafe { libc::lseek(file, at.cast_signed(), libc::SEEK_DATA) }).ok()
+}
+
+/// Makes a hole of the page of a file that is mapped at an address. Returns true if the host has done so.
+fn punch(address: usize) -> bool {
+    let page = ptr::with_exposed_provenance_mut(address);
+    // SAFETY: The window has the page of the own file there, which is zero before and after.
+    unsafe { libc::madvise(page, PAGE as usize, libc::MADV_REMOVE) == 0 }
+}
+
 /// Makes a file for own pages.
 fn make_file(size: u64) -> Result<Level> {
-    let file = new_file(c"mercury-hosted", size, libc::MFD_ALLOW_SEALING)?;
+    new_file(c"mercury-hosted", size, libc::MFD_ALLOW_SEALING).map(with_readable)
+}
+
+/// Opens a file a second time, for reading.
+fn with_readable(file: OwnedFd) -> Level {
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     let readable = std::fs::File::open(path).map_or(-1, |file| file.into_raw_fd());
-    Ok(Level { readable, writable: file.into_raw_fd() })
+    Level { readable, writable: file.into_raw_fd() }
 }
 
 /// Maps pages of a file in the window or in the direct map. Returns true if the host has done so.
@@ -529,10 +578,7 @@ impl Number for AtomicU64 {}
 mod tests {
     use std::{
         fs::File,
-        os::{
-            fd::{BorrowedFd, OwnedFd},
-            unix::fs::FileExt,
-        },
+        os::{fd::BorrowedFd, unix::fs::FileExt},
     };
 
     use proptest::prelude::*;
@@ -577,7 +623,7 @@ mod tests {
     fn over(files: Vec<OwnedFd>, runs: &[Run], disks: &Disks, most_pieces: u32) -> &'static Layers {
         let direct = map_window(files[0].as_raw_fd(), SIZE).unwrap() as u64;
         let files = files.into_iter().map(IntoRawFd::into_raw_fd);
-        Layers::new(files, (direct, SIZE), runs, disks, most_pieces).unwrap()
+        Layers::new(files, (direct, SIZE), runs, disks, most_pieces, None).unwrap()
     }
 
     fn word(layers: &Layers, page: u64) -> u64 {
@@ -735,6 +781,30 @@ mod tests {
         assert_eq!(layers.place(13, all), (layers.files[0].readable, 13 * PAGE, read));
         assert!(layers.is_own(PAGES + 1000), "pages outside are nobody's base");
         assert!(!layers.make_own(PAGES));
+    }
+
+    /// Pages of zeros become holes, and are zero before and after. Pages that are not zero stay, and so do
+    /// those of the base.
+    #[test]
+    fn pages_of_zeros_become_holes() {
+        let layers = layers(u32::MAX);
+        let blocks = || std::os::unix::fs::MetadataExt::blocks(&own_file(layers).metadata().unwrap());
+        (10..30).for_each(|page| write(layers, page, 0));
+        write(layers, 15, 7);
+        assert_eq!((layers.trim(0), blocks()), ((u64::MAX, 19), 8), "one page is left");
+        assert_eq!((layers.trim(0), blocks()), ((u64::MAX, 0), 8));
+        for page in 0..PAGES {
+            let expected = match page {
+                15 => 7,
+                10..30 => 0,
+                _ => page + 1,
+            };
+            assert_eq!(word(layers, page), expected, "{page}");
+        }
+        write(layers, 12, 8);
+        // The host gives a hole a page when it is read.
+        assert_eq!((layers.trim(13).1, layers.trim(0).1), (16, 2));
+        assert_eq!((word(layers, 12), word(layers, 15)), (8, 7), "holes can be written to");
     }
 
     #[test]

@@ -87,7 +87,7 @@ impl Memory {
         seal(&base)?;
         let runs: Vec<Run> = std::iter::once(Run { pages: 0..ram, level: 1 }).chain(disks.runs()).collect();
         let files = std::iter::once(base.as_raw_fd());
-        let memory = Self::over(files, size, &runs, disks, most_pieces)?;
+        let memory = Self::over(files, size, &runs, disks, most_pieces, None)?;
         // It stays open in this process and those that begin as copies of it.
         std::mem::forget(base);
         Ok(memory)
@@ -133,7 +133,7 @@ impl Memory {
     }
 
     /// Makes memory over sealed files that other machines have, too. The files must be at least as large, and
-    /// stay open. `runs` and `most_pieces` are those of [`Layers::new`].
+    /// stay open. `runs`, `most_pieces` and `own` are those of [`Layers::new`].
     ///
     /// # Errors
     /// If the host does not have so much memory, or the addresses are taken.
@@ -143,6 +143,7 @@ impl Memory {
         runs: &[Run],
         disks: Arc<Disks>,
         most_pieces: u32,
+        own: Option<OwnedFd>,
     ) -> Result<Self> {
         let lowest = files.clone().next().unwrap_or(-1);
         // SAFETY: The caller's files stay open.
@@ -151,7 +152,7 @@ impl Memory {
         let file = file.map_err(|_| Error::system("keep the guest's memory"))?;
         let mut memory = Self { file, size, window: 0, layers: None, disks };
         memory.map_new(DIRECT_MAP, size, memory.descriptor(), Rights { write: false, execute: true })?;
-        let layers = Layers::new(files, (DIRECT_MAP, size), runs, &memory.disks, most_pieces)?;
+        let layers = Layers::new(files, (DIRECT_MAP, size), runs, &memory.disks, most_pieces, own)?;
         (memory.window, memory.layers) = (layers.window(), Some(layers));
         Ok(memory)
     }

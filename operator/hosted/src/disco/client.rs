@@ -21,7 +21,7 @@ use mercury_hosted::{
     fork::Image,
 };
 use mercury_hosted_options::{
-    disco::{DiscoRunArgs, ForkArgs, SaveArgs},
+    disco::{DiscoRunArgs, ForkArgs, ResizeArgs, SaveArgs},
     net::Forward,
 };
 use rustix::{
@@ -32,6 +32,7 @@ use rustix::{
 use serde::Serialize;
 
 use super::{
+    asleep,
     folder::{CONSOLE_INPUT, CONSOLE_LOG, Folder, MachineStatus, SOCKET, TemplateStatus},
     map::{self, Files},
     protocol::{self, Answer, Request},
@@ -40,6 +41,8 @@ use crate::refused;
 
 /// The time between two looks.
 const MOMENT: Duration = Duration::from_millis(20);
+/// The time in which a kernel usually has given the memory that it was asked for.
+const BALLOON_PATIENCE: Duration = Duration::from_secs(2);
 /// The time in which a machine that was told to end has ended.
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -102,6 +105,123 @@ pub fn save(args: &SaveArgs) -> Result<Saved> {
     let image = Image::from_files(files).map_err(refused)?;
     let bytes = save_image(&image, &args.file).map_err(refused)?;
     Ok(Saved { machine: args.machine.clone(), file: args.file.clone(), bytes, pause_us })
+}
+
+/// Sends a template a request. Returns its answer.
+fn ask(template: &Name, request: &Request) -> Result<Answer> {
+    let stream = connect(template)?;
+    protocol::send(&stream, request).map_err(|error| lost(template, &error))?;
+    match protocol::receive(&stream) {
+        Ok(Some((Answer::Refused { message, hint, .. }, _))) => {
+            let hint = hint.unwrap_or_else(|| "`mercury disco list` shows what runs".to_owned());
+            Err(Error::new(Exit::Failed, message).hint(hint))
+        }
+        Ok(Some((answer, _))) => Ok(answer),
+        Ok(None) => Err(lost(template, &io::ErrorKind::UnexpectedEof.into())),
+        Err(error) => Err(lost(template, &error)),
+    }
+}
+
+fn no_answer(template: &Name) -> Error {
+    lost(template, &io::ErrorKind::InvalidData.into())
+}
+
+/// Lets a machine have less memory, or more.
+pub fn resize(args: &ResizeArgs) -> Result<Resized> {
+    let machine = find(&args.machine)?;
+    let bytes = args.memory.saturating_mul(1 << 20);
+    let request = Request::Resize { machine: machine.name.clone(), bytes };
+    let Answer::Resized { balloon_bytes, zero_bytes } = ask(&machine.template, &request)? else {
+        return Err(no_answer(&machine.template));
+    };
+    // The machine's kernel needs a moment. One that has nothing to give goes on trying.
+    let start = Instant::now();
+    let given = || map::balloon(machine.pid).map_or(0, |[_, actual]| actual);
+    while given() != balloon_bytes && start.elapsed() < BALLOON_PATIENCE {
+        thread::sleep(MOMENT);
+    }
+    Ok(Resized { machine: machine.name, bytes, balloon_bytes, given_bytes: given(), zero_bytes })
+}
+
+/// A machine whose memory was changed.
+#[derive(Debug, Serialize)]
+pub struct Resized {
+    machine: Name,
+    /// The memory that it is to have.
+    bytes: u64,
+    /// The memory that its kernel was asked for, and what it has given.
+    balloon_bytes: u64,
+    given_bytes: u64,
+    /// Pages of zeros that went to the host.
+    zero_bytes: u64,
+}
+
+impl Render for Resized {
+    fn render(&self, text: &mut Text) {
+        let mib = |bytes: u64| bytes >> 20;
+        let (wanted, given) = (mib(self.balloon_bytes), mib(self.given_bytes));
+        text.line(format!("{} is to have {} MiB; it has given {given} MiB", self.machine, mib(self.bytes)));
+        if self.given_bytes < self.balloon_bytes {
+            text.line(format!(
+                "its kernel was asked for {wanted} MiB, and gives more when it can; one without \
+                 CONFIG_VIRTIO_BALLOON never does"
+            ));
+        }
+    }
+}
+
+/// Puts a machine to sleep.
+pub fn sleep(name: &Name) -> Result<Asleep> {
+    let machine = find(name)?;
+    let request = Request::Sleep { machine: name.clone() };
+    match ask(&machine.template, &request)? {
+        Answer::Asleep { file } => Ok(Asleep { machine: name.clone(), file }),
+        _ => Err(no_answer(&machine.template)),
+    }
+}
+
+/// A machine that was put to sleep.
+#[derive(Debug, Serialize)]
+pub struct Asleep {
+    machine: Name,
+    file: PathBuf,
+}
+
+impl Render for Asleep {
+    fn render(&self, text: &mut Text) {
+        let name = &self.machine;
+        text.line(format!("{name} is asleep, in {}", self.file.display()));
+        text.line(format!("a key on its console or `mercury disco wake {name}` lets it go on"));
+    }
+}
+
+/// Lets a machine go on that is asleep.
+pub fn wake(name: &Name) -> Result<Started> {
+    let Some(asleep) = asleep(name)? else {
+        let machine = find(name)?;
+        return Err(Error::new(Exit::State, format!("{} is awake", machine.name))
+            .hint("`mercury disco list` shows the machines"));
+    };
+    match ask(&asleep.template, &Request::Wake { machine: name.clone() })? {
+        Answer::Started { machines, pause_us } => Ok(Started { machines, pause_us }),
+        _ => Err(no_answer(&asleep.template)),
+    }
+}
+
+/// Returns a machine if it is asleep.
+fn asleep(name: &Name) -> Result<Option<asleep::Asleep>> {
+    let folder = Folder::machines();
+    folder.asleep(name).map_err(|error| unreadable(&folder, &error))
+}
+
+/// Removes a machine that is asleep, whether its template lives or not.
+fn discard(asleep: &asleep::Asleep) -> Result<()> {
+    if Folder::templates().lives(&asleep.template).unwrap_or(false) {
+        return ask(&asleep.template, &Request::Discard { machine: asleep.name.clone() }).map(drop);
+    }
+    Folder::machines().forget_file(asleep);
+    Folder::machines().remove(&asleep.name);
+    Ok(())
 }
 
 /// A machine that was saved, and goes on.
@@ -233,16 +353,53 @@ impl Drop for Settings {
 #[derive(Debug, Serialize)]
 pub struct Listed {
     templates: Vec<TemplateStatus>,
-    machines: Vec<ListedMachine>,
+    machines: Vec<ListedAny>,
 }
 
 #[derive(Debug, Serialize)]
 struct ListedMachine {
     #[serde(flatten)]
     status: MachineStatus,
+    state: &'static str,
     /// Memory of the guest that is the machine's own.
     #[serde(skip_serializing_if = "Option::is_none")]
     own_bytes: Option<u64>,
+    /// Memory that its kernel was asked for by the balloon, and what it has given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    balloon: Option<Balloon>,
+}
+
+#[derive(Debug, Serialize)]
+struct Balloon {
+    wanted_bytes: u64,
+    given_bytes: u64,
+}
+
+/// A machine that is in a file.
+#[derive(Debug, Serialize)]
+struct ListedSleeper {
+    name: Name,
+    template: Name,
+    state: &'static str,
+    file: PathBuf,
+    since: u64,
+}
+
+/// A machine, of either kind.
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+enum ListedAny {
+    Awake(ListedMachine),
+    Asleep(ListedSleeper),
+}
+
+impl ListedAny {
+    fn template(&self) -> &Name {
+        match self {
+            Self::Awake(machine) => &machine.status.template,
+            Self::Asleep(sleeper) => &sleeper.template,
+        }
+    }
 }
 
 /// Lists templates and machines.
@@ -254,9 +411,15 @@ pub fn list() -> Result<Listed> {
     let shared = map::shared(&templates, &living);
     let of = |status: MachineStatus| {
         let own_bytes = Files::of(status.pid).map(|files| files.without(&shared).bytes());
-        ListedMachine { status, own_bytes }
+        let balloon =
+            map::balloon(status.pid).map(|[wanted_bytes, given_bytes]| Balloon { wanted_bytes, given_bytes });
+        ListedAny::Awake(ListedMachine { status, state: "runs", own_bytes, balloon })
     };
-    Ok(Listed { templates, machines: living.into_iter().map(of).collect() })
+    let sleepers = machines.all_asleep().map_err(|error| unreadable(&machines, &error))?;
+    let asleep = sleepers.into_iter().map(|asleep::Asleep { name, template, file, since, .. }| {
+        ListedAny::Asleep(ListedSleeper { name, template, state: "asleep", file, since })
+    });
+    Ok(Listed { templates, machines: living.into_iter().map(of).chain(asleep).collect() })
 }
 
 impl Render for Listed {
@@ -268,7 +431,7 @@ impl Render for Listed {
         let mib = |bytes: u64| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));
         let heading = ["template", "machines", "memory", "PID", "saved machine"].map(str::to_owned).to_vec();
         let row = |one: &TemplateStatus| {
-            let count = self.machines.iter().filter(|machine| machine.status.template == one.name).count();
+            let count = self.machines.iter().filter(|machine| *machine.template() == one.name).count();
             let (memory, pid) = (mib(one.memory_bytes), one.pid.to_string());
             vec![one.name.to_string(), count.to_string(), memory, pid, one.file.display().to_string()]
         };
@@ -277,13 +440,21 @@ impl Render for Listed {
             return;
         }
         text.line("");
-        let heading = ["machine", "template", "own memory", "PID", "console"].map(str::to_owned).to_vec();
-        let row = |ListedMachine { status, own_bytes }: &ListedMachine| {
-            let console = if status.is_detached { "mercury disco console" } else { "a terminal" };
-            let own = own_bytes.map_or("-".to_owned(), mib);
-            let (name, template) = (status.name.to_string(), status.template.to_string());
-            vec![name, template, own, status.pid.to_string(), console.to_owned()]
+        let heading = ["machine", "template", "state", "own memory", "balloon", "PID", "console"];
+        let row = |one: &ListedAny| match one {
+            ListedAny::Asleep(ListedSleeper { name, template, state, .. }) => {
+                let row = [name.as_str(), template.as_str(), state, "-", "-", "-", "mercury disco console"];
+                row.map(str::to_owned).to_vec()
+            }
+            ListedAny::Awake(ListedMachine { status, state, own_bytes, balloon }) => {
+                let console = if status.is_detached { "mercury disco console" } else { "a terminal" };
+                let own = own_bytes.map_or("-".to_owned(), mib);
+                let balloon = balloon.as_ref().map_or("-".to_owned(), |one| mib(one.given_bytes));
+                let (name, template, state) = (status.name.to_string(), status.template.to_string(), *state);
+                vec![name, template, state.into(), own, balloon, status.pid.to_string(), console.to_owned()]
+            }
         };
+        let heading = heading.map(str::to_owned).to_vec();
         text.table(&[heading].into_iter().chain(self.machines.iter().map(row)).collect::<Vec<_>>());
     }
 }
@@ -291,6 +462,10 @@ impl Render for Listed {
 fn find(name: &Name) -> Result<MachineStatus> {
     let folder = Folder::machines();
     let found = folder.find(name).map_err(|error| unreadable(&folder, &error))?;
+    if found.is_none() && asleep(name)?.is_some() {
+        return Err(Error::new(Exit::State, format!("{name} is asleep"))
+            .hint(format!("`mercury disco wake {name}` lets it go on")));
+    }
     found.ok_or_else(|| {
         Error::new(Exit::State, format!("no machine {name} runs"))
             .hint("`mercury disco list` shows the machines")
@@ -299,6 +474,9 @@ fn find(name: &Name) -> Result<MachineStatus> {
 
 /// Ends a machine.
 pub fn stop(name: &Name) -> Result<Stopped> {
+    if let Some(asleep) = asleep(name)? {
+        return discard(&asleep).map(|()| Stopped { stopped: vec![name.clone()] });
+    }
     let machine = find(name)?;
     end(machine.pid, || Folder::machines().lives(name).unwrap_or(false), &format!("the machine {name}"))?;
     Folder::machines().remove(name);
@@ -314,6 +492,11 @@ pub fn remove(name: &Name) -> Result<Stopped> {
     for machine in machines.iter().filter(|machine| machine.template == *name) {
         stop(&machine.name)?;
         stopped.push(machine.name.clone());
+    }
+    let sleepers = folder.all_asleep().map_err(|error| unreadable(&folder, &error))?;
+    for asleep in sleepers.iter().filter(|asleep| asleep.template == *name) {
+        discard(asleep)?;
+        stopped.push(asleep.name.clone());
     }
     let mut template = connect(name)?;
     protocol::send(&template, &Request::End).map_err(|error| lost(name, &error))?;
@@ -359,8 +542,13 @@ impl Render for Stopped {
 
 /// Joins this terminal to the console of a machine in the background.
 pub fn console(name: &Name) -> Result<Exit> {
-    let machine = find(name)?;
-    if !machine.is_detached {
+    let asleep = asleep(name)?;
+    if let Some(asleep) = &asleep {
+        // Its template wakes it at the first key.
+        connect(&asleep.template)?;
+        eprintln!("{name} is asleep: a key wakes it");
+    }
+    if asleep.is_none() && !find(name)?.is_detached {
         return Err(Error::new(Exit::State, format!("{name} has its console on another terminal"))
             .hint("`mercury disco run --detach` starts a machine in the background"));
     }
@@ -389,7 +577,8 @@ fn visit(name: &Name, mut log: File, mut pipe: File) -> io::Result<bool> {
     log.seek(SeekFrom::Start(length.saturating_sub(SHOWN)))?;
     let (mut piece, mut keys) = ([0; 4096], Keys::default());
     loop {
-        let lives = Folder::machines().lives(name)?;
+        let folder = Folder::machines();
+        let lives = folder.lives(name)? || folder.asleep(name)?.is_some();
         let count = log.read(&mut piece)?;
         stdout().write_all(&piece[..count])?;
         stdout().flush()?;

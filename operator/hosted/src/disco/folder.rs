@@ -10,6 +10,8 @@
 //! machines/NAME/status.json   the machine's state
 //! machines/NAME/console.log   what a machine in the background has printed
 //! machines/NAME/console.in    what it reads, a pipe
+//! machines/NAME/asleep.json   where the machine is if no process has it ([`super::asleep`])
+//! machines/NAME/void          the life of a saved file that counts no longer
 //! ```
 
 use std::{
@@ -29,6 +31,10 @@ pub const SOCKET: &str = "socket";
 pub const LOG: &str = "log";
 pub const CONSOLE_LOG: &str = "console.log";
 pub const CONSOLE_INPUT: &str = "console.in";
+pub const ASLEEP: &str = "asleep.json";
+pub const VOID: &str = "void";
+/// The files of a thing, besides its lock.
+const FILES: [&str; 7] = [STATUS, SOCKET, LOG, CONSOLE_LOG, CONSOLE_INPUT, ASLEEP, VOID];
 
 /// The image of a disk in machines' memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -83,29 +89,46 @@ impl Folder {
         Self(run_folder().join("disco/machines"))
     }
 
+    /// Returns a folder at a path.
+    #[cfg(test)]
+    pub fn at(path: &Path) -> Self {
+        Self(path.to_owned())
+    }
+
     #[must_use]
     pub fn of(&self, name: &Name) -> PathBuf {
         self.0.join(name.as_str())
     }
 
     /// Takes the folder of a new thing, and removes what an earlier one has left. Returns `None` if one of
-    /// this name lives. The lock is held as long as the file is open in any process.
+    /// this name lives or is asleep. The lock is held as long as the file is open in any process.
     ///
     /// # Errors
     /// If the folder cannot be made.
     pub fn claim(&self, name: &Name) -> io::Result<Option<File>> {
         let folder = self.of(name);
         let Some(lock) = take_lock(&folder)? else { return Ok(None) };
-        for left in [STATUS, SOCKET, LOG, CONSOLE_LOG, CONSOLE_INPUT] {
+        if self.file_of(name)?.is_some() {
+            return Ok(None);
+        }
+        for left in FILES {
             held::remove(&folder.join(left))?;
         }
         Ok(Some(lock))
     }
 
+    /// Takes the folder of a machine that is asleep. Returns `None` if it lives.
+    ///
+    /// # Errors
+    /// As for [`Self::claim`].
+    pub fn claim_asleep(&self, name: &Name) -> io::Result<Option<File>> {
+        take_lock(&self.of(name))
+    }
+
     /// Removes the folder of a thing, whose lock the caller has or nobody.
     pub fn remove(&self, name: &Name) {
         let folder = self.of(name);
-        for left in [STATUS, SOCKET, LOG, CONSOLE_LOG, CONSOLE_INPUT, held::LOCK] {
+        for left in FILES.into_iter().chain([held::LOCK]) {
             let _ = held::remove(&folder.join(left));
         }
         let _ = fs::remove_dir(folder);

@@ -18,7 +18,10 @@ use mercury_control::{
     output::{Render, Text},
 };
 use mercury_guests::Name;
-use mercury_hosted::memory::disks::cached;
+use mercury_hosted::{
+    fork::{BALLOON_FILE, read_balloon},
+    memory::disks::cached,
+};
 use serde::Serialize;
 
 use super::{
@@ -61,6 +64,11 @@ impl Files {
         Some(Self(files))
     }
 
+    /// Returns the numbers of these files.
+    pub fn numbers(&self) -> HashSet<u64> {
+        self.0.keys().copied().collect()
+    }
+
     /// Returns the size of all of these files.
     pub fn bytes(&self) -> u64 {
         self.0.values().map(|file| file.bytes).sum()
@@ -71,6 +79,17 @@ impl Files {
         self.0.retain(|file, _| !others.contains(file));
         self
     }
+}
+
+/// Returns the size of the balloon of a machine by its first process: as it is wanted, and as it is, in
+/// bytes.
+pub fn balloon(pid: u32) -> Option<[u64; 2]> {
+    const PAGE: u64 = 4096;
+    let is_balloon = |path: &PathBuf| fs::read_link(path).is_ok_and(|name| name.as_os_str() == BALLOON_FILE);
+    let mut files = fs::read_dir(format!("/proc/{pid}/fd")).ok()?.flatten().map(|entry| entry.path());
+    let file = fs::File::open(files.find(is_balloon)?).ok()?;
+    let (wanted, actual) = read_balloon(&file).ok()?;
+    Some([wanted, actual].map(|pages| u64::from(pages) * PAGE))
 }
 
 /// Returns the numbers of the files that machines share: those of saved machines, of templates, and those
@@ -169,6 +188,8 @@ struct MachineMemory {
     template: Name,
     /// The pages of its own.
     own_bytes: u64,
+    /// The memory that its kernel has given to the host by the balloon.
+    balloon_bytes: u64,
     /// The number of its processes.
     processes: usize,
     /// What the host's kernel counts.
@@ -247,6 +268,7 @@ fn account(
     }
     MachineMemory {
         own_bytes: Files::of(status.pid).unwrap_or_default().without(shared).bytes(),
+        balloon_bytes: balloon(status.pid).map_or(0, |[_, actual]| actual),
         processes: processes.len(),
         machine: status.name,
         template: status.template,
@@ -261,9 +283,10 @@ impl Render for Map {
             return;
         }
         let mib = |bytes: u64| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));
-        let heading = ["machine", "template", "own", "processes", "PSS: base", "own", "images", "monitor"]
-            .map(str::to_owned)
-            .to_vec();
+        let heading =
+            ["machine", "template", "own", "balloon", "processes", "PSS: base", "own", "images", "monitor"]
+                .map(str::to_owned)
+                .to_vec();
         let shared = |one: &TemplateMemory| {
             let none = || "-".to_owned();
             vec![
@@ -281,13 +304,14 @@ impl Render for Map {
             let name = one.file.file_name().unwrap_or_default().to_string_lossy().into_owned();
             let cached = one.cached_bytes.map_or_else(|| "?".to_owned(), mib);
             let none = || "-".to_owned();
-            vec!["(image)".to_owned(), name, cached, none(), none(), none(), none(), none()]
+            vec!["(image)".to_owned(), name, cached, none(), none(), none(), none(), none(), none()]
         };
         let row = |one: &MachineMemory| {
             let Counted { base_bytes, own_bytes, image_bytes, monitor_bytes } = one.pss;
             let (name, template) = (one.machine.to_string(), one.template.to_string());
             let pss = [base_bytes, own_bytes, image_bytes, monitor_bytes].map(mib);
-            [vec![name, template, mib(one.own_bytes), one.processes.to_string()], pss.to_vec()].concat()
+            let (own, balloon) = (mib(one.own_bytes), mib(one.balloon_bytes));
+            [vec![name, template, own, balloon, one.processes.to_string()], pss.to_vec()].concat()
         };
         let rows = [heading].into_iter().chain(self.templates.iter().map(shared));
         let rows = rows.chain(self.images.iter().map(image));

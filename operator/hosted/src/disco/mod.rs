@@ -1,8 +1,12 @@
 //! `mercury disco`: many machines that begin as copies of one, and share the memory that they do not write.
 
+mod asleep;
 mod client;
 mod folder;
+mod host;
+mod keeper;
 mod map;
+mod policy;
 mod protocol;
 mod server;
 
@@ -10,7 +14,7 @@ use std::{
     fs::{File, OpenOptions},
     io,
     os::unix::{fs::OpenOptionsExt, process::CommandExt},
-    path::Path,
+    path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     thread,
     time::Duration,
@@ -45,6 +49,9 @@ pub fn name(command: &DiscoCommand) -> &'static str {
         DiscoCommand::Run(_) => "disco run",
         DiscoCommand::Fork(_) => "disco fork",
         DiscoCommand::Save(_) => "disco save",
+        DiscoCommand::Resize(_) => "disco resize",
+        DiscoCommand::Sleep(_) => "disco sleep",
+        DiscoCommand::Wake(_) => "disco wake",
         DiscoCommand::List => "disco list",
         DiscoCommand::Map => "disco map",
         DiscoCommand::Console(_) => "disco console",
@@ -67,6 +74,9 @@ pub fn run(command: &DiscoCommand, say: Say<'_>) -> Result<Exit> {
         },
         DiscoCommand::Fork(args) => client::fork(args).map(|started| say.done(&started)),
         DiscoCommand::Save(args) => client::save(args).map(|saved| say.done(&saved)),
+        DiscoCommand::Resize(args) => client::resize(args).map(|resized| say.done(&resized)),
+        DiscoCommand::Sleep(args) => client::sleep(&args.machine).map(|asleep| say.done(&asleep)),
+        DiscoCommand::Wake(args) => client::wake(&args.machine).map(|started| say.done(&started)),
         DiscoCommand::List => client::list().map(|listed| say.done(&listed)),
         DiscoCommand::Map => map::map().map(|map| say.done(&map)),
         DiscoCommand::Console(args) => client::console(&args.machine),
@@ -77,11 +87,24 @@ pub fn run(command: &DiscoCommand, say: Say<'_>) -> Result<Exit> {
 
 /// Becomes the process of a template.
 fn serve(args: &TemplateArgs) -> Result<Exit> {
+    let sleep_in = args.sleep_in.as_deref().map(folder_for_sleepers).transpose()?;
     let lock = claim(&args.name)?;
     let options = Options { restore: None, ..options(&args.run, None)? };
     let template = Template::new(&options, &args.file).map_err(refused)?;
     let file = args.file.canonicalize().unwrap_or_else(|_| args.file.clone());
-    Server::new(template, args.name.clone(), file, options.memory, lock)?.serve()
+    Server::new(template, (args.name.clone(), lock), file, options.memory, sleep_in)?.serve()
+}
+
+/// Checks the folder for machines that are asleep. Returns its whole path.
+fn folder_for_sleepers(path: &Path) -> Result<PathBuf> {
+    let wrong = |error: io::Error| {
+        Error::new(Exit::Failed, format!("machines cannot sleep in {}: {error}", path.display()))
+            .hint("--sleep-in needs a folder on a disk that this user can write to")
+    };
+    let whole = path.canonicalize().map_err(wrong)?;
+    let probe = whole.join(format!(".mercury-{}", std::process::id()));
+    File::create_new(&probe).and_then(|_| std::fs::remove_file(&probe)).map_err(wrong)?;
+    Ok(whole)
 }
 
 /// Takes the template's folder.

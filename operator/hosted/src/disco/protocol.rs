@@ -7,6 +7,7 @@ use std::{
         fd::{BorrowedFd, OwnedFd},
         unix::net::UnixStream,
     },
+    path::PathBuf,
 };
 
 use mercury_guests::Name;
@@ -35,6 +36,14 @@ pub enum Request {
     Fork { machine: Name, name: Option<Name>, count: u32, numbered: bool, forward: Vec<String> },
     /// Give a machine that runs as it is now.
     Freeze { machine: Name },
+    /// Let a machine have so many bytes of memory.
+    Resize { machine: Name, bytes: u64 },
+    /// Put a machine to sleep.
+    Sleep { machine: Name },
+    /// Let a machine go on that is asleep.
+    Wake { machine: Name },
+    /// Remove a machine that is asleep.
+    Discard { machine: Name },
     /// End.
     End,
 }
@@ -51,6 +60,12 @@ pub enum Answer {
     /// A machine as it was. With the line come the file of its state, one with the places of pages, and the
     /// files of its memory.
     Frozen { pause_us: u64 },
+    /// The machine's kernel was asked for so many bytes, and so many bytes of zeros went to the host.
+    Resized { balloon_bytes: u64, zero_bytes: u64 },
+    /// The machine is asleep, in this file.
+    Asleep { file: PathBuf },
+    /// The machine is no more.
+    Gone,
     /// No machine was started. The machines that were are named.
     Refused { message: String, hint: Option<String>, machines: Vec<Name> },
     /// The machine that was started with the console has ended with this status, or by a signal.

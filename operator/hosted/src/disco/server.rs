@@ -1,7 +1,7 @@
 //! The process of a template: starts machines on request, and tells how they have ended.
 //!
 //! It has one thread, because machines begin as copies of it. Machines are its children, but do not depend on
-//! it: they go on if it ends.
+//! it: they go on if it ends. It also watches the host's memory ([`super::keeper`]).
 
 use std::{
     fs::{File, OpenOptions},
@@ -28,7 +28,7 @@ use mercury_guests::Name;
 use mercury_hosted::{
     fork::{Forked, Image, Source},
     run::Options,
-    template::{Started, Template},
+    template::{Origin, Started, Template},
 };
 use mercury_hosted_options::net::Forward;
 use rustix::{
@@ -43,7 +43,9 @@ use rustix::{
 };
 
 use super::{
-    folder::{CONSOLE_INPUT, CONSOLE_LOG, Folder, ImageStatus, MachineStatus, SOCKET, TemplateStatus},
+    asleep::Asleep,
+    folder::{CONSOLE_INPUT, CONSOLE_LOG, Folder, ImageStatus, MachineStatus, SOCKET, TemplateStatus, VOID},
+    keeper::{Keeper, Kept},
     protocol::{self, Answer, CONSOLE, Request},
 };
 use crate::refused;
@@ -51,30 +53,37 @@ use crate::refused;
 /// The time in which a client must have sent its request.
 const PATIENCE: Duration = Duration::from_secs(1);
 /// The time between two looks if the images of disks in memory are still as they were.
-const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 500_000_000 };
+const LOOK: Duration = Duration::from_millis(500);
 
 /// A template that takes requests.
 pub struct Server {
-    template: Template,
-    name: Name,
+    pub(super) template: Template,
+    pub(super) name: Name,
     listener: UnixListener,
-    machines: Vec<Machine>,
+    pub(super) machines: Vec<Machine>,
+    pub(super) memory_bytes: u64,
+    pub(super) keeper: Keeper,
     /// The lock of the template's folder.
     _lock: File,
 }
 
 /// A machine that this process has started.
-struct Machine {
-    name: Name,
-    pid: Pid,
+pub(super) struct Machine {
+    pub(super) name: Name,
+    pub(super) pid: Pid,
     /// Becomes readable at the end of the machine's first process.
     end: OwnedFd,
+    /// True if the machine runs in the background.
+    pub(super) is_detached: bool,
     /// The client on whose terminal the machine has its console.
     client: Option<UnixStream>,
     /// True until the client is told that the machine has begun.
     is_awaited: bool,
     /// The way to the machine, by which it can be forked.
-    source: Source,
+    pub(super) source: Source,
+    /// The ports that lead to it.
+    pub(super) forward: Vec<String>,
+    pub(super) kept: Kept,
 }
 
 /// What has happened.
@@ -86,21 +95,38 @@ struct Ready {
     ended: Vec<usize>,
     /// The indices of machines whose client is gone.
     clients: Vec<usize>,
+    /// True if the keeper's process has ended.
+    is_job_done: bool,
+}
+
+/// The things from which a machine begins.
+pub(super) struct Beginning<'a> {
+    pub(super) image: Arc<Image>,
+    /// The machine's own file, and where it was asleep.
+    pub(super) woken: Option<(OwnedFd, Asleep)>,
+    pub(super) forward: &'a [String],
+    pub(super) is_attached: bool,
 }
 
 /// Returns the seconds since 1970.
-fn seconds() -> u64 {
+pub(super) fn seconds() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
-fn failed(what: &str, error: impl std::fmt::Display) -> Error {
+pub(super) fn failed(what: &str, error: impl std::fmt::Display) -> Error {
     Error::new(Exit::Failed, format!("cannot {what}: {error}"))
         .hint("see that the user's folder (XDG_RUNTIME_DIR) has room, and that the host has memory")
 }
 
 impl Server {
     /// Opens the template's socket, and says that the template is ready.
-    pub fn new(template: Template, name: Name, file: PathBuf, memory_bytes: u64, lock: File) -> Result<Self> {
+    pub fn new(
+        template: Template,
+        (name, lock): (Name, File),
+        file: PathBuf,
+        memory_bytes: u64,
+        sleep_in: Option<PathBuf>,
+    ) -> Result<Self> {
         let folder = Folder::templates();
         let listener =
             UnixListener::bind(folder.of(&name).join(SOCKET)).map_err(|error| failed("listen", error))?;
@@ -114,7 +140,8 @@ impl Server {
         };
         folder.write(&name, &status).map_err(|error| failed("write the template's state", error))?;
         raise_limit();
-        Ok(Self { template, name, listener, machines: Vec::new(), _lock: lock })
+        let keeper = Keeper::new(&name, sleep_in)?;
+        Ok(Self { template, name, listener, machines: Vec::new(), memory_bytes, keeper, _lock: lock })
     }
 
     /// Serves until a client asks for the end. The machines go on.
@@ -135,6 +162,9 @@ impl Server {
                 let machine = self.machines.remove(index);
                 self.bury(machine);
             }
+            if ready.is_job_done {
+                self.finish_job();
+            }
             if ready.is_asked
                 && let Ok((client, _)) = self.listener.accept()
                 && self.answer(client)
@@ -142,6 +172,7 @@ impl Server {
                 Folder::templates().remove(&self.name);
                 return Ok(Exit::Done);
             }
+            self.keep();
         }
     }
 
@@ -155,7 +186,14 @@ impl Server {
             .filter_map(|(index, machine)| Some((index, machine.client.as_ref()?)))
             .collect();
         all.extend(clients.iter().map(|(_, client)| PollFd::new(*client, PollFlags::IN)));
-        match poll(&mut all, self.template.has_disks().then_some(&LOOK)) {
+        let more = all.len();
+        all.extend(self.keeper.watched().map(|file| PollFd::from_borrowed_fd(file, PollFlags::IN)));
+        let look = self.template.has_disks().then_some(LOOK);
+        let timeout = [self.patience(), look].into_iter().flatten().min().map(|time| Timespec {
+            tv_sec: time.as_secs().cast_signed(),
+            tv_nsec: time.subsec_nanos().into(),
+        });
+        match poll(&mut all, timeout.as_ref()) {
             Err(Errno::INTR) => return Ok(Ready::default()),
             result => result?,
         };
@@ -168,17 +206,21 @@ impl Server {
                 .filter(|at| is_ready(1 + count + at))
                 .map(|at| clients[at].0)
                 .collect(),
+            is_job_done: self.keeper.has_job() && is_ready(more),
         })
     }
 
     /// Tells a machine's client how the machine has ended, and removes what it leaves.
-    fn bury(&self, machine: Machine) {
+    fn bury(&mut self, mut machine: Machine) {
         let status =
             waitpid(Some(machine.pid), WaitOptions::empty()).ok().flatten().map(|(_, status)| status);
         let ended = Answer::Ended {
             status: status.and_then(|status| status.exit_status()),
             signal: status.and_then(|status| status.terminating_signal()),
         };
+        if self.has_fallen_asleep(&mut machine) {
+            return;
+        }
         match machine.client {
             Some(client) => {
                 Folder::machines().remove(&machine.name);
@@ -198,14 +240,37 @@ impl Server {
         let Some((request, console)) = protocol::receive(&client).ok().flatten().filter(|_| is_set) else {
             return false;
         };
-        if let Request::Freeze { machine } = &request {
-            self.give(&client, machine);
-            return false;
+        match &request {
+            Request::Freeze { machine } => {
+                self.give(&client, machine);
+                return false;
+            }
+            Request::Sleep { machine } => {
+                self.sleep_for(client, machine);
+                return false;
+            }
+            Request::Wake { machine } => {
+                self.wake_for(client, machine);
+                return false;
+            }
+            Request::Resize { machine, bytes } => {
+                reply(&client, self.resize(machine, *bytes));
+                return false;
+            }
+            Request::Discard { machine } => {
+                reply(&client, self.discard(machine));
+                return false;
+            }
+            _ => {}
         }
         let (mut machines, mut pause_us) = (Vec::new(), None);
         let started = match request {
             Request::End => return true,
-            Request::Freeze { .. } => Ok(()),
+            Request::Freeze { .. }
+            | Request::Sleep { .. }
+            | Request::Wake { .. }
+            | Request::Resize { .. }
+            | Request::Discard { .. } => Ok(()),
             Request::Attached { name, forward } => {
                 self.start_attached(name, &forward, console, &mut machines)
             }
@@ -249,18 +314,29 @@ impl Server {
             Error::new(Exit::Failed, "the request came without a console").hint("report this bug")
         })?;
         let (name, lock) = self.claim(name.as_ref(), name.is_none())?;
-        self.start(None, (name, lock), console, forward, true)?;
+        let image = Arc::clone(self.template.image());
+        self.start((name, lock), console, Beginning { image, woken: None, forward, is_attached: true })?;
         started.extend(self.machines.last().map(|machine| machine.name.clone()));
         Ok(())
     }
 
     /// Takes a machine as it is now.
     fn freeze(&mut self, machine: &Name) -> Result<Forked> {
-        let found = self.machines.iter_mut().find(|one| one.name == *machine).ok_or_else(|| {
+        let index = self.find_at_work(machine)?;
+        self.machines[index].source.freeze().map_err(refused)
+    }
+
+    /// Returns the index of a machine that is not on its way to sleep.
+    pub(super) fn find_at_work(&self, machine: &Name) -> Result<usize> {
+        let index = self.machines.iter().position(|one| one.name == *machine).ok_or_else(|| {
             Error::new(Exit::State, format!("the machine {machine} is not this template's"))
-                .hint("a machine whose template has ended cannot be forked")
+                .hint("a machine whose template has ended cannot be forked, resized or put to sleep")
         })?;
-        found.source.freeze().map_err(refused)
+        if self.falls_asleep(&self.machines[index]) {
+            return Err(Error::new(Exit::State, format!("{machine} is falling asleep"))
+                .hint(format!("`mercury disco wake {machine}` lets it go on")));
+        }
+        Ok(index)
     }
 
     /// Gives a client a machine as it is now.
@@ -292,7 +368,9 @@ impl Server {
         for _ in 0..count {
             let (name, lock) = self.claim(names.0, names.1)?;
             let console = open_console(&name).map_err(|error| failed("make the machine's console", error))?;
-            self.start(image, (name.clone(), lock), console, forward, false)?;
+            let image = Arc::clone(image.unwrap_or_else(|| self.template.image()));
+            let beginning = Beginning { image, woken: None, forward, is_attached: false };
+            self.start((name.clone(), lock), console, beginning)?;
             started.push(name);
         }
         Ok(())
@@ -327,21 +405,24 @@ impl Server {
             .hint("end some with `mercury disco stop`"))
     }
 
-    fn start(
+    pub(super) fn start(
         &mut self,
-        image: Option<&Arc<Image>>,
         (name, lock): (Name, File),
         console: [OwnedFd; CONSOLE],
-        forward: &[String],
-        is_attached: bool,
+        beginning: Beginning<'_>,
     ) -> Result<()> {
+        let Beginning { image, woken, forward, is_attached } = beginning;
         let forwards: Vec<Forward> =
             forward.iter().map(|text| text.parse()).collect::<std::result::Result<_, _>>().map_err(
                 |error: String| Error::new(Exit::Usage, error).hint("see `mercury disco run --help`"),
             )?;
         let begin = |options: &mut Options| begin(options, &console, forwards);
         let in_clone = |error| fail(&refused(error), Format::Text, "disco run") as i32;
-        let started = self.template.start(image, lock.as_raw_fd(), begin, in_clone).map_err(refused)?;
+        let mark = open_mark(&name).map_err(|error| failed("make the machine's files", error))?;
+        let (own, asleep) = woken.unzip();
+        let life = asleep.as_ref().map(|asleep| asleep.life);
+        let origin = Origin { image, own, mark, life };
+        let started = self.template.start(origin, lock.as_raw_fd(), begin, in_clone).map_err(refused)?;
         let Started { process, source } = started;
         let pid = Pid::from_raw(process).ok_or_else(|| failed("start a machine", "it has no number"))?;
         let end = pidfd_open(pid, PidfdFlags::empty()).map_err(|error| failed("watch the machine", error))?;
@@ -353,7 +434,17 @@ impl Server {
             images: images(&self.template),
             since: seconds(),
         };
-        self.machines.push(Machine { name, pid, end, client: None, is_awaited: is_attached, source });
+        self.machines.push(Machine {
+            name,
+            pid,
+            end,
+            is_detached: !is_attached,
+            client: None,
+            is_awaited: is_attached,
+            source,
+            forward: forward.to_vec(),
+            kept: Kept::new(asleep),
+        });
         let written = Folder::machines().write(&status.name, &status);
         written.map_err(|error| failed("write the machine's state", error))
     }
@@ -362,6 +453,22 @@ impl Server {
 /// Returns the images of a template's disks in memory.
 fn images(template: &Template) -> Vec<ImageStatus> {
     template.images().into_iter().map(|(file, inode)| ImageStatus { file, inode }).collect()
+}
+
+/// Sends an answer or the reason for which there is none. The client may be gone.
+pub(super) fn reply(client: &UnixStream, answer: Result<Answer>) {
+    let answer = answer.unwrap_or_else(|Error { message, hint, .. }| Answer::Refused {
+        message,
+        hint,
+        machines: Vec::new(),
+    });
+    let _ = protocol::send(client, &answer);
+}
+
+/// Opens the file in a machine's folder for lives that are void.
+fn open_mark(name: &Name) -> io::Result<File> {
+    let path = Folder::machines().of(name).join(VOID);
+    OpenOptions::new().create(true).truncate(false).read(true).write(true).mode(0o600).open(path)
 }
 
 /// Gives a new machine its console. It is called in the machine's process.
@@ -392,25 +499,34 @@ fn begin(
 
 /// Makes the console of a machine in the background: a file for its output, and a pipe for its input, which
 /// stays open.
-fn open_console(name: &Name) -> io::Result<[OwnedFd; CONSOLE]> {
+pub(super) fn open_console(name: &Name) -> io::Result<[OwnedFd; CONSOLE]> {
     let folder = Folder::machines().of(name);
     let log = OpenOptions::new().create(true).append(true).mode(0o600).open(folder.join(CONSOLE_LOG))?;
     let pipe = folder.join(CONSOLE_INPUT);
-    mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0)?;
+    match mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0) {
+        // A machine that was asleep has its pipe.
+        Ok(()) | Err(Errno::EXIST) => {}
+        Err(error) => return Err(error.into()),
+    }
     let input = OpenOptions::new().read(true).write(true).open(pipe)?;
     Ok([input.into(), log.try_clone()?.into(), log.into()])
 }
 
 /// Writes the end of a machine in the background into its log.
 fn note_end(name: &Name, ended: &Answer) -> io::Result<()> {
-    use io::Write;
     let how = match ended {
         Answer::Ended { signal: Some(signal), .. } => format!("was ended by signal {signal}"),
         Answer::Ended { status: Some(status), .. } => format!("has ended with status {status}"),
         _ => "has ended".to_owned(),
     };
+    note(name, &how)
+}
+
+/// Writes what has happened to a machine in the background into its log.
+pub(super) fn note(name: &Name, what: &str) -> io::Result<()> {
+    use io::Write;
     let log = Folder::machines().of(name).join(CONSOLE_LOG);
-    writeln!(OpenOptions::new().append(true).open(log)?, "mercury disco: {name} {how}")
+    writeln!(OpenOptions::new().append(true).open(log)?, "mercury disco: {name} {what}")
 }
 
 /// Lets this process have as many descriptors as it may: each machine needs some.

@@ -1,0 +1,144 @@
+//! Machines that are asleep: where they are, and since when.
+//!
+//! A machine is in a file if three things are true: `asleep.json` in its folder names the file, no process
+//! has the folder's lock, and `void` does not have the file's life. A machine that goes on writes that life
+//! to `void` first ([`mercury_hosted::fork`]). So what is left after any process was killed is the machine or
+//! its file, and never both.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use mercury_guests::Name;
+use mercury_hosted::saved::Life;
+use serde::{Deserialize, Serialize};
+
+use super::folder::{ASLEEP, Folder, VOID};
+
+/// A machine in a file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Asleep {
+    pub name: Name,
+    pub template: Name,
+    pub file: PathBuf,
+    /// The number by which the file is known.
+    pub life: Life,
+    /// The ports that led to it.
+    pub forward: Vec<String>,
+    /// The memory of its own that it had.
+    pub own_bytes: u64,
+    /// The size that it is to have, if its user has chosen one: the pages in its balloon.
+    pub balloon_pages: u32,
+    /// The time at which it fell asleep, in seconds since 1970.
+    pub since: u64,
+}
+
+impl Folder {
+    /// Returns the file that counts if no process has the machine.
+    ///
+    /// # Errors
+    /// If the machine's folder cannot be read.
+    pub fn file_of(&self, name: &Name) -> io::Result<Option<Asleep>> {
+        let folder = self.of(name);
+        let text = match fs::read(folder.join(ASLEEP)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            text => text?,
+        };
+        let asleep: Asleep = serde_json::from_slice(&text)?;
+        Ok(Some(asleep).filter(|asleep| !is_void(&folder, &asleep.life)))
+    }
+
+    /// Returns the machine if it is asleep.
+    ///
+    /// # Errors
+    /// If the machine's folder cannot be read.
+    pub fn asleep(&self, name: &Name) -> io::Result<Option<Asleep>> {
+        // In this order: a machine that wakes has the lock, then makes the file void, and then may end.
+        let file = self.file_of(name)?;
+        Ok(if file.is_some() && !self.lives(name)? { self.file_of(name)? } else { None })
+    }
+
+    /// Returns all machines that are asleep, by name.
+    ///
+    /// # Errors
+    /// If the folder cannot be read.
+    pub fn all_asleep(&self) -> io::Result<Vec<Asleep>> {
+        self.names()?.iter().filter_map(|name| self.asleep(name).transpose()).collect()
+    }
+
+    /// Writes where a machine is.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub fn write_asleep(&self, asleep: &Asleep) -> io::Result<()> {
+        let (new, folder) = ("asleep.new", self.of(&asleep.name));
+        fs::write(folder.join(new), serde_json::to_vec(asleep)?)?;
+        fs::rename(folder.join(new), folder.join(ASLEEP))
+    }
+
+    /// Removes a machine's file that does not count any more.
+    pub fn forget_file(&self, asleep: &Asleep) {
+        let _ = fs::remove_file(&asleep.file);
+        let _ = fs::remove_file(self.of(&asleep.name).join(ASLEEP));
+    }
+
+    /// Returns true if the file with this life does not count.
+    #[must_use]
+    pub fn has_left(&self, name: &Name, life: &Life) -> bool {
+        is_void(&self.of(name), life)
+    }
+}
+
+fn is_void(folder: &Path, life: &Life) -> bool {
+    fs::read(folder.join(VOID)).is_ok_and(|void| void == life)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn asleep(folder: &Path) -> Asleep {
+        Asleep {
+            name: "web-1".parse().unwrap(),
+            template: "web".parse().unwrap(),
+            file: folder.join("file"),
+            life: [7; 16],
+            forward: vec!["8080:80".into()],
+            own_bytes: 5,
+            balloon_pages: 0,
+            since: 0,
+        }
+    }
+
+    /// Follows a machine through its lives, as processes leave the folder when they are killed.
+    #[test]
+    fn there_is_a_machine_or_its_file() {
+        let directory = tempfile::tempdir().unwrap();
+        let folder = Folder::at(&directory.path().join("machines"));
+        let one = asleep(directory.path());
+        let lock = folder.claim(&one.name).unwrap().unwrap();
+        assert_eq!(folder.asleep(&one.name).unwrap(), None);
+        // The file is whole, and the machine stands still.
+        folder.write_asleep(&one).unwrap();
+        fs::write(&one.file, "machine").unwrap();
+        assert_eq!(folder.asleep(&one.name).unwrap(), None, "the machine is what counts");
+        // The machine has ended.
+        drop(lock);
+        assert_eq!(folder.all_asleep().unwrap(), std::slice::from_ref(&one));
+        assert!(folder.claim(&one.name).unwrap().is_none(), "the name is taken");
+        // It wakes, and its process is killed before it goes on.
+        let lock = folder.claim_asleep(&one.name).unwrap().unwrap();
+        assert_eq!(folder.asleep(&one.name).unwrap(), None);
+        drop(lock);
+        assert_eq!(folder.asleep(&one.name).unwrap(), Some(one.clone()));
+        // It wakes and goes on, and is killed then.
+        let lock = folder.claim_asleep(&one.name).unwrap().unwrap();
+        fs::write(folder.of(&one.name).join(VOID), one.life).unwrap();
+        drop(lock);
+        assert!(folder.all_asleep().unwrap().is_empty() && folder.has_left(&one.name, &one.life));
+        folder.forget_file(&one);
+        assert!(!one.file.exists() && folder.claim(&one.name).unwrap().is_some());
+    }
+}

@@ -1,0 +1,722 @@
+//! The template's part that keeps the host from running out of memory: balloons, and machines that sleep.
+//!
+//! The template does it because it alone can: it is the parent of its machines, has the sockets by which they
+//! are stopped, and has the base of which a machine that wakes is a copy. It looks at the host's memory
+//! ([`super::host`]), decides ([`super::policy`]), and does one thing after the other. What takes long is
+//! done by a process of its own, one at a time ([`mercury_hosted::asleep`]).
+
+use std::{
+    fs::File,
+    io::{self, Read, Seek, Write},
+    os::{
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+        unix::{fs::OpenOptionsExt, net::UnixStream},
+    },
+    path::PathBuf,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use mercury_control::{
+    error::{Error, Result},
+    exit::Exit,
+};
+use mercury_guests::Name;
+use mercury_hosted::{
+    asleep::{Room, load, new_life, start_helper},
+    control::save_image_as,
+    fork,
+};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    fs::{MemfdFlags, memfd_create},
+    param::clock_ticks_per_second,
+    process::{Pid, PidfdFlags, Signal, WaitOptions, kill_process, pidfd_open, waitpid},
+};
+
+use super::{
+    asleep::Asleep,
+    folder::{CONSOLE_INPUT, Folder},
+    host::{Memory, Processes, Sources},
+    map::Files,
+    policy::{Action, Candidate, Need, plan},
+    protocol::Answer,
+    server::{Beginning, Machine, Server, failed, note, open_console, reply, seconds},
+};
+use crate::refused;
+
+const PAGE: u64 = 4096;
+/// The least memory that a machine keeps: what its user may leave it, and what is left to an idle one.
+const LEAST: u64 = 32 << 20;
+const LEAST_IDLE: u64 = 48 << 20;
+/// The part of its memory that an idle machine keeps.
+const IDLE_PART: u64 = 4;
+/// The time between two looks: usually, when memory is short, and when a machine is on its way.
+const USUALLY: Duration = Duration::from_secs(1);
+const SOON: Duration = Duration::from_millis(100);
+const AT_ONCE: Duration = Duration::from_millis(10);
+/// The time between two measurements of machines' work.
+const MEASURE: Duration = Duration::from_millis(500);
+/// A machine works if it uses more than this part of a processor's time.
+const WORKS: f64 = 0.05;
+/// The time in which a machine's work may be that of its balloon.
+const BALLOON_WORKS: Duration = Duration::from_secs(2);
+/// The time after which something is tried again that has failed.
+const AGAIN: Duration = Duration::from_secs(10);
+
+/// The state of the template's keeper.
+pub struct Keeper {
+    sources: Sources,
+    /// The folder for machines that are asleep.
+    sleep_in: Option<PathBuf>,
+    sleepers: Vec<Sleeper>,
+    job: Option<Job>,
+    next_look: Instant,
+    measured: Option<Instant>,
+}
+
+/// A machine that is asleep.
+struct Sleeper {
+    asleep: Asleep,
+    /// The machine's keys, which wake it. They stay in the pipe.
+    pipe: File,
+    /// True if it is to wake.
+    is_wanted: bool,
+    /// The client that has asked for it.
+    client: Option<UnixStream>,
+    /// It is not tried before.
+    not_before: Instant,
+}
+
+/// The keeper's view of a machine.
+#[derive(Default)]
+pub struct Kept {
+    /// The pages that the machine's user wants to be in its balloon.
+    balloon: u32,
+    /// The time at which the balloon was made larger for the host.
+    squeezed: Option<Instant>,
+    is_settled: bool,
+    /// The processor time that the machine had used when it was last measured.
+    ticks: u64,
+    /// The time since which it has not worked.
+    idle_since: Option<Instant>,
+    /// It worked when that was last measured.
+    works: bool,
+    /// The machine was told to end, because all of it is here.
+    falls_asleep: Option<(Asleep, File)>,
+    /// The machine has begun from here, and may not go on yet.
+    origin: Option<Asleep>,
+    /// The client that waits until the machine has woken or is asleep.
+    client: Option<UnixStream>,
+    /// True if it is to sleep whatever it does.
+    must_sleep: bool,
+    not_before: Option<Instant>,
+}
+
+impl Kept {
+    /// Begins to keep a machine that may have been asleep.
+    pub fn new(origin: Option<Asleep>) -> Self {
+        let balloon = origin.as_ref().map_or(0, |asleep| asleep.balloon_pages);
+        Self { origin, balloon, ..Self::default() }
+    }
+
+    fn idle(&self) -> Duration {
+        self.idle_since.map_or(Duration::ZERO, |since| since.elapsed())
+    }
+}
+
+/// The work of another process.
+struct Job {
+    pid: Pid,
+    end: OwnedFd,
+    /// Where the process says why it has failed.
+    note: File,
+    what: Work,
+}
+
+enum Work {
+    /// Write a machine that stands still.
+    Sleep(Asleep, File),
+    /// Read a machine. Its folder is locked.
+    Wake(Asleep, Room, File),
+}
+
+impl Keeper {
+    /// Takes over machines of the template that are asleep already.
+    pub fn new(template: &Name, sleep_in: Option<PathBuf>) -> Result<Self> {
+        let asleep = Folder::machines().all_asleep().map_err(|error| failed("find machines", error))?;
+        let of_template = asleep.into_iter().filter(|one| one.template == *template);
+        let sleepers = of_template.map(Sleeper::new).collect::<io::Result<_>>();
+        Ok(Self {
+            sources: Sources::default(),
+            sleep_in,
+            sleepers: sleepers.map_err(|error| failed("open a console", error))?,
+            job: None,
+            next_look: Instant::now(),
+            measured: None,
+        })
+    }
+
+    /// Returns true if another process works.
+    pub fn has_job(&self) -> bool {
+        self.job.is_some()
+    }
+
+    /// Returns the descriptors that are to be watched. That of the other process comes first.
+    pub fn watched(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        let job = self.job.iter().map(|job| job.end.as_fd());
+        let is_open = |one: &&Sleeper| !one.is_wanted && one.not_before <= Instant::now();
+        job.chain(self.sleepers.iter().filter(is_open).map(|one| one.pipe.as_fd()))
+    }
+
+    fn sleeper(&mut self, name: &Name) -> Option<&mut Sleeper> {
+        self.sleepers.iter_mut().find(|one| one.asleep.name == *name)
+    }
+}
+
+impl Sleeper {
+    fn new(asleep: Asleep) -> io::Result<Self> {
+        let pipe = open_pipe(&asleep.name)?;
+        Ok(Self { asleep, pipe, is_wanted: false, client: None, not_before: Instant::now() })
+    }
+}
+
+/// Opens the pipe of a machine's keys, without taking any.
+fn open_pipe(name: &Name) -> io::Result<File> {
+    let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
+    let path = Folder::machines().of(name).join(CONSOLE_INPUT);
+    File::options().read(true).write(true).custom_flags(flags).open(path)
+}
+
+fn has_input(pipe: &File) -> bool {
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    poll(&mut [PollFd::new(pipe, PollFlags::IN)], Some(&now)).is_ok_and(|count| count > 0)
+}
+
+impl Server {
+    /// Returns the time until there is something to do.
+    pub(super) fn patience(&self) -> Option<Duration> {
+        let keeper = &self.keeper;
+        if self.machines.is_empty() && keeper.sleepers.is_empty() {
+            return None;
+        }
+        if self.machines.iter().any(|one| one.kept.origin.is_some()) {
+            return Some(AT_ONCE);
+        }
+        Some(keeper.next_look.saturating_duration_since(Instant::now()))
+    }
+
+    /// Looks at the host's memory from time to time, and does what has to be done.
+    pub(super) fn keep(&mut self) {
+        self.greet_the_awake();
+        let now = Instant::now();
+        let mut is_called = false;
+        for sleeper in self.keeper.sleepers.iter_mut().filter(|one| !one.is_wanted) {
+            sleeper.is_wanted = sleeper.not_before <= now && has_input(&sleeper.pipe);
+            is_called |= sleeper.is_wanted;
+        }
+        if self.machines.is_empty() && self.keeper.sleepers.is_empty()
+            || now < self.keeper.next_look && !is_called
+        {
+            return;
+        }
+        let memory = self.keeper.sources.memory();
+        let purpose = self.keeper.sleepers.iter().find(|one| one.is_wanted).map(|one| one.asleep.own_bytes);
+        let missing = memory.map_or(0, |memory| memory.missing(purpose.unwrap_or(0)));
+        let is_busy = missing > 0 || purpose.is_some() || self.keeper.has_job();
+        self.keeper.next_look = now + if is_busy { SOON } else { USUALLY };
+        let is_sleepy = self.obey_plan(memory, missing);
+        if purpose.is_some() && !self.keeper.has_job() && may_wake(memory, missing, is_sleepy) {
+            self.begin_to_wake();
+        }
+    }
+
+    /// Does what the policy says. Returns true if a machine falls asleep.
+    fn obey_plan(&mut self, memory: Option<Memory>, missing: u64) -> bool {
+        let is_plenty = memory.is_none_or(Memory::is_plenty);
+        if is_plenty && self.machines.iter().all(|one| one.kept.squeezed.is_none()) {
+            self.keeper.measured = None;
+        } else {
+            self.measure();
+        }
+        self.settle_balloons();
+        let can_sleep =
+            self.keeper.sleep_in.is_some() && !self.template.has_disks() && !self.keeper.has_job();
+        let own = Files::of(std::process::id()).unwrap_or_default().numbers();
+        let candidates: Vec<Candidate> = match is_plenty {
+            true => self.machines.iter().map(|one| self.candidate(one, 0, false)).collect(),
+            false => {
+                let bytes = |pid: Pid| {
+                    let pid = pid.as_raw_nonzero().get().cast_unsigned();
+                    Files::of(pid).map_or(0, |files| files.without(&own).bytes())
+                };
+                self.machines.iter().map(|one| self.candidate(one, bytes(one.pid), can_sleep)).collect()
+            }
+        };
+        let is_urgent = memory.is_some_and(Memory::is_urgent);
+        let actions = plan(Need { missing, is_urgent, is_plenty }, &candidates);
+        let names: Vec<Name> = self.machines.iter().map(|one| one.name.clone()).collect();
+        for action in &actions {
+            match *action {
+                Action::Squeeze(index) => self.squeeze(index),
+                Action::Release(index) => self.release(index),
+                Action::Sleep(_) => {}
+            }
+        }
+        let chosen = actions.iter().find_map(|action| match action {
+            Action::Sleep(index) => Some(names[*index].clone()),
+            _ => None,
+        });
+        let ordered = self.machines.iter().find(|one| one.kept.must_sleep).map(|one| one.name.clone());
+        if let Some(name) = ordered.or(chosen).filter(|_| !self.keeper.has_job()) {
+            self.begin_to_sleep(&name);
+        }
+        self.machines.iter().any(|one| self.falls_asleep(one))
+    }
+
+    fn candidate(&self, one: &Machine, own_bytes: u64, can_sleep: bool) -> Candidate {
+        let Kept { squeezed, not_before, .. } = &one.kept;
+        let left = (self.memory_bytes / IDLE_PART).max(LEAST_IDLE);
+        let is_free = !self.falls_asleep(one) && one.kept.origin.is_none();
+        Candidate {
+            idle: if is_free { one.kept.idle() } else { Duration::ZERO },
+            works: one.kept.works,
+            own_bytes,
+            spare_bytes: self.memory_bytes.saturating_sub(left),
+            squeezed: squeezed.map(|since| since.elapsed()),
+            // A machine that the outside reaches by a port could not be reached in its sleep.
+            may_sleep: can_sleep
+                && one.is_detached
+                && one.forward.is_empty()
+                && not_before.is_none_or(|time| time <= Instant::now()),
+        }
+    }
+
+    /// Measures how much machines work.
+    fn measure(&mut self) {
+        let now = Instant::now();
+        let elapsed = self.keeper.measured.map(|before| now - before);
+        if elapsed.is_some_and(|elapsed| elapsed < MEASURE) {
+            return;
+        }
+        let processes = Processes::read(&self.keeper.sources);
+        for machine in &mut self.machines {
+            let ticks = processes.ticks(machine.pid.as_raw_nonzero().get().cast_unsigned());
+            let used = ticks.saturating_sub(std::mem::replace(&mut machine.kept.ticks, ticks));
+            let kept = &mut machine.kept;
+            let is_measured = elapsed.is_some() && kept.idle_since.is_some();
+            let part = used as f64
+                / clock_ticks_per_second() as f64
+                / elapsed.unwrap_or(MEASURE).as_secs_f64().max(MEASURE.as_secs_f64());
+            let is_balloons = kept.squeezed.is_some_and(|since| since.elapsed() < BALLOON_WORKS);
+            kept.works = is_measured && part > WORKS && !is_balloons;
+            if !is_measured || kept.works {
+                kept.idle_since = Some(now);
+            }
+        }
+        self.keeper.measured = Some(now);
+    }
+
+    /// Asks a machine for memory that the host needs.
+    fn squeeze(&mut self, index: usize) {
+        self.trim(index);
+        let left = (self.memory_bytes / IDLE_PART).max(LEAST_IDLE);
+        let pages = pages(self.memory_bytes.saturating_sub(left));
+        let machine = &mut self.machines[index];
+        let _ = machine.source.set_balloon(pages.max(machine.kept.balloon));
+        (machine.kept.squeezed, machine.kept.is_settled) = (Some(Instant::now()), false);
+    }
+
+    /// Gives a machine back what the host has needed.
+    fn release(&mut self, index: usize) {
+        let machine = &mut self.machines[index];
+        let _ = machine.source.set_balloon(machine.kept.balloon);
+        machine.kept.squeezed = None;
+    }
+
+    /// Lets balloons be that have what they get: a kernel that has nothing to give would try again and again.
+    fn settle_balloons(&mut self) {
+        for machine in &mut self.machines {
+            let is_due = machine.kept.squeezed.is_some_and(|since| since.elapsed() >= BALLOON_WORKS);
+            if is_due && !std::mem::replace(&mut machine.kept.is_settled, true) {
+                let (wanted, actual) = machine.source.balloon();
+                if actual < wanted {
+                    let _ = machine.source.set_balloon(actual.max(machine.kept.balloon));
+                }
+            }
+        }
+    }
+
+    /// Removes a machine's pages of zeros. Returns their number.
+    fn trim(&mut self, index: usize) -> u64 {
+        let (mut at, mut removed) = (0, 0);
+        while let Ok((next, some)) = self.machines[index].source.trim(at) {
+            removed += some;
+            if next >= self.memory_bytes / PAGE {
+                break;
+            }
+            at = next;
+        }
+        removed
+    }
+
+    /// Lets a machine have so much memory.
+    pub(super) fn resize(&mut self, name: &Name, bytes: u64) -> Result<Answer> {
+        if !(LEAST..=self.memory_bytes).contains(&bytes) {
+            let (least, most) = (LEAST >> 20, self.memory_bytes >> 20);
+            return Err(Error::new(
+                Exit::Usage,
+                format!("{name} can have {least} to {most} MiB, not {}", bytes >> 20),
+            )
+            .hint("the most is what the saved machine had; see `mercury disco resize --help`"));
+        }
+        let index = self.find_at_work(name)?;
+        let zero_bytes = self.trim(index) * PAGE;
+        let machine = &mut self.machines[index];
+        let balloon_bytes = self.memory_bytes - bytes;
+        machine.source.set_balloon(pages(balloon_bytes)).map_err(refused)?;
+        (machine.kept.balloon, machine.kept.squeezed) = (pages(balloon_bytes), None);
+        Ok(Answer::Resized { balloon_bytes, zero_bytes })
+    }
+
+    /// Returns true if a machine stands still to be written, or was told to end.
+    pub(super) fn falls_asleep(&self, machine: &Machine) -> bool {
+        let is_written =
+            self.keeper.job.as_ref().is_some_and(
+                |job| matches!(&job.what, Work::Sleep(asleep, _) if asleep.name == machine.name),
+            );
+        is_written || machine.kept.falls_asleep.is_some()
+    }
+
+    /// Puts a machine to sleep for a client, who is told when that is done.
+    pub(super) fn sleep_for(&mut self, client: UnixStream, name: &Name) {
+        let found = self.find_at_work(name).and_then(|index| self.may_sleep(index).map(|()| index));
+        match found {
+            Err(error) => reply(&client, Err(error)),
+            Ok(index) => {
+                let kept = &mut self.machines[index].kept;
+                (kept.client, kept.must_sleep) = (Some(client), true);
+                self.keeper.next_look = Instant::now();
+            }
+        }
+    }
+
+    fn may_sleep(&self, index: usize) -> Result<()> {
+        let machine = &self.machines[index];
+        if !machine.is_detached {
+            return Err(Error::new(Exit::State, format!("{} has its console on a terminal", machine.name))
+                .hint("only machines in the background can sleep: `mercury disco run --detach`"));
+        }
+        if self.template.has_disks() {
+            return Err(Error::new(Exit::State, format!("{} has disks in memory", machine.name))
+                .hint("machines with such disks cannot sleep yet"));
+        }
+        if self.keeper.sleep_in.is_none() {
+            return Err(Error::new(Exit::State, format!("the template {} has no folder for it", self.name))
+                .hint("make the template with --sleep-in FOLDER, a folder on a disk"));
+        }
+        Ok(())
+    }
+
+    /// Stops a machine, and starts a process that writes it.
+    fn begin_to_sleep(&mut self, name: &Name) {
+        let Some(index) = self.machines.iter().position(|one| one.name == *name) else { return };
+        let is_ordered = std::mem::take(&mut self.machines[index].kept.must_sleep);
+        let work = if is_ordered { fork::Work::Any } else { fork::Work::Idle };
+        if let Err(error) = self.may_sleep(index).and_then(|()| self.stop_for_sleep(index, work)) {
+            self.stays_awake(index, error);
+        }
+    }
+
+    fn stop_for_sleep(&mut self, index: usize, work: fork::Work) -> Result<()> {
+        let folder = self.keeper.sleep_in.clone().unwrap_or_default();
+        let shared = Files::of(std::process::id()).unwrap_or_default().numbers();
+        let machine = &mut self.machines[index];
+        let name = machine.name.clone();
+        let pipe = open_pipe(&name).map_err(|error| failed("open the console", error))?;
+        let pid = machine.pid.as_raw_nonzero().get().cast_unsigned();
+        let life = new_life().map_err(refused)?;
+        let number: String = life[..8].iter().map(|byte| format!("{byte:02x}")).collect();
+        let asleep = Asleep {
+            file: folder.join(format!("{name}-{number}.asleep")),
+            life,
+            template: self.name.clone(),
+            forward: machine.forward.clone(),
+            own_bytes: Files::of(pid).map_or(0, |files| files.without(&shared).bytes()),
+            balloon_pages: machine.kept.balloon,
+            since: seconds(),
+            name,
+        };
+        let note = make_note()?;
+        let image = machine.source.hold(&life, work).map_err(refused)?.image;
+        let files = image.files().iter().map(|file| file.as_raw_fd());
+        let kept = files.chain([image.state_file().as_raw_fd(), note.as_raw_fd()]);
+        let work = || save_image_as(&image, &asleep.file, &asleep.life).map(drop);
+        let started = start_helper(kept, work, |error| say_why(&note, error)).map_err(refused);
+        let job = started.and_then(|pid| Job::watch(pid, note, Work::Sleep(asleep, pipe)));
+        self.keeper.job = Some(job.inspect_err(|_| self.machines[index].source.let_go())?);
+        Ok(())
+    }
+
+    /// Says that a machine was not put to sleep. It is not tried again for a while.
+    fn stays_awake(&mut self, index: usize, error: Error) {
+        let kept = &mut self.machines[index].kept;
+        let is_at_work = error.message == fork::AT_WORK;
+        kept.not_before = Some(Instant::now() + if is_at_work { MEASURE } else { AGAIN });
+        match kept.client.take() {
+            Some(client) => reply(&client, Err(error)),
+            None if is_at_work => kept.idle_since = Some(Instant::now()),
+            None => {
+                let what = format!("cannot be put to sleep, and goes on: {}", error.message);
+                let _ = note(&self.machines[index].name, &what);
+            }
+        }
+    }
+
+    /// Ends what another process has done.
+    pub(super) fn finish_job(&mut self) {
+        let Some(Job { pid, note, what, .. }) = self.keeper.job.take() else { return };
+        let status = waitpid(Some(pid), WaitOptions::empty()).ok().flatten().map(|(_, status)| status);
+        let done = match status.and_then(|status| status.exit_status()) {
+            Some(0) => Ok(()),
+            _ => Err(why(note)),
+        };
+        self.keeper.next_look = Instant::now();
+        match what {
+            Work::Sleep(asleep, pipe) => self.end_held(asleep, pipe, done),
+            Work::Wake(asleep, room, lock) => {
+                let begun = done.and_then(|()| self.begin_again(&asleep, room, lock));
+                if let Err(error) = begun {
+                    self.sleeps_on(&asleep.name, error);
+                }
+            }
+        }
+    }
+
+    /// Ends a machine of which all is in a file, or lets it go on.
+    fn end_held(&mut self, asleep: Asleep, pipe: File, written: Result<()>) {
+        let Some(index) = self.machines.iter().position(|one| one.name == asleep.name) else {
+            let _ = std::fs::remove_file(&asleep.file);
+            return;
+        };
+        let machine = &mut self.machines[index];
+        let ended = written.and_then(|()| {
+            // From here on the file counts if the machine ends without having gone on.
+            let known = Folder::machines().write_asleep(&asleep);
+            known.map_err(|error| failed("write where the machine is", error))?;
+            machine.source.end_held().map_err(refused)
+        });
+        match ended {
+            Ok(()) => machine.kept.falls_asleep = Some((asleep, pipe)),
+            Err(error) => {
+                machine.source.let_go();
+                Folder::machines().forget_file(&asleep);
+                self.stays_awake(index, error);
+            }
+        }
+    }
+
+    /// Returns true if a machine whose process has ended is in a file.
+    pub(super) fn has_fallen_asleep(&mut self, machine: &mut Machine) -> bool {
+        let client = machine.kept.client.take();
+        let folder = Folder::machines();
+        let (asleep, pipe) = match (machine.kept.falls_asleep.take(), machine.kept.origin.take()) {
+            (Some((asleep, pipe)), _) => (asleep, Some(pipe)),
+            (None, Some(asleep)) => (asleep, None),
+            (None, None) => return false,
+        };
+        if folder.has_left(&machine.name, &asleep.life) {
+            folder.forget_file(&asleep);
+            return false;
+        }
+        let has_failed = pipe.is_none();
+        let Ok(pipe) = pipe.map_or_else(|| open_pipe(&machine.name), Ok) else { return false };
+        let not_before = Instant::now() + if has_failed { AGAIN } else { Duration::ZERO };
+        let file = asleep.file.clone();
+        self.keeper.sleepers.retain(|one| one.asleep.name != machine.name);
+        self.keeper.sleepers.push(Sleeper { asleep, pipe, is_wanted: false, client: None, not_before });
+        self.keeper.next_look = Instant::now();
+        if let Some(client) = client {
+            let answer = match has_failed {
+                false => Ok(Answer::Asleep { file }),
+                true => {
+                    Err(Error::new(Exit::Failed, format!("{} could not go on, and sleeps", machine.name))
+                        .hint(format!("the end of its console.log says why ({})", file.display())))
+                }
+            };
+            reply(&client, answer);
+        }
+        true
+    }
+
+    /// Wakes a machine for a client, who is told when it goes on.
+    pub(super) fn wake_for(&mut self, client: UnixStream, name: &Name) {
+        let on_its_way = self.machines.iter().any(|one| one.name == *name && self.falls_asleep(one));
+        match self.keeper.sleeper(name) {
+            Some(sleeper) => {
+                (sleeper.is_wanted, sleeper.client) = (true, Some(client));
+                self.keeper.next_look = Instant::now();
+            }
+            None if on_its_way => reply(
+                &client,
+                Err(Error::new(Exit::State, format!("{name} is falling asleep")).hint("try again")),
+            ),
+            None => reply(
+                &client,
+                Err(Error::new(Exit::State, format!("{name} is not asleep"))
+                    .hint("`mercury disco list` shows the machines")),
+            ),
+        }
+    }
+
+    /// Removes a machine that is asleep.
+    pub(super) fn discard(&mut self, name: &Name) -> Result<Answer> {
+        let is_it = |one: &Sleeper| one.asleep.name == *name;
+        let Some(index) = self.keeper.sleepers.iter().position(is_it) else {
+            return Err(Error::new(Exit::State, format!("{name} is not asleep"))
+                .hint("`mercury disco list` shows the machines"));
+        };
+        // A process that reads the machine must not start it any more.
+        if let Some(job) = self.keeper.job.take_if(|job| job.is_of(name)) {
+            let _ = kill_process(job.pid, Signal::KILL);
+            let _ = waitpid(Some(job.pid), WaitOptions::empty());
+        }
+        let sleeper = self.keeper.sleepers.remove(index);
+        Folder::machines().forget_file(&sleeper.asleep);
+        Folder::machines().remove(name);
+        Ok(Answer::Gone)
+    }
+
+    /// Starts a process that reads the machine that is wanted first.
+    fn begin_to_wake(&mut self) {
+        let wanted =
+            self.keeper.sleepers.iter().find(|one| one.is_wanted && one.not_before <= Instant::now());
+        let Some(asleep) = wanted.map(|one| one.asleep.clone()) else { return };
+        if let Err(error) = self.read_sleeper(&asleep) {
+            self.sleeps_on(&asleep.name, error);
+        }
+    }
+
+    fn read_sleeper(&mut self, asleep: &Asleep) -> Result<()> {
+        let lock = Folder::machines()
+            .claim_asleep(&asleep.name)
+            .map_err(|error| failed("lock the machine's folder", error))?
+            .ok_or_else(|| failed("lock the machine's folder", "another process has it"))?;
+        let room = Room::new(self.memory_bytes).map_err(refused)?;
+        let note = make_note()?;
+        let base = Arc::clone(self.template.image());
+        let files = base.files().iter().map(|file| file.as_raw_fd());
+        let kept = files.chain(room.descriptors()).chain([note.as_raw_fd()]);
+        let work = || load(&asleep.file, &asleep.life, &base, &room);
+        let pid = start_helper(kept, work, |error| say_why(&note, error)).map_err(refused)?;
+        self.keeper.job = Some(Job::watch(pid, note, Work::Wake(asleep.clone(), room, lock))?);
+        Ok(())
+    }
+
+    /// Starts a machine that was read.
+    fn begin_again(&mut self, asleep: &Asleep, room: Room, lock: File) -> Result<()> {
+        let loaded = room.into_machine(self.template.image()).map_err(refused)?;
+        let console = open_console(&asleep.name).map_err(|error| failed("open the console", error))?;
+        let beginning = Beginning {
+            image: loaded.image,
+            woken: Some((loaded.own, asleep.clone())),
+            forward: &asleep.forward,
+            is_attached: false,
+        };
+        self.start((asleep.name.clone(), lock), console, beginning)?;
+        let index = self.keeper.sleepers.iter().position(|one| one.asleep.name == asleep.name);
+        let client = index.and_then(|index| self.keeper.sleepers.remove(index).client);
+        if let Some(machine) = self.machines.last_mut() {
+            machine.kept.client = client;
+        }
+        Ok(())
+    }
+
+    /// Says that a machine could not wake. It is not tried again for a while.
+    fn sleeps_on(&mut self, name: &Name, error: Error) {
+        let Some(sleeper) = self.keeper.sleeper(name) else { return };
+        (sleeper.is_wanted, sleeper.not_before) = (false, Instant::now() + AGAIN);
+        let _ = note(name, &format!("sleeps on: {}", error.message));
+        if let Some(client) = sleeper.client.take() {
+            reply(&client, Err(error));
+        }
+    }
+
+    /// Finds machines that have gone on, whose files do not count any more.
+    fn greet_the_awake(&mut self) {
+        let folder = Folder::machines();
+        for machine in &mut self.machines {
+            let has_left = |asleep: &mut Asleep| folder.has_left(&machine.name, &asleep.life);
+            let Some(asleep) = machine.kept.origin.take_if(has_left) else { continue };
+            folder.forget_file(&asleep);
+            self.keeper.sleepers.retain(|one| one.asleep.name != machine.name);
+            let _ = machine.source.set_balloon(machine.kept.balloon);
+            if let Some(client) = machine.kept.client.take() {
+                reply(&client, Ok(Answer::Started { machines: vec![machine.name.clone()], pause_us: None }));
+            }
+        }
+    }
+}
+
+/// Returns true if a machine that is asleep may come back: the host has memory for it, or no machine can make
+/// room and there is a part of the reserve.
+fn may_wake(memory: Option<Memory>, missing: u64, is_sleepy: bool) -> bool {
+    missing == 0 || !is_sleepy && memory.is_some_and(|memory| missing < memory.reserve() / 2)
+}
+
+/// Returns a number of bytes in pages of a balloon.
+fn pages(bytes: u64) -> u32 {
+    u32::try_from(bytes / PAGE).unwrap_or(u32::MAX)
+}
+
+impl Job {
+    fn watch(pid: i32, note: File, what: Work) -> Result<Self> {
+        let pid = Pid::from_raw(pid).ok_or_else(|| failed("start a process", "it has no number"))?;
+        let end = pidfd_open(pid, PidfdFlags::empty()).map_err(|error| {
+            let _ = kill_process(pid, Signal::KILL);
+            let _ = waitpid(Some(pid), WaitOptions::empty());
+            failed("watch a process", error)
+        })?;
+        Ok(Self { pid, end, note, what })
+    }
+
+    fn is_of(&self, name: &Name) -> bool {
+        let (Work::Sleep(asleep, _) | Work::Wake(asleep, ..)) = &self.what;
+        asleep.name == *name
+    }
+}
+
+/// Makes a file in which another process says why it has failed.
+fn make_note() -> Result<File> {
+    let file = memfd_create("mercury-note", MemfdFlags::CLOEXEC);
+    file.map(File::from).map_err(|error| failed("make a file", error))
+}
+
+fn say_why(mut note: &File, error: mercury_hosted::error::Error) -> i32 {
+    let _ = note.write_all(refused(error).message.as_bytes());
+    1
+}
+
+fn why(mut note: File) -> Error {
+    let mut text = String::new();
+    let read = note.rewind().and_then(|()| note.read_to_string(&mut text));
+    if read.is_err() || text.is_empty() {
+        "the process that was to do it has ended".clone_into(&mut text);
+    }
+    Error::new(Exit::Failed, text)
+        .hint("see that the folder of --sleep-in has room, and that the host has memory")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_machine_comes_back_when_there_is_room_or_nobody_makes_any() {
+        let memory = |available| Some(Memory { total: 1 << 30, available, is_stalled: false });
+        assert!(may_wake(None, 0, false) && may_wake(memory(1 << 30), 0, true));
+        assert!(!may_wake(memory(1 << 20), 1, true), "another one falls asleep");
+        assert!(may_wake(memory(1 << 20), 1 << 20, false));
+        assert!(!may_wake(memory(1 << 20), 1 << 30, false), "the host has none");
+    }
+}
