@@ -17,7 +17,7 @@ use crate::{
         script::{ECHO, EXPORTS, TELL},
         start,
     },
-    spec::{Bus, Qemu, Spec},
+    spec::{Bus, Nic, Qemu, Spec},
 };
 
 /// Time limit of a move.
@@ -48,12 +48,12 @@ fn spec(kernel: Kernel) -> Spec {
 }
 
 fn card(spec: Spec, id: u8, netdev: &str) -> Spec {
-    card_of("virtio-net-pci", spec, id, netdev)
+    card_of(Nic::Virtio, spec, id, netdev)
 }
 
-fn card_of(model: &str, spec: Spec, id: u8, netdev: &str) -> Spec {
+fn card_of(nic: Nic, spec: Spec, id: u8, netdev: &str) -> Spec {
     let netdev = format!("{netdev},id=cable{id}");
-    let device = format!("{model},netdev=cable{id},romfile=,mac=52:54:00:09:00:{id:02x}");
+    let device = format!("{},netdev=cable{id},romfile=,mac=52:54:00:09:00:{id:02x}", nic.model());
     ["-netdev", &netdev, "-device", &device].into_iter().fold(spec, Spec::qemu_arg)
 }
 
@@ -110,14 +110,14 @@ impl Switch {
     /// Puts a machine like metal at place 2.
     #[must_use]
     pub fn plug_metal(&self, spec: Spec) -> Spec {
-        self.plug_metal_at(spec, 2)
+        self.plug_metal_at(spec, 2, Nic::E1000e)
     }
 
-    /// Puts a machine like metal at this place.
+    /// Puts a machine like metal at this place, with this card.
     #[must_use]
-    pub fn plug_metal_at(&self, spec: Spec, place: u8) -> Spec {
+    pub fn plug_metal_at(&self, spec: Spec, place: u8, nic: Nic) -> Spec {
         let port = self.ports[usize::from(place) - 2];
-        card_of("e1000e", spec, place, &format!("socket,connect=127.0.0.1:{port}"))
+        card_of(nic, spec, place, &format!("socket,connect=127.0.0.1:{port}"))
     }
 
     /// Puts another machine at place 2, whose machine is off. Its card has an address of its own.

@@ -18,7 +18,7 @@ use crate::{
         script::{CLIENT, CLOCK, TALK},
         start,
     },
-    spec::Spec,
+    spec::{Nic, Spec},
 };
 
 /// The clients that keep the ledger.
@@ -54,6 +54,7 @@ pub struct RoundTrips {
     switch: Switch,
     kernel: Kernel,
     cpus: u32,
+    nic: Nic,
     /// The machine on its hardware, and its place on the switch. `None` while it moves.
     machine: Option<Machine>,
     place: u8,
@@ -63,14 +64,15 @@ pub struct RoundTrips {
 }
 
 impl RoundTrips {
-    /// Boots a machine like metal with PostgreSQL, and starts its clients.
+    /// Boots a machine like metal with PostgreSQL and this card, and starts its clients. More than one trip needs
+    /// [`Nic::Virtio`].
     ///
     /// # Errors
     /// If a machine or PostgreSQL does not come up.
-    pub fn begin(kernel: Kernel, cpus: u32) -> Result<Self> {
+    pub fn begin(kernel: Kernel, cpus: u32, nic: Nic) -> Result<Self> {
         let switch = Switch::boot_for(kernel)?;
         let spec = as_guest::in_ram(metal(kernel, cpus)).kernel_arg("lab.with=postgres");
-        let machine = switch.boot_other(switch.plug_metal_at(spec, 2))?;
+        let machine = switch.boot_other(switch.plug_metal_at(spec, 2, nic))?;
         plug_in(&machine, "10.9.0.2")?;
         ledger::serve(&machine)?;
         start(&machine, "clock", CLOCK, "")?;
@@ -80,7 +82,7 @@ impl RoundTrips {
         }
         let (boot_id, devices) = (boot_id(&machine)?, devices(&machine)?);
         let (machine, host) = (Some(machine), None);
-        Ok(Self { switch, kernel, cpus, machine, place: 2, host, boot_id, devices })
+        Ok(Self { switch, kernel, cpus, nic, machine, place: 2, host, boot_id, devices })
     }
 
     fn machine(&self) -> Result<&Machine> {
@@ -97,7 +99,7 @@ impl RoundTrips {
     /// If the machine does not move, or is not well.
     pub fn to_spare(&mut self) -> Result<Leg> {
         let place = self.other_place();
-        let spec = self.switch.plug_metal_at(metal(self.kernel, self.cpus), place);
+        let spec = self.switch.plug_metal_at(metal(self.kernel, self.cpus), place, self.nic);
         let spare = self.switch.boot_other(spec)?;
         plug_in(&spare, "10.9.0.4")?;
         let words = receive(&spare, "10.9.0.4")?;
@@ -133,7 +135,8 @@ impl RoundTrips {
         self.arrived(&guest)?;
         let there = Leg { said: said(&machine), silence: self.silence()? };
 
-        let spec = self.switch.plug_metal_at(metal(self.kernel, self.cpus), self.place).boot_limit(BACK);
+        let spec =
+            self.switch.plug_metal_at(metal(self.kernel, self.cpus), self.place, self.nic).boot_limit(BACK);
         let repaired = machine.start_as(spec)?;
         plug_in(&repaired, "10.9.0.4")?;
         let words = receive(&repaired, "10.9.0.4")?;
@@ -217,7 +220,7 @@ fn metal(kernel: Kernel, cpus: u32) -> Spec {
 
 /// Gives the only card of a machine like metal an address.
 fn plug_in(machine: &Machine, address: &str) -> Result<()> {
-    machine.sh("modprobe e1000e; udevadm settle || true")?;
+    machine.sh("modprobe -a e1000e virtio_net; udevadm settle || true")?;
     let card = "card=$(ls /sys/class/net | grep -v lo | head -1)";
     machine.sh(&format!("{card}; ip address add {address}/24 dev $card && ip link set $card up")).map(drop)
 }

@@ -175,12 +175,24 @@ pub enum Bus {
     Usb,
 }
 
-/// A network card on QEMU's user network.
+/// A model of a network card.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Nic {
     Virtio,
-    /// Intel's e1000e. The cloud kernels have no driver for it.
+    /// Intel's e1000e. The cloud kernels have no driver for it. It may receive nothing after an instant
+    /// (docs/limits.md).
     E1000e,
+}
+
+impl Nic {
+    /// Returns QEMU's name of the model.
+    #[must_use]
+    pub fn model(self) -> &'static str {
+        match self {
+            Self::Virtio => "virtio-net-pci",
+            Self::E1000e => "e1000e",
+        }
+    }
 }
 
 /// The first process of a machine.

@@ -16,6 +16,7 @@ pub mod disco;
 pub mod exits;
 pub mod footprint;
 pub mod guard;
+pub mod guest;
 pub mod hosted;
 pub mod intel;
 pub mod kvm;
@@ -125,6 +126,8 @@ pub enum Part {
     Guard,
     /// The previous part's figures of exits alone.
     GuardExits,
+    /// Figures of a bare machine that becomes a guest, and comes back.
+    Guest,
     /// Figures of KVM above the hypervisor.
     Kvm,
     /// Figures of moves.
@@ -149,11 +152,12 @@ pub enum Part {
 
 impl Part {
     /// The parts that can be measured by themselves, by the names that a person gives.
-    pub const NAMED: [(&'static str, Self); 15] = [
+    pub const NAMED: [(&'static str, Self); 16] = [
         ("switch", Self::Switch),
         ("checkpoint", Self::Checkpoint),
         ("guard", Self::Guard),
         ("guard-exits", Self::GuardExits),
+        ("guest", Self::Guest),
         ("kvm", Self::Kvm),
         ("migration", Self::Migration),
         ("previrtualization", Self::Previrtualization(&Release::ALL)),
@@ -288,6 +292,11 @@ pub fn run(part: Part, depth: Depth) -> Result<()> {
             })?);
             replace(guard::HEADING, &guard::section(&figures), guard::KEY, &pretty(&figures)?)?;
             report::judge(&guard::promises(&figures))
+        }
+        Part::Guest => {
+            let figures = guest::measure(depth)?;
+            replace(guest::HEADING, &guest::section(&figures), guest::KEY, &pretty(&figures)?)?;
+            report::judge(&guest::promises(&figures))
         }
         Part::Kvm => {
             let figures = kvm::measure(plan.kvm)?;

@@ -10,7 +10,7 @@ use crate::{
     host,
     iommu::Iommu,
     scene::Scene,
-    spec::{Bus, Console, Icount, Nic, QEMU, Qemu, Reset, Spec},
+    spec::{Bus, Console, Icount, QEMU, Qemu, Reset, Spec},
 };
 
 /// UEFI's firmware, and its initial variables.
@@ -68,9 +68,8 @@ fn arguments(spec: &Spec, files: Files<'_>) -> Vec<String> {
         args.add("-drive", &format!("if=pflash,format=raw,file={}", file::VARIABLES));
     }
     if let Some(nic) = spec.nic {
-        let model = if nic == Nic::Virtio { "virtio-net-pci" } else { "e1000e" };
         args.add("-netdev", "user,id=net0");
-        args.add("-device", &format!("{model},netdev=net0,romfile="));
+        args.add("-device", &format!("{},netdev=net0,romfile=", nic.model()));
     }
     if spec.reset == Reset::Ends {
         args.flag("-no-reboot");
@@ -186,6 +185,7 @@ mod tests {
     use std::path::Path;
 
     use super::*;
+    use crate::spec::Nic;
     use crate::{Kernel, Variant};
 
     fn line(spec: &Spec) -> String {
