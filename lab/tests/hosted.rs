@@ -44,6 +44,8 @@ mod odd;
 mod one_binary;
 #[path = "hosted/page.rs"]
 mod page;
+#[path = "hosted/pressure.rs"]
+mod pressure;
 #[path = "hosted/processors.rs"]
 mod processors;
 #[path = "hosted/saved.rs"]

@@ -30,21 +30,21 @@ const INIT: &str = "#!/bin/sh\n\
     while :; do read word; echo says $word $(head -c 16 /urandom | od -An -tx1) $(cat /f* | md5sum); done\n";
 
 /// A user's folder for what runs.
-pub fn disco(place: &Place, words: &[&str]) -> Command {
+pub(super) fn disco(place: &Place, words: &[&str]) -> Command {
     let mut command = as_nobody(&place.command);
     command.env("XDG_RUNTIME_DIR", place.directory.join("run")).arg("disco").args(words);
     command.current_dir(&place.directory);
     command
 }
 
-pub fn done(mut command: Command) -> String {
+pub(super) fn done(mut command: Command) -> String {
     let output = command.output().expect("the command");
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{said}");
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-fn refused(output: &Output, word: &str) {
+pub(super) fn refused(output: &Output, word: &str) {
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && said.contains(word), "{word}: {said}");
 }
@@ -59,8 +59,13 @@ pub fn in_folder(place: &Place) {
 }
 
 /// Makes the files of a machine whose first program is [`INIT`].
-fn place() -> Result<(Place, PathBuf)> {
-    let place = Place::with("disco", &previrtualization::build(Release::Bookworm, Flavour::Tiny)?)?;
+pub(super) fn place() -> Result<(Place, PathBuf)> {
+    place_with("disco", Flavour::Tiny, INIT)
+}
+
+/// Makes the files of a machine with this kernel and first program.
+pub(super) fn place_with(name: &str, flavour: Flavour, init: &str) -> Result<(Place, PathBuf)> {
+    let place = Place::with(name, &previrtualization::build(Release::Bookworm, flavour)?)?;
     in_folder(&place);
     let tree = Image::ensure(Release::Bookworm)?.tree();
     let folder = "lib/x86_64-linux-gnu";
@@ -70,15 +75,21 @@ fn place() -> Result<(Place, PathBuf)> {
     let files: Vec<(String, PathBuf)> = tools.into_iter().chain(libraries).collect();
     let programs: Vec<(&str, &Path)> =
         files.iter().map(|(name, path)| (name.as_str(), path.as_path())).collect();
-    let archive = place.file("initramfs", &archive_with(&tree, INIT, &programs));
+    let archive = place.file("initramfs", &archive_with(&tree, init, &programs));
     Ok((place, archive))
 }
 
 /// Starts the machine and saves it when its first program waits.
-fn save(place: &Place, archive: &Path, more: &[&str]) {
+pub(super) fn save(place: &Place, archive: &Path, more: &[&str]) {
+    save_with(place, archive, "128", more);
+}
+
+/// Does the same with so many MiB of memory.
+pub(super) fn save_with(place: &Place, archive: &Path, memory: &str, more: &[&str]) {
     let mut command = place.run();
-    command.arg("--initramfs").arg(archive).args(["--memory", "128", "--control", "control"]).args(more);
-    command.args(["--append", QUIET]).current_dir(&place.directory);
+    command.arg("--initramfs").arg(archive).args(["--memory", memory, "--control", "control"]).args(more);
+    // Files in memory may take all of it.
+    command.args(["--append", &format!("{QUIET} rootfstype=ramfs")]).current_dir(&place.directory);
     let mut machine = Machine::start(place, &mut command);
     machine.wait_for("ready\n");
     let mut save = as_nobody(&place.command);
@@ -87,21 +98,21 @@ fn save(place: &Place, archive: &Path, more: &[&str]) {
     machine.end(HALTED);
 }
 
-fn console(place: &Place, machine: &str) -> PathBuf {
+pub(super) fn console(place: &Place, machine: &str) -> PathBuf {
     place.directory.join("run/mercury/disco/machines").join(machine)
 }
 
-fn said(place: &Place, machine: &str) -> String {
+pub(super) fn said(place: &Place, machine: &str) -> String {
     fs::read_to_string(console(place, machine).join("console.log")).unwrap_or_default().replace('\r', "")
 }
 
-pub fn tell(place: &Place, machine: &str, word: &str) {
+pub(super) fn tell(place: &Place, machine: &str, word: &str) {
     let mut pipe =
         File::options().write(true).open(console(place, machine).join("console.in")).expect("a pipe");
     pipe.write_all(word.as_bytes()).expect("a word");
 }
 
-pub fn wait_for(place: &Place, machine: &str, word: &str) -> String {
+pub(super) fn wait_for(place: &Place, machine: &str, word: &str) -> String {
     let end = Instant::now() + patient(Duration::from_secs(120));
     loop {
         let said = said(place, machine);
@@ -114,7 +125,7 @@ pub fn wait_for(place: &Place, machine: &str, word: &str) -> String {
 }
 
 /// Waits for the answer to a word. Returns it: random bytes, and the sum of all files.
-fn answer(place: &Place, machine: &str, word: &str) -> String {
+pub(super) fn answer(place: &Place, machine: &str, word: &str) -> String {
     let begin = format!("says {word} ");
     let whole = |said: &str| {
         let rest = said.split_once(&begin)?.1;
@@ -132,17 +143,17 @@ fn answer(place: &Place, machine: &str, word: &str) -> String {
 }
 
 /// Returns the sums of the rounds.
-fn sums(said: &str) -> BTreeSet<String> {
+pub(super) fn sums(said: &str) -> BTreeSet<String> {
     said.lines().filter_map(|line| Some(line.strip_prefix("round ")?.split_once(' ')?.1.to_owned())).collect()
 }
 
-pub fn json(place: &Place, words: &[&str]) -> serde_json::Value {
+pub(super) fn json(place: &Place, words: &[&str]) -> serde_json::Value {
     let mut command = as_nobody(&place.command);
     command.env("XDG_RUNTIME_DIR", place.directory.join("run")).args(["--json", "disco"]).args(words);
     serde_json::from_str(&done(command)).expect("JSON")
 }
 
-fn pid(place: &Place, machine: &str) -> i32 {
+pub(super) fn pid(place: &Place, machine: &str) -> i32 {
     let listed = json(place, &["list"]);
     let machines = listed["machines"].as_array().expect("machines").clone();
     let found = machines.into_iter().find(|one| one["name"] == machine).expect("the machine");
