@@ -64,8 +64,8 @@ pub struct RoundTrips {
 }
 
 impl RoundTrips {
-    /// Boots a machine like metal with PostgreSQL and this card, and starts its clients. More than one trip needs
-    /// [`Nic::Virtio`].
+    /// Boots a machine like metal with PostgreSQL and this card, and starts its clients. More than one trip
+    /// needs [`Nic::Virtio`].
     ///
     /// # Errors
     /// If a machine or PostgreSQL does not come up.

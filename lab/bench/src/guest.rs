@@ -1,5 +1,5 @@
-//! `lab bench guest`: a machine like metal with PostgreSQL that becomes a guest of a host in use and comes back,
-//! beside a move to an equal spare in the same run.
+//! `lab bench guest`: a machine like metal with PostgreSQL that becomes a guest of a host in use and comes
+//! back, beside a move to an equal spare in the same run.
 
 use super::{Depth, checkpoint};
 use mercury_lab::{
@@ -123,14 +123,15 @@ pub fn section(figures: &Figures) -> String {
         .collect();
     format!(
         "{HEADING}\n\n\
-        `lab bench guest` writes this section alone. A machine like metal (Debian 12, 6.1, {} CPU, 1.5 GiB, three \
-        NVMe\n\
-        disks, a card of virtio's, its root in RAM) has PostgreSQL, and clients on a third machine. It moves to \
-        an equal\n\
+        `lab bench guest` writes this section alone. A machine like metal (Debian 12, 6.1, {} CPU, 1.5 GiB, \
+        three NVMe\n\
+        disks, a card of virtio's, its root in RAM) has PostgreSQL, and clients on a third machine. It moves \
+        to an equal\n\
         spare first. Then it moves to a host in use, where it goes on as a guest, and back to its hardware, \
         {} times. It\n\
         was measured on {}.\n\n\
-        Clients were told of {} transactions. **{} were lost, {} were done twice**; the sums of all accounts are \
+        Clients were told of {} transactions. **{} were lost, {} were done twice**; the sums of all accounts \
+        are \
         {}. The\n\
         monitor took {:.1} MiB beside the guest's memory at most.\n\n{}\n\
         A client waits {:.2} × as long at the way to the host as at the way to the spare (median; at most \
