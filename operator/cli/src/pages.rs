@@ -666,18 +666,8 @@ pub const PAGES: &[Page] = &[
         ],
     )
     .files(&[DISCO]),
-    Page::new(
-        "disco wake",
-        &[
-            example("Let a machine go on that is asleep", "mercury disco wake web-1"),
-            example(
-                "Let all of them go on",
-                "mercury --json disco list | jq -r '.machines[] | select(.state == \"asleep\").name' | xargs \
-                 -n 1 mercury disco wake",
-            ),
-        ],
-    )
-    .files(&[DISCO]),
+    Page::new("disco wake", &[example("Let a machine go on that is asleep", "mercury disco wake web-1")])
+        .files(&[DISCO]),
     Page::new("disco list", &[example("List templates and machines", "mercury disco list")]).files(&[DISCO]),
     Page::new(
         "disco map",
