@@ -1180,9 +1180,9 @@ fn two_of_one_image_differ() -> Result<()> {
     Ok(())
 }
 
-/// A command that kills the undo process as well as the checkpoint's command.
-const GUARD_ENDS: &str =
-    "for i in $(seq 300); do pgrep -f 'exe [g]uard' > /dev/null || exit 0; sleep 0.1; done; exit 1";
+/// A command that waits for the end of the undo process.
+const UNDO_ENDS: &str =
+    "for i in $(seq 300); do pgrep -f 'exe [u]ndo' > /dev/null || exit 0; sleep 0.1; done; exit 1";
 
 fn is_refused_with(machine: &Machine, line: &str, reason: &str) -> Result<()> {
     let output = machine.run(line)?;
@@ -1223,7 +1223,7 @@ fn a_failure_changes_nothing() -> Result<()> {
     // The command is killed while everything is frozen: the undo process thaws it.
     let killed = machine.run("mercury checkpoint --hook 'kill -9 $PPID; sleep 1' /run/x")?;
     assert!(!killed.success());
-    machine.sh(GUARD_ENDS)?;
+    machine.sh(UNDO_ENDS)?;
     is_as_before(&machine)?;
     fails_with(&machine, "mercury checkpoint /nowhere/x", "cannot be written to")?;
     fails_with(&machine, "mercury checkpoint --pool 1 /run/x", "snapshot-pool")?;
@@ -1271,7 +1271,7 @@ fn a_failure_changes_nothing() -> Result<()> {
         let killed = machine.spawn("mercury checkpoint /run/x")?;
         machine.sh(&format!("sleep {moment}; pkill -KILL -f '^mercury checkpoint'; true"))?;
         let _ = killed.wait(Duration::from_secs(60));
-        machine.sh(GUARD_ENDS)?;
+        machine.sh(UNDO_ENDS)?;
         is_as_before(&machine)?;
         assert_eq!(machine.sh("ls /run/x* 2> /dev/null || true")?, "", "after {moment} s");
     }

@@ -350,8 +350,7 @@ fn a_guard_asks_on_for_a_source_in_doubt() -> Result<()> {
     let words = receive(destination, "10.9.0.3")?;
     machine.sh("sysctl -q kernel.sysrq=1")?;
     let moving = machine.spawn(&migrate(&words, "--rounds 0"))?;
-    machine
-        .sh("until pgrep -f 'exe guard$'; do sleep 0.02; done; echo 1000 > /proc/$(pgrep -f '^mercury \
+    machine.sh("until pgrep -f 'exe undo$'; do sleep 0.02; done; echo 1000 > /proc/$(pgrep -f '^mercury \
         migrate')/oom_score_adj")?;
     wait_more(destination, GOES_ON, 0)?;
     destination.power_cut()?;
@@ -369,7 +368,7 @@ fn a_guard_asks_on_for_a_source_in_doubt() -> Result<()> {
     println!("{:?}", moving.wait(LIMIT)?);
     // Applications run before the hypervisor is out. The undo process ends when everything is as it
     // was.
-    machine.sh("until ! pgrep -f 'exe guard$'; do sleep 0.1; done; ! ls /sys/fs/cgroup | grep mercury")?;
+    machine.sh("until ! pgrep -f 'exe undo$'; do sleep 0.1; done; ! ls /sys/fs/cgroup | grep mercury")?;
     goes_on(peer, machine)?;
     machine.sh("cat /proc/sys/net/ipv4/conf/all/arp_ignore | grep -x 0")?;
     machine.check_next_attach()

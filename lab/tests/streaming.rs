@@ -432,16 +432,16 @@ const FEW: u32 = 3;
 const IMAGE: &str = "/run/image";
 const MERGED: &str = "/run/merged";
 const COMMAND: &str = "^mercury (checkpoint|merge)";
-const GUARD: &str = "exe [g]uard";
+const UNDO: &str = "exe [u]ndo";
 
 fn moments() -> Moments {
     Moments::new("MERCURY_KILL_SEED", "MERCURY_KILLS", FEW)
 }
 
 /// Waits until the undo process has ended.
-fn guard_ends(machine: &Machine) -> Result<()> {
+fn undo_ends(machine: &Machine) -> Result<()> {
     let line =
-        format!("for i in $(seq 300); do pgrep -f '{GUARD}' > /dev/null || exit 0; sleep 0.1; done; exit 1");
+        format!("for i in $(seq 300); do pgrep -f '{UNDO}' > /dev/null || exit 0; sleep 0.1; done; exit 1");
     machine.sh(&line).map(drop)
 }
 
@@ -472,7 +472,7 @@ fn disturb(
     thread::sleep(moment);
     let hit = machine.run(&format!("pkill -{signal} -f '{whom}'"))?.success();
     let output = command.wait(MINUTES)?;
-    guard_ends(machine)?;
+    undo_ends(machine)?;
     println!(
         "{signal} to {whom} after {moment:.2?}, hit {hit}: {:?} {}",
         output.exit,
@@ -499,7 +499,7 @@ fn a_signal_keeps_the_previous_image() -> Result<()> {
     let machine = boot(spec())?;
     let line = format!("mercury checkpoint {IMAGE}");
     let stretch = time_of(&machine, &line)?;
-    for (signal, whom) in [("INT", COMMAND), ("KILL", COMMAND), ("KILL", GUARD)] {
+    for (signal, whom) in [("INT", COMMAND), ("KILL", COMMAND), ("KILL", UNDO)] {
         for moment in moments.over(stretch) {
             disturb(&machine, &line, IMAGE, signal, whom, moment)?;
         }
@@ -561,7 +561,7 @@ fn a_kill_before_the_machine_is_off_lets_it_run_on() -> Result<()> {
         );
         if let Ok(output) = ended {
             assert!(!output.success(), "{}", output.stderr);
-            guard_ends(&machine)?;
+            undo_ends(&machine)?;
             runs_on(&machine)?;
         } else {
             machine.wait_shutdown(MINUTES)?;
