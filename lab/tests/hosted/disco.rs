@@ -68,15 +68,20 @@ pub(super) fn place_with(name: &str, flavour: Flavour, init: &str) -> Result<(Pl
     let place = Place::with(name, &previrtualization::build(Release::Bookworm, flavour)?)?;
     in_folder(&place);
     let tree = Image::ensure(Release::Bookworm)?.tree();
-    let folder = "lib/x86_64-linux-gnu";
-    let tools = TOOLS.map(|tool| (format!("bin/{tool}"), tree.join("usr/bin").join(tool)));
+    let archive = place.file("initramfs", &archive_of(&tree, init, &TOOLS, &LIBRARIES));
+    Ok((place, archive))
+}
+
+/// Returns an initial RAM disk with this first program, and Debian's tools with the libraries that they need.
+pub(super) fn archive_of(tree: &Path, init: &str, tools: &[&str], libraries: &[&str]) -> Vec<u8> {
+    const FOLDER: &str = "lib/x86_64-linux-gnu";
+    let tools = tools.iter().map(|tool| (format!("bin/{tool}"), tree.join("usr/bin").join(tool)));
     let libraries =
-        LIBRARIES.map(|name| (format!("{folder}/{name}"), tree.join("usr").join(folder).join(name)));
-    let files: Vec<(String, PathBuf)> = tools.into_iter().chain(libraries).collect();
+        libraries.iter().map(|name| (format!("{FOLDER}/{name}"), tree.join("usr").join(FOLDER).join(name)));
+    let files: Vec<(String, PathBuf)> = tools.chain(libraries).collect();
     let programs: Vec<(&str, &Path)> =
         files.iter().map(|(name, path)| (name.as_str(), path.as_path())).collect();
-    let archive = place.file("initramfs", &archive_with(&tree, init, &programs));
-    Ok((place, archive))
+    archive_with(tree, init, &programs)
 }
 
 /// Starts the machine and saves it when its first program waits.

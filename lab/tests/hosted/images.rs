@@ -1,7 +1,7 @@
 //! Disks whose images are a part of guests' memory, shared by machines.
 
 use super::{
-    disco::{disco, done, in_folder, json, tell, wait_for},
+    disco::{archive_of, disco, done, in_folder, json, tell, wait_for},
     *,
 };
 
@@ -34,14 +34,7 @@ impl Images {
         let place = Place::new(name)?;
         in_folder(&place);
         let tree = Image::ensure(Release::Bookworm)?.tree();
-        let folder = "lib/x86_64-linux-gnu";
-        let tools = TOOLS.map(|tool| (format!("bin/{tool}"), tree.join("usr/bin").join(tool)));
-        let libraries =
-            LIBRARIES.map(|name| (format!("{folder}/{name}"), tree.join("usr").join(folder).join(name)));
-        let files: Vec<(String, PathBuf)> = tools.into_iter().chain(libraries).collect();
-        let programs: Vec<(&str, &Path)> =
-            files.iter().map(|(name, path)| (name.as_str(), path.as_path())).collect();
-        let initramfs = place.file("initramfs", &archive_with(&tree, INIT, &programs));
+        let initramfs = place.file("initramfs", &archive_of(&tree, INIT, &TOOLS, &LIBRARIES));
         let content = place.directory.join("content");
         fs::create_dir(&content).expect("a folder");
         let bytes: Vec<u8> =
