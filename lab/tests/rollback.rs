@@ -371,7 +371,7 @@ fn is_dissected(machine: &Machine) -> Result<()> {
 #[test]
 fn again_and_again() -> Result<()> {
     need_qemu()?;
-    let spec = spec(2).disk(Bus::Virtio, 1024).memory_mib(1536);
+    let spec = spec(2).disk(Bus::Virtio, 1024).memory_mib(1536).kernel_arg("init_on_alloc=0");
     let machine = at_work(spec, &[MEMORY_LOAD])?;
     let death = "case $((lives % 3)) in 0) mercury rollback;; 1) echo c > /proc/sysrq-trigger;; \
          2) mercury-workload kernel triple-fault 1;; esac";

@@ -49,15 +49,15 @@ static struct piece *add(unsigned int order, gfp_t flags)
 	return piece;
 }
 
-/* Allocates 1 << order pages that the snapshot does not keep; returns NULL if there are none. */
+/* Allocates 1 << order zeroed pages that the snapshot does not keep; returns NULL if there are none. */
 void *mercury_piece(unsigned int order, gfp_t flags)
 {
-	struct piece *piece = add(order, flags);
+	struct piece *piece = add(order, flags | __GFP_ZERO);
 
 	return piece ? page_address(piece->page) : NULL;
 }
 
-/* Allocates so many bytes that the snapshot does not keep. */
+/* Allocates so many zeroed bytes that the snapshot does not keep. */
 void *mercury_piece_of(size_t size, gfp_t flags)
 {
 	return mercury_piece(get_order(size), flags);
@@ -129,7 +129,7 @@ static int add_bits(struct resource *ram, void *argument)
 		return 1;
 	for (at = PHYS_PFN(ram->start) / MERCURY_MAP_BITS; at <= last; at++) {
 		if (!map->bits[at])
-			map->bits[at] = mercury_piece(MAP_ORDER, GFP_KERNEL | __GFP_ZERO);
+			map->bits[at] = mercury_piece(MAP_ORDER, GFP_KERNEL);
 		if (!map->bits[at])
 			return 1;
 	}
@@ -152,7 +152,7 @@ unsigned long **mercury_pfn_map(unsigned long *count)
 		*count = DIV_ROUND_UP(PHYS_PFN(end), MERCURY_MAP_BITS);
 	}
 	map.count = *count;
-	map.bits = mercury_piece_of(*count * sizeof(*map.bits), GFP_KERNEL | __GFP_ZERO);
+	map.bits = mercury_piece_of(*count * sizeof(*map.bits), GFP_KERNEL);
 	if (!map.bits || walk_iomem_res_desc(IORES_DESC_NONE, type, 0, -1, &map, add_bits) > 0)
 		return NULL;
 	return map.bits;
@@ -165,7 +165,7 @@ unsigned long **mercury_number_map(unsigned long pages)
 	unsigned long **bits = mercury_piece_of(pieces_wanted * sizeof(*bits), GFP_KERNEL);
 
 	for (i = 0; bits && i < pieces_wanted; i++) {
-		bits[i] = mercury_piece(MAP_ORDER, GFP_KERNEL | __GFP_ZERO);
+		bits[i] = mercury_piece(MAP_ORDER, GFP_KERNEL);
 		if (!bits[i])
 			return NULL;
 	}

@@ -151,7 +151,7 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
                 rollback::begin();
             }
             Change::Read(mut list) => return self.read(&mut list).map(u64::from),
-            Change::ReadDead(list) => self.read_dead(&list)?,
+            Change::ReadDead(mut list) => self.read_dead(&mut list)?,
             Change::DropDead => self.drop_dead(),
             Change::End => {
                 self.end();

@@ -234,8 +234,9 @@ impl<F: Format<Address = GuestPhys>> Live<F> {
 
     /// Reads frames as the life had them that ended last.
     #[inline(never)]
-    pub(super) fn read_dead(&mut self, list: &ReadList) -> Result<(), Code> {
+    pub(super) fn read_dead(&mut self, list: &mut ReadList) -> Result<(), Code> {
         let snapshot = self.snapshot.as_ref().filter(|_| self.target.is_some()).ok_or(Code::NoSnapshot)?;
+        list.read_before = 0;
         for entry in list.entries.iter().take(list.count as usize) {
             let frame = GuestPhys::new(entry.frame_phys);
             let content = snapshot.dead_content(&mut self.ledger, frame).ok_or(Code::NoPostMortem)?;

@@ -157,15 +157,17 @@ impl<F: Format<Address = GuestPhys>> Machine<F> {
 
     fn read_dead(&mut self, page: usize) -> Result<u8, Code> {
         let entry = ReadEntry { frame_phys: phys(&self.memory[page]), to_phys: phys(&self.buffer[0]) };
-        let mut list = ReadList { count: 1, ..ReadList::default() };
+        // The list still has the answer of an older call.
+        let mut list = ReadList { count: 1, read_before: !0, ..ReadList::default() };
         list.entries[0] = entry;
-        self.live.read_dead(&list)?;
+        self.live.read_dead(&mut list)?;
+        assert_eq!(list.read_before, 0);
         Ok(self.buffer[0].0[4095])
     }
 
     fn read(&mut self, page: usize) -> Result<Option<u8>, Code> {
         let entry = ReadEntry { frame_phys: phys(&self.memory[page]), to_phys: phys(&self.buffer[0]) };
-        let mut list = ReadList { count: 1, ..ReadList::default() };
+        let mut list = ReadList { count: 1, read_before: !0, ..ReadList::default() };
         list.entries[0] = entry;
         self.live.read(&mut list)?;
         Ok((list.read_before == 0).then_some(self.buffer[0].0[4095]))
