@@ -55,6 +55,8 @@ const IDLE_PART: u64 = 4;
 const USUALLY: Duration = Duration::from_secs(1);
 const SOON: Duration = Duration::from_millis(100);
 const AT_ONCE: Duration = Duration::from_millis(10);
+/// The time between two looks is so many times longer than a look takes. Looks at many machines take long.
+const PAUSE: u32 = 20;
 /// The time between two measurements of machines' work.
 const MEASURE: Duration = Duration::from_millis(500);
 /// A machine works if it uses more than this part of a processor's time.
@@ -72,6 +74,7 @@ pub struct Keeper {
     sleepers: Vec<Sleeper>,
     job: Option<Job>,
     next_look: Instant,
+    look_took: Duration,
     measured: Option<Instant>,
 }
 
@@ -153,6 +156,7 @@ impl Keeper {
             sleepers: sleepers.map_err(|error| failed("open a console", error))?,
             job: None,
             next_look: Instant::now(),
+            look_took: Duration::ZERO,
             measured: None,
         })
     }
@@ -186,6 +190,11 @@ fn open_pipe(name: &Name) -> io::Result<File> {
     let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
     let path = Folder::machines().of(name).join(CONSOLE_INPUT);
     File::options().read(true).write(true).custom_flags(flags).open(path)
+}
+
+/// Returns the time until the next look, after one that has taken so long.
+fn pause(is_busy: bool, spent: Duration) -> Duration {
+    if is_busy { (spent * PAUSE).clamp(SOON, USUALLY) } else { USUALLY }
 }
 
 fn has_input(pipe: &File) -> bool {
@@ -224,8 +233,9 @@ impl Server {
         let purpose = self.keeper.sleepers.iter().find(|one| one.is_wanted).map(|one| one.asleep.own_bytes);
         let missing = memory.map_or(0, |memory| memory.missing(purpose.unwrap_or(0)));
         let is_busy = missing > 0 || purpose.is_some() || self.keeper.has_job();
-        self.keeper.next_look = now + if is_busy { SOON } else { USUALLY };
+        self.keeper.next_look = now + pause(is_busy, self.keeper.look_took);
         let is_sleepy = self.obey_plan(memory, missing);
+        self.keeper.look_took = now.elapsed();
         if purpose.is_some() && !self.keeper.has_job() && may_wake(memory, missing, is_sleepy) {
             self.begin_to_wake();
         }
@@ -710,6 +720,13 @@ fn why(mut note: File) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn looks_take_a_twentieth_of_the_time_at_most() {
+        let ms = Duration::from_millis;
+        assert_eq!([1, 5, 20].map(|spent| pause(true, ms(spent))), [100, 100, 400].map(ms));
+        assert_eq!((pause(true, ms(90)), pause(false, ms(1))), (USUALLY, USUALLY));
+    }
 
     #[test]
     fn a_machine_comes_back_when_there_is_room_or_nobody_makes_any() {
