@@ -28,6 +28,8 @@ use rustix::process::{Pid, Signal, kill_process};
 
 #[path = "hosted/addresses.rs"]
 mod addresses;
+#[path = "hosted/copies.rs"]
+mod copies;
 #[path = "hosted/deaths.rs"]
 mod deaths;
 #[path = "hosted/disco.rs"]

@@ -9,6 +9,7 @@
 // Names of registers and fields need no sentence.
 #![allow(missing_docs)]
 
+mod agent;
 mod balloon;
 mod bell;
 mod block;
@@ -33,6 +34,7 @@ mod testing;
 mod uplink;
 pub mod virtio;
 
+pub use agent::{Agent, Gate, Identity, NAME as AGENT};
 pub use balloon::{Balloon, Size};
 pub use bell::Bell;
 pub use block::{Block, open_disk, time_of_change};

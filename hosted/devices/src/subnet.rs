@@ -34,6 +34,7 @@ use crate::{
     error::{Error, Result},
     memory::{self, View},
     signals::{Waker, start_thread},
+    state::{Reader, Writer},
     virtio::{Device, EVENT_POSITIONS, Ring},
 };
 
@@ -66,11 +67,16 @@ pub struct SubnetOption {
     pub name: SubnetName,
     /// The card's address, unless the default will do.
     pub mac: Option<Mac>,
+    /// True if the card of a machine that was saved may have had another address.
+    pub is_copy: bool,
 }
 
 /// A place on a subnet.
 #[derive(Debug)]
-pub struct Joined(Membership);
+pub struct Joined {
+    membership: Membership,
+    is_copy: bool,
+}
 
 impl SubnetOption {
     /// Takes a place on the subnet. If there is no such subnet, this program is started again with these
@@ -87,7 +93,8 @@ impl SubnetOption {
             }
         };
         let mac = self.mac.map(|mac| mac.0);
-        member::join(&Folder::own(), &self.name, mac, || start_keeper(keeper)).map(Joined).map_err(refused)
+        let joined = member::join(&Folder::own(), &self.name, mac, || start_keeper(keeper));
+        joined.map(|membership| Joined { membership, is_copy: self.is_copy }).map_err(refused)
     }
 }
 
@@ -97,16 +104,17 @@ impl Joined {
     /// # Errors
     /// If there can be no thread, or no memory.
     pub fn start(self, waker: Waker) -> Result<SubnetCard> {
-        let mac = Mac(self.0.address);
+        let Self { membership, is_copy } = self;
+        let mac = Mac(membership.address);
         let wrong = |error: io::Error| Error::host(format!("cannot map the rings of a subnet: {error}"));
-        let port = Port::new(self.0).map_err(|error| wrong(error.into()))?;
+        let port = Port::new(membership).map_err(|error| wrong(error.into()))?;
         let bell = port.bell().try_clone_to_owned().map_err(wrong)?;
         let shared = Arc::new(Shared { waits: false.into(), ended: false.into(), own: Bell::new()? });
         let listening = Listening { bell, shared: Arc::clone(&shared), waker: Arc::clone(&waker) };
         let wrong = |error| Error::new(format!("cannot start a thread for the network: {error}"));
         start_thread("subnet", move || listening.listen()).map_err(wrong)?;
         let (plain, rooms, parts) = Default::default();
-        Ok(SubnetCard { port, mac, shared, waker, plain, rooms, parts })
+        Ok(SubnetCard { port, mac, is_copy, shared, waker, plain, rooms, parts })
     }
 }
 
@@ -188,6 +196,7 @@ impl Listening {
 pub struct SubnetCard {
     port: Port,
     mac: Mac,
+    is_copy: bool,
     shared: Arc<Shared>,
     waker: Waker,
     /// Frames that were completed for a driver which does not do that.
@@ -450,6 +459,24 @@ impl Device for SubnetCard {
         [&self.mac.0[..], &is_up.to_le_bytes(), &pairs.to_le_bytes(), &MTU.to_le_bytes()].concat()
     }
 
+    /// The address is a state: a copy of a machine has another one.
+    fn identity(&self) -> Vec<u8> {
+        self.configuration().split_off(self.mac.0.len())
+    }
+
+    fn save(&self, to: &mut Writer) {
+        to.bytes(&self.mac.0);
+    }
+
+    fn load(&mut self, from: &mut Reader<'_>) -> Result<()> {
+        let saved = from.bytes()?;
+        if saved == self.mac.0 || self.is_copy && saved.len() == self.mac.0.len() {
+            return Ok(());
+        }
+        Err(Error::new("the card of the saved machine has another address on its subnet")
+            .hint("give the machine the --mac that it had"))
+    }
+
     fn work(&mut self, rings: &mut [Ring<'_>], memory: &View, accepted: u64) -> bool {
         let [receiving, sending] = rings else { return false };
         self.receive(receiving, memory, Driver::new(accepted));
@@ -515,7 +542,7 @@ mod tests {
                 is_ready.recv().map_err(io::Error::other)
             };
             let membership = member::join(&folder, &name, None, start).unwrap();
-            Joined(membership).start(testing::waker()).unwrap()
+            Joined { membership, is_copy: false }.start(testing::waker()).unwrap()
         };
         ((0..count).map(join).collect(), directory)
     }

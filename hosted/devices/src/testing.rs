@@ -67,6 +67,11 @@ impl<'a> Driver<'a> {
     /// Accepts features and makes some queues.
     pub fn begin(&mut self, features: u64, queues: u64) {
         self.write(0x70, 0);
+        self.begin_again(features, queues);
+    }
+
+    /// Does the same without a reset: the device has a state already.
+    pub fn begin_again(&mut self, features: u64, queues: u64) {
         for half in 0..2 {
             self.write(0x24, half);
             self.write(0x20, features >> (32 * half) & 0xFFFF_FFFF);

@@ -231,6 +231,12 @@ impl Transport {
         value.into()
     }
 
+    /// Returns true if a write to this register tells the device that there is work.
+    #[must_use]
+    pub fn is_notice(offset: u64) -> bool {
+        offset == register::NOTIFY
+    }
+
     /// Writes a register. Says whether the driver is to be interrupted.
     pub fn write(&mut self, offset: u64, value: u64, memory: &View) -> bool {
         let value = value as u32;

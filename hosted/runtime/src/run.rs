@@ -12,6 +12,8 @@ use std::{
     time::Duration,
 };
 
+use mercury_devices::Agent;
+pub use mercury_devices::Identity;
 use mercury_hosted_options::gdb::GdbOption;
 
 use crate::{
@@ -74,6 +76,8 @@ pub struct Options {
     pub control: Option<PathBuf>,
     /// A saved machine that goes on here.
     pub restore: Option<PathBuf>,
+    /// The identity that a copy of another machine is to have.
+    pub identity: Option<Identity>,
 }
 
 /// The separation of the guest's programs from its kernel and from the monitor.
@@ -514,7 +518,8 @@ impl Start<'_> {
         let subnet = subnet.map(|subnet| subnet.start(signal_waker())).transpose()?;
         let balloon = first.link.as_ref().map(Link::balloon).transpose()?;
         let balloon = balloon.unwrap_or_else(|| Box::leak(Box::default()));
-        let slots = Slots::new(disks, self.memory.disks().devices(), net, subnet, balloon)?;
+        let agent = Agent::new(self.options.identity.clone());
+        let slots = Slots::new(disks, self.memory.disks().devices(), net, subnet, balloon, agent)?;
         if first.restored.is_none() {
             self.describe(&slots, first.clock_khz)?;
         }

@@ -30,7 +30,7 @@ use crate::{
 };
 
 const MAGIC: &[u8; 8] = b"MHOSTED\n";
-const VERSION: u64 = 4;
+const VERSION: u64 = 5;
 const SEAL: usize = blake3::OUT_LEN;
 /// The number of bytes before the state.
 const HEAD: usize = 24 + size_of::<Life>();

@@ -119,6 +119,12 @@ impl Template {
         self.original.as_ref().is_some_and(|original| !original.disks.is_empty())
     }
 
+    /// Returns true if machines have a card on a subnet.
+    #[must_use]
+    pub fn has_subnet(&self) -> bool {
+        self.original.as_ref().is_some_and(|original| original.options.subnet.is_some())
+    }
+
     /// Returns the saved machine.
     #[must_use]
     pub fn image(&self) -> &Arc<Image> {
@@ -172,10 +178,6 @@ fn can_be_cloned(options: &Options) -> Result<()> {
         let path = disk.path.display();
         return Err(Error::new(format!("clones would all write to {path}"))
             .hint(format!("start the machine with --disk {path},private before you save it, or {path},ro")));
-    }
-    if options.subnet.is_some() {
-        return Err(Error::new("clones would all have one address on their subnet")
-            .hint("leave out --net subnet, and save a machine without it"));
     }
     if options.control.is_some() || options.gdb.is_some() || options.cpus != 1 {
         return Err(Error::new("a clone has one processor, no gdb, and no socket of its own")

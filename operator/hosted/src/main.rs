@@ -113,6 +113,7 @@ fn options(args: &RunArgs, restore: Option<&Path>) -> Result<Options> {
         verbose: args.verbose,
         control: args.control.clone(),
         restore: restore.map(Path::to_owned),
+        identity: None,
     })
 }
 
@@ -126,7 +127,7 @@ fn cards(args: &RunArgs) -> Result<(Option<NetOption>, Option<SubnetOption>)> {
             Network::Uplink(uplink) => {
                 net.replace(NetOption { uplink, mac, forwards: args.forward.clone() }).is_some()
             }
-            Network::Subnet(name) => subnet.replace(SubnetOption { name, mac }).is_some(),
+            Network::Subnet(name) => subnet.replace(SubnetOption { name, mac, is_copy: false }).is_some(),
         };
         if is_second {
             let text = "a machine has one card to the outside and one on a subnet at most";

@@ -14,7 +14,7 @@ use std::{
 
 pub use console::Console;
 use mercury_devices::{
-    Balloon, Pmem, Rng, Size,
+    Agent, Balloon, Gate, Pmem, Rng, Size,
     clock::Clock,
     memory::View,
     serial::Serial,
@@ -46,6 +46,10 @@ const SUBNET_LINE: u8 = 14;
 const RNG_LINE: u8 = 3;
 /// The interrupt line of the device that takes unused memory back: the floppy drive's.
 const BALLOON_LINE: u8 = 6;
+/// The interrupt line of the port to the guest's agent: the numeric processor's.
+const AGENT_LINE: u8 = 13;
+/// The time in which an agent makes a copy of another machine a machine of its own.
+const AGENT_AT_MOST: Duration = Duration::from_secs(20);
 /// The keyboard controller's command that pulls the processor's reset line.
 const RESET: (u16, u8) = (0x64, 0xFE);
 
@@ -61,6 +65,11 @@ pub struct Devices {
     ended: Option<End>,
     slots: Vec<(Transport, u8)>,
     balloon: &'static Size,
+    gate: Arc<Gate>,
+    /// The time at which the gate is opened without the agent.
+    gate_opens: Option<u64>,
+    /// True if the machine begins as a copy of another one.
+    is_copy: bool,
     view: View,
     window: u64,
 }
@@ -70,11 +79,13 @@ pub struct Devices {
 pub struct Slots {
     devices: Vec<(Box<dyn Device>, u8)>,
     balloon: &'static Size,
+    gate: Arc<Gate>,
+    is_copy: bool,
 }
 
 impl Slots {
     /// Disks in their order, those in memory after the others, a network card, a card on a subnet, a source
-    /// of randomness, a balloon.
+    /// of randomness, a balloon, a port to an agent.
     ///
     /// # Errors
     /// If there are too many disks.
@@ -84,6 +95,7 @@ impl Slots {
         net: Option<Net>,
         subnet: Option<SubnetCard>,
         balloon: &'static Size,
+        agent: Agent,
     ) -> Result<Self> {
         if disks.len() + memory.len() > DISK_LINES.len() {
             return Err(Error::new(format!("a machine has {} disks at most", DISK_LINES.len())));
@@ -96,7 +108,9 @@ impl Slots {
         slots.extend(subnet.map(|card| (Box::new(card) as _, SUBNET_LINE)));
         slots.push((Box::new(Rng), RNG_LINE));
         slots.push((Box::new(Balloon::new(balloon)), BALLOON_LINE));
-        Ok(Self { devices: slots, balloon })
+        let (gate, is_copy) = (agent.gate(), agent.is_copy());
+        slots.push((Box::new(agent), AGENT_LINE));
+        Ok(Self { devices: slots, balloon, gate, is_copy })
     }
 
     /// Returns the kernel's options that describe the devices.
@@ -116,11 +130,14 @@ impl Devices {
     /// # Errors
     /// If the host refuses a timer.
     pub fn new(console: Console, memory: &Memory, slots: Slots) -> Result<Self> {
-        let Slots { devices, balloon } = slots;
+        let Slots { devices, balloon, gate, is_copy } = slots;
         let slots = devices.into_iter().map(|(device, line)| Ok((Transport::new(device)?, line)));
         Ok(Self {
             slots: slots.collect::<Result<_>>()?,
             balloon,
+            gate,
+            gate_opens: None,
+            is_copy,
             view: view(memory)?,
             window: window(memory),
             console,
@@ -145,8 +162,16 @@ impl Devices {
     pub fn write_memory(&mut self, physical: u64, value: u64) -> Option<()> {
         let offset = physical.checked_sub(self.window)?;
         let (transport, line) = self.slots.get_mut((offset / WINDOW) as usize)?;
+        let was_shut = self.gate.is_shut();
+        if was_shut && is_network(*line) && Transport::is_notice(offset % WINDOW) {
+            // The card is polled when the gate opens.
+            return Some(());
+        }
         if transport.write(offset % WINDOW, value, &self.view) {
             self.pics.raise(*line);
+        }
+        if was_shut && !self.gate.is_shut() {
+            self.poll();
         }
         Some(())
     }
@@ -200,6 +225,14 @@ impl Devices {
                 .hint("give it the disks that it had, in the same order"));
         }
         self.slots.iter_mut().try_for_each(|(transport, _)| transport.load(from))?;
+        let is_on_subnet = self.slots.iter().any(|(_, line)| *line == SUBNET_LINE);
+        if self.is_copy && is_on_subnet && !self.gate.is_shut() {
+            return Err(Error::new(
+                "the saved machine has no agent that would give this copy an address on its subnet",
+            )
+            .hint("start mercury-agent in the machine before you save it"));
+        }
+        self.gate_opens = self.gate.is_shut().then(|| now() + AGENT_AT_MOST.as_nanos() as u64);
         self.set_alarm();
         Ok(())
     }
@@ -209,22 +242,37 @@ impl Devices {
         if self.pit.expired(now()) {
             self.pics.raise(TIMER_LINE);
         }
+        self.open_late_gate();
         self.set_alarm();
         self.receive_typed();
         if self.console.was_ended() {
             self.ended = Some(End::Ended);
         }
         self.raise_serial();
-        for (transport, line) in &mut self.slots {
+        let is_shut = self.gate.is_shut();
+        for (transport, line) in self.slots.iter_mut().filter(|(_, line)| !is_shut || !is_network(*line)) {
             if transport.poll(&self.view) {
                 self.pics.raise(*line);
             }
         }
     }
 
+    /// Lets the outside reach a machine whose agent does not answer.
+    fn open_late_gate(&mut self) {
+        if !self.gate.is_shut() {
+            self.gate_opens = None;
+        } else if self.gate_opens.is_some_and(|time| time <= now()) {
+            eprintln!(
+                "mercury hosted: the agent has not answered in {} s, so this copy is reached as it is",
+                AGENT_AT_MOST.as_secs()
+            );
+            self.gate.open();
+        }
+    }
+
     fn receive_typed(&mut self) {
         let room = self.serial.room();
-        if room > 0 {
+        if room > 0 && !self.gate.is_shut() {
             let typed = self.console.take(room);
             self.serial.receive(&typed);
         }
@@ -237,7 +285,7 @@ impl Devices {
     }
 
     fn set_alarm(&mut self) {
-        if let Some(when) = self.pit.next() {
+        if let Some(when) = self.pit.next().into_iter().chain(self.gate_opens).min() {
             self.alarm.set(when);
         }
     }
@@ -297,6 +345,11 @@ impl Devices {
             _ => {}
         }
     }
+}
+
+/// Returns true if a network card has this interrupt line.
+fn is_network(line: u8) -> bool {
+    [NET_LINE, SUBNET_LINE].contains(&line)
 }
 
 /// Returns the address of devices' registers: a gigabyte after memory.

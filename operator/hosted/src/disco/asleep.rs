@@ -21,6 +21,9 @@ use super::folder::{ASLEEP, Folder, VOID};
 pub struct Asleep {
     pub name: Name,
     pub template: Name,
+    /// The number that it has among the template's machines.
+    #[serde(default)]
+    pub number: u32,
     pub file: PathBuf,
     /// The number by which the file is known.
     pub life: Life,
@@ -101,6 +104,7 @@ mod tests {
 
     fn asleep(folder: &Path) -> Asleep {
         Asleep {
+            number: 1,
             name: "web-1".parse().unwrap(),
             template: "web".parse().unwrap(),
             file: folder.join("file"),

@@ -64,6 +64,9 @@ pub struct TemplateStatus {
 pub struct MachineStatus {
     pub name: Name,
     pub template: Name,
+    /// A number that no other machine of the template has.
+    #[serde(default)]
+    pub number: u32,
     /// The first process of the machine.
     pub pid: u32,
     /// True if its console is in the folder.
@@ -167,6 +170,20 @@ impl Folder {
     /// If its folder cannot be read.
     pub fn lives(&self, name: &Name) -> io::Result<bool> {
         is_locked(&self.of(name))
+    }
+
+    /// Returns the largest number of a template's machines that have left their state here, whether they live
+    /// or not.
+    ///
+    /// # Errors
+    /// If the folder cannot be read.
+    pub fn largest_number(&self, template: &Name) -> io::Result<u32> {
+        let status = |name: &Name| -> Option<MachineStatus> {
+            serde_json::from_slice(&fs::read(self.of(name).join(STATUS)).ok()?).ok()
+        };
+        let all = self.names()?;
+        let of_template = all.iter().filter_map(status).filter(|status| status.template == *template);
+        Ok(of_template.map(|status| status.number).max().unwrap_or(0))
     }
 
     /// Returns all names in the folder, in order.

@@ -250,8 +250,10 @@ impl Server {
             self.measure();
         }
         self.settle_balloons();
-        let can_sleep =
-            self.keeper.sleep_in.is_some() && !self.template.has_disks() && !self.keeper.has_job();
+        let can_sleep = self.keeper.sleep_in.is_some()
+            && !self.template.has_disks()
+            && !self.template.has_subnet()
+            && !self.keeper.has_job();
         let own = Files::of(std::process::id()).unwrap_or_default().numbers();
         let candidates: Vec<Candidate> = match is_plenty {
             true => self.machines.iter().map(|one| self.candidate(one, 0, false)).collect(),
@@ -421,6 +423,10 @@ impl Server {
             return Err(Error::new(Exit::State, format!("{} has disks in memory", machine.name))
                 .hint("machines with such disks cannot sleep yet"));
         }
+        if self.template.has_subnet() {
+            return Err(Error::new(Exit::State, format!("{} is on a subnet", machine.name))
+                .hint("machines on a subnet cannot sleep yet"));
+        }
         if self.keeper.sleep_in.is_none() {
             return Err(Error::new(Exit::State, format!("the template {} has no folder for it", self.name))
                 .hint("make the template with --sleep-in FOLDER, a folder on a disk"));
@@ -451,6 +457,7 @@ impl Server {
             file: folder.join(format!("{name}-{number}.asleep")),
             life,
             template: self.name.clone(),
+            number: machine.number,
             forward: machine.forward.clone(),
             own_bytes: Files::of(pid).map_or(0, |files| files.without(&shared).bytes()),
             balloon_pages: machine.kept.balloon,

@@ -26,8 +26,9 @@ use mercury_control::{
 };
 use mercury_guests::Name;
 use mercury_hosted::{
+    asleep::new_life,
     fork::{Forked, Image, Source},
-    run::Options,
+    run::{Identity, Options},
     template::{Origin, Started, Template},
 };
 use mercury_hosted_options::net::Forward;
@@ -63,6 +64,8 @@ pub struct Server {
     pub(super) machines: Vec<Machine>,
     pub(super) memory_bytes: u64,
     pub(super) keeper: Keeper,
+    /// The number of the machine that was started last.
+    last_number: u32,
     /// The lock of the template's folder.
     _lock: File,
 }
@@ -70,6 +73,8 @@ pub struct Server {
 /// A machine that this process has started.
 pub(super) struct Machine {
     pub(super) name: Name,
+    /// Its number among the template's machines.
+    pub(super) number: u32,
     pub(super) pid: Pid,
     /// Becomes readable at the end of the machine's first process.
     end: OwnedFd,
@@ -141,7 +146,10 @@ impl Server {
         folder.write(&name, &status).map_err(|error| failed("write the template's state", error))?;
         raise_limit();
         let keeper = Keeper::new(&name, sleep_in)?;
-        Ok(Self { template, name, listener, machines: Vec::new(), memory_bytes, keeper, _lock: lock })
+        let last_number =
+            Folder::machines().largest_number(&name).map_err(|error| failed("find machines", error))?;
+        let machines = Vec::new();
+        Ok(Self { template, name, listener, machines, memory_bytes, keeper, last_number, _lock: lock })
     }
 
     /// Serves until a client asks for the end. The machines go on.
@@ -416,19 +424,27 @@ impl Server {
             forward.iter().map(|text| text.parse()).collect::<std::result::Result<_, _>>().map_err(
                 |error: String| Error::new(Exit::Usage, error).hint("see `mercury disco run --help`"),
             )?;
-        let begin = |options: &mut Options| begin(options, &console, forwards);
+        let (own, asleep) = woken.unzip();
+        let number = asleep.as_ref().map_or(self.last_number + 1, |asleep| asleep.number);
+        // A machine that wakes is the one that it was.
+        let identity = match asleep {
+            Some(_) => None,
+            None => Some(self.new_identity(&name, number)?),
+        };
+        let begin = |options: &mut Options| begin(options, &console, forwards, identity);
         let in_clone = |error| fail(&refused(error), Format::Text, "disco run") as i32;
         let mark = open_mark(&name).map_err(|error| failed("make the machine's files", error))?;
-        let (own, asleep) = woken.unzip();
         let life = asleep.as_ref().map(|asleep| asleep.life);
         let origin = Origin { image, own, mark, life };
         let started = self.template.start(origin, lock.as_raw_fd(), begin, in_clone).map_err(refused)?;
+        self.last_number = self.last_number.max(number);
         let Started { process, source } = started;
         let pid = Pid::from_raw(process).ok_or_else(|| failed("start a machine", "it has no number"))?;
         let end = pidfd_open(pid, PidfdFlags::empty()).map_err(|error| failed("watch the machine", error))?;
         let status = MachineStatus {
             name: name.clone(),
             template: self.name.clone(),
+            number,
             pid: pid.as_raw_nonzero().get().cast_unsigned(),
             is_detached: !is_attached,
             images: images(&self.template),
@@ -436,6 +452,7 @@ impl Server {
         };
         self.machines.push(Machine {
             name,
+            number,
             pid,
             end,
             is_detached: !is_attached,
@@ -447,6 +464,12 @@ impl Server {
         });
         let written = Folder::machines().write(&status.name, &status);
         written.map_err(|error| failed("write the machine's state", error))
+    }
+
+    /// Makes an identity for a copy.
+    fn new_identity(&self, name: &Name, number: u32) -> Result<Identity> {
+        let id = new_life().map_err(refused)?;
+        Ok(Identity { number, name: name.to_string(), template: self.name.to_string(), id })
     }
 }
 
@@ -471,11 +494,12 @@ fn open_mark(name: &Name) -> io::Result<File> {
     OpenOptions::new().create(true).truncate(false).read(true).write(true).mode(0o600).open(path)
 }
 
-/// Gives a new machine its console. It is called in the machine's process.
+/// Gives a new machine its console, its ports and its identity. It is called in the machine's process.
 fn begin(
     options: &mut Options,
     console: &[OwnedFd; CONSOLE],
     forwards: Vec<Forward>,
+    identity: Option<Identity>,
 ) -> std::result::Result<(), mercury_hosted::error::Error> {
     let wrong = |error: Errno| {
         mercury_hosted::error::Error::new(format!("cannot take the console: {error}")).hint("report this bug")
@@ -484,6 +508,10 @@ fn begin(
     dup2_stdin(input).and_then(|()| dup2_stdout(output)).and_then(|()| dup2_stderr(errors)).map_err(wrong)?;
     // A signal of the template's terminal is not for the machine.
     setsid().map_err(wrong)?;
+    if let (Some(subnet), Some(identity)) = (&mut options.subnet, &identity) {
+        (subnet.mac, subnet.is_copy) = (Some(identity.address()), true);
+    }
+    options.identity = identity;
     if forwards.is_empty() {
         return Ok(());
     }
