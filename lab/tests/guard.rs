@@ -626,8 +626,8 @@ while [ $(date +%s) -lt $end ]; do
 done
 ";
 
-/// The same on a machine that stays attached, and BPF's compiler. The tracer takes some functions alone:
-/// two exits for each place are slow in an emulator. Passes need the pauses (docs/guard.md, limits).
+/// The same without a pause, on a machine that stays attached, and BPF's compiler. The tracer takes some
+/// functions alone: two exits for each place are slow in an emulator.
 const POKES_BENEATH: &str = r#"
 set -e
 mount -t tracefs tracefs /sys/kernel/tracing 2> /dev/null || true
@@ -644,8 +644,8 @@ while [ $(date +%s) -lt $end ]; do
     echo 0 > events/kprobes/enable; echo > kprobe_events
     echo nop > current_tracer
     echo 1 > events/sched/enable; echo 1 > events/irq/enable
-    sysctl -q kernel.sched_schedstats=1; sleep 1
-    echo 0 > events/enable; sysctl -q kernel.sched_schedstats=0; sleep 1
+    sysctl -q kernel.sched_schedstats=1
+    echo 0 > events/enable; sysctl -q kernel.sched_schedstats=0
     python3 -c '
 import ctypes, socket, struct
 code = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0xffff))

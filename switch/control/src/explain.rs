@@ -831,7 +831,8 @@ pub const TABLE: &[Entry] = &[
         "the kernel's code cannot be read or compared",
         "/proc/kcore shows it, unless the kernel is locked down for confidentiality or was built without it. \
          /proc/kallsyms, /proc/modules and /sys/module have to show addresses too, and the copy needs some \
-         10 MB in /run/mercury/integrity. The message has the system's own reason. \
+         10 MB in /run/mercury/integrity. The kernel's records of its own changes come from perf \
+         (perf_event_open). The message has the system's own reason. \
          A kernel that counts calls (retbleed=stuff) changes them in ways that are not known.",
         "boot without lockdown=confidentiality, make room in /run, or set scrub = \"off\" in guard.toml",
     ),

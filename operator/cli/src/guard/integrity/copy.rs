@@ -26,13 +26,13 @@ const BLOCK: u64 = 64 << 10;
 const MARGIN: u64 = 16;
 const LEVEL: i32 = 3;
 /// How often a block that changes while it is copied is read again.
-const TRIES: usize = 50;
+const TRIES: usize = 250;
 
 /// Half of a BLAKE3 hash.
 pub type Hash = [u8; 16];
 
 /// A block.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Block {
     pub start: u64,
     pub end: u64,
@@ -98,12 +98,17 @@ impl Copy {
         self.folder.join("boot").exists()
     }
 
-    /// Copies a part.
+    /// Copies a part. `is_quiet` returns true while the kernel changes no code.
     ///
     /// # Errors
     ///
     /// Returns an error if memory cannot be read, or there is no room.
-    pub fn add(&mut self, part: Part, memory: &impl Memory) -> io::Result<()> {
+    pub fn add(
+        &mut self,
+        part: Part,
+        memory: &impl Memory,
+        is_quiet: impl Fn() -> io::Result<bool>,
+    ) -> io::Result<()> {
         let mut data = fs::OpenOptions::new()
             .write(true)
             .create(true)
@@ -112,7 +117,7 @@ impl Copy {
             .open(self.data(&part.name))?;
         let (mut blocks, mut at) = (Vec::new(), 0);
         for mut block in part.ranges.iter().flat_map(blocks_of) {
-            let bytes = steady(memory, &block)?;
+            let bytes = steady(memory, &block, &is_quiet)?;
             let packed = zstd::bulk::compress(&bytes, LEVEL)?;
             data.write_all(&packed)?;
             (block.hash, block.at, block.size) = (hash(&bytes), at, packed.len() as u64);
@@ -169,15 +174,19 @@ impl Copy {
     }
 }
 
-/// Reads a block until two readings are the same: the kernel may change its code meanwhile.
-fn steady(memory: &impl Memory, block: &Block) -> io::Result<Vec<u8>> {
-    let mut before = read(memory, block)?;
+/// Reads a block until two readings are the same, and the kernel changed no code before, between and after.
+fn steady(
+    memory: &impl Memory,
+    block: &Block,
+    is_quiet: impl Fn() -> io::Result<bool>,
+) -> io::Result<Vec<u8>> {
     for _ in 0..TRIES {
-        let bytes = read(memory, block)?;
-        if bytes == before {
-            return Ok(bytes);
+        if is_quiet()? {
+            let first = read(memory, block)?;
+            if is_quiet()? && read(memory, block)? == first && is_quiet()? {
+                return Ok(first);
+            }
         }
-        before = bytes;
         thread::sleep(Duration::from_millis(20));
     }
     Err(Error::other(format!("the kernel changes its code at {:#x} again and again", block.start)))
@@ -202,4 +211,62 @@ fn blocks_of(range: &Range) -> impl Iterator<Item = Block> {
         let (from, until) = (first.max(start.saturating_sub(MARGIN)), last.min(end + MARGIN));
         Block { start, end, from, until, is_code, hash: [0; 16], at: 0, size: 0 }
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+
+    const START: u64 = 0xFFFF_FFFF_8100_0000;
+
+    /// Memory that holds the same everywhere.
+    struct Sevens;
+
+    impl Memory for Sevens {
+        fn read(&self, _: u64, to: &mut [u8]) -> io::Result<()> {
+            to.fill(7);
+            Ok(())
+        }
+    }
+
+    /// The kernel is in the middle of a change at the first three questions.
+    #[test]
+    fn nothing_is_copied_while_the_kernel_changes_code() {
+        let range = Range { start: START, end: START + 64, is_code: true };
+        let block = blocks_of(&range).next().expect("a block");
+        let (asked, read_at) = (Cell::new(0), Cell::new(0));
+        struct Noted<'a>(&'a Cell<u32>, &'a Cell<u32>);
+        impl Memory for Noted<'_> {
+            fn read(&self, address: u64, to: &mut [u8]) -> io::Result<()> {
+                self.1.set(self.0.get());
+                Sevens.read(address, to)
+            }
+        }
+        let is_quiet = || {
+            asked.set(asked.get() + 1);
+            Ok(asked.get() > 3)
+        };
+        steady(&Noted(&asked, &read_at), &block, is_quiet).expect("bytes");
+        assert_eq!((read_at.get(), asked.get()), (5, 6));
+        assert!(steady(&Sevens, &block, || Err(Error::other("no memory"))).is_err());
+    }
+
+    #[test]
+    fn a_damaged_copy_mends_nothing() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let memory = Sevens;
+        let mut copy = Copy::open(folder.path(), "boot").expect("a copy");
+        let range = Range { start: START, end: START + 4096, is_code: false };
+        let part = Part { name: "kernel".into(), ranges: vec![range], jumps: (0, 0), calls: (0, 0) };
+        copy.add(part, &memory, || Ok(true)).expect("a copy");
+        let file = folder.path().join("kernel.blocks");
+        let mut packed = fs::read(&file).expect("blocks");
+        let last = packed.len() - 1;
+        packed[last] ^= 1;
+        fs::write(&file, packed).expect("blocks");
+        assert!(copy.content("kernel", &copy.parts["kernel"].blocks[0]).is_err());
+        // A copy of an earlier start is gone.
+        assert!(Copy::open(folder.path(), "later").expect("a copy").parts.is_empty());
+    }
 }

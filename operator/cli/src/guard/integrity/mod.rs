@@ -2,7 +2,8 @@
 //! registers are compared with what they were.
 //!
 //! * [`memory`]: the kernel's memory; [`layout`]: the places of code and constants;
-//! * [`copy`]: the copy; [`sites`]: changes that the kernel makes itself;
+//! * [`copy`]: the copy; [`sites`]: changes that the kernel makes itself; [`pokes`]: its locks and records
+//!   while it makes them; [`look`]: a close look at what differs;
 //! * [`stores`]: stores to code and constants, seen while they are made; [`frames`]: the physical memory of
 //!   both;
 //! * [`registers`]: registers of the CPUs; [`scrub`]: a pass over all; [`report`]: what was found.
@@ -12,7 +13,9 @@
 pub mod copy;
 pub mod frames;
 pub mod layout;
+pub mod look;
 pub mod memory;
+pub mod pokes;
 pub mod registers;
 pub mod report;
 pub mod scrub;

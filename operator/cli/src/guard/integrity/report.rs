@@ -107,6 +107,9 @@ pub struct State {
     pub last_pass_ms: u64,
     /// Bytes that differ, last time, because the kernel has changed them itself.
     pub own_changes: u64,
+    /// Places of which the last pass could say nothing, because the kernel was changing them.
+    #[serde(default)]
+    pub busy: u64,
     /// CPUs whose registers were compared last time; 0: the driver is not loaded.
     #[serde(default)]
     pub cpus: usize,
@@ -182,6 +185,12 @@ impl Render for State {
                 thousands(self.own_changes)
             ),
         });
+        if self.busy > 0 {
+            to.line(format!(
+                "places that the kernel was changing: {}, for the next pass",
+                thousands(self.busy)
+            ));
+        }
         to.line(match self.cpus {
             0 => "registers are not compared: the driver is not loaded".to_owned(),
             cpus => format!("CPUs whose registers are compared: {cpus}"),

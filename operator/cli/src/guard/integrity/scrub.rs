@@ -2,11 +2,13 @@
 
 use super::{
     copy::{self, Block, Copy, Hash, hash},
-    layout::{self, Files},
+    layout::{self, Files, Part},
+    look::{self, Judged, Kernel, Odd, SECOND_READING, Suspect, judge},
     memory::Kcore,
+    pokes::{Lock, Locks, Records},
     registers::{self, Registers},
     report::{End, Finding, State, now},
-    sites::{Sites, Verdict, View, probe_addresses},
+    sites::{Sites, probe_addresses},
     stores::{self, Stores},
 };
 use mercury_control::{access, error::Result};
@@ -18,6 +20,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     fs::{self, File},
     io::{self, Read},
+    ops::Range,
     path::{Path, PathBuf},
     thread,
     time::{Duration, Instant},
@@ -25,10 +28,6 @@ use std::{
 
 /// Places of a block up to which they are mended.
 const MENDED_MAX: usize = 16;
-/// Time between the two readings that a finding needs.
-const SECOND_LOOK: Duration = Duration::from_millis(200);
-/// Bytes that have to be as they were when they are mended: the byte and its neighbours.
-const WINDOW: u64 = 16;
 /// File with the addresses of kprobes at the time of the copy.
 const PROBES: &str = "probes";
 
@@ -49,35 +48,8 @@ pub struct Scrubber {
     accepted: BTreeMap<u64, Hash>,
     /// Findings that were reported, by address and bytes.
     reported: BTreeSet<(u64, Vec<u8>)>,
-    /// Places that the kernel was changing in the last pass.
-    under_way: BTreeSet<u64>,
+    locks: Locks,
     state: State,
-}
-
-/// A block that differs.
-#[derive(Clone, Debug)]
-struct Suspect {
-    part: String,
-    block: Block,
-    old: Vec<u8>,
-    now: Vec<u8>,
-}
-
-/// Neighbouring bytes that differ and are nobody's.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Odd {
-    start: u64,
-    now: Vec<u8>,
-    wanted: Vec<u8>,
-    unclaimed: bool,
-}
-
-/// What a suspect turned out to be.
-#[derive(Debug, Default)]
-struct Judged {
-    odd: Vec<Odd>,
-    under_way: Vec<u64>,
-    own: u64,
 }
 
 impl Scrubber {
@@ -101,7 +73,7 @@ impl Scrubber {
             sites: None,
             accepted: BTreeMap::new(),
             reported: BTreeSet::new(),
-            under_way: BTreeSet::new(),
+            locks: Locks::find(&files.symbols()?)?,
             files,
             memory,
             copy,
@@ -110,7 +82,7 @@ impl Scrubber {
         scrubber.old_probes = scrubber.note_probes()?;
         if !scrubber.copy.parts.contains_key("kernel") {
             let kernel = scrubber.files.kernel()?;
-            scrubber.copy.add(kernel, &scrubber.memory)?;
+            scrubber.add(kernel)?;
         }
         scrubber.follow_modules()?;
         scrubber.write_state()?;
@@ -129,7 +101,7 @@ impl Scrubber {
     ///
     /// Returns an error if a table cannot be read.
     pub fn prepare(&mut self) -> Result<()> {
-        self.sites = Some(self.sites().map_err(super::unreadable)?.0);
+        self.sites = Some(self.running().sites().map_err(super::unreadable)?);
         Ok(())
     }
 
@@ -185,17 +157,15 @@ impl Scrubber {
         self.follow_modules()?;
         let mut findings = self.new_stores()?;
         let suspects = self.suspects()?;
-        self.state.own_changes = 0;
-        if suspects.is_empty() {
-            self.under_way.clear();
-        } else {
+        (self.state.own_changes, self.state.busy) = (0, 0);
+        if !suspects.is_empty() {
             findings.extend(self.look_closely(suspects, mends)?);
         }
         if let Some(stores) = self.stores.as_mut() {
             self.state.not_guarded = stores.follow(&self.files, &self.memory, &self.copy.parts).err();
             self.state.guarded = stores.pages();
         }
-        let (changed, cpus) = self.registers.compare(registers::read, || thread::sleep(SECOND_LOOK))?;
+        let (changed, cpus) = self.registers.compare(registers::read, || thread::sleep(SECOND_READING))?;
         findings.extend(changed);
         self.state.cpus = cpus;
         self.state.passes += 1;
@@ -240,6 +210,12 @@ impl Scrubber {
         Ok(probe_addresses(&fs::read_to_string(file)?))
     }
 
+    /// Copies a part.
+    fn add(&mut self, part: Part) -> io::Result<()> {
+        let (memory, locks) = (&self.memory, &self.locks);
+        self.copy.add(part, memory, || locks.is_free(memory, Lock::Text))
+    }
+
     /// Copies modules that have come, and forgets those that have gone.
     fn follow_modules(&mut self) -> io::Result<()> {
         let before: BTreeSet<_> = self.copy.parts.keys().cloned().collect();
@@ -248,8 +224,7 @@ impl Scrubber {
             if self.copy.parts.contains_key(name) {
                 continue;
             }
-            let added =
-                self.files.module(name, &self.memory).and_then(|part| self.copy.add(part, &self.memory));
+            let added = self.files.module(name, &self.memory).and_then(|part| self.add(part));
             match added {
                 // It has gone meanwhile.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
@@ -282,70 +257,54 @@ impl Scrubber {
         Ok(suspects)
     }
 
-    /// Judges suspects twice, some time apart, and mends what is nobody's.
+    /// Judges suspects, and mends what is nobody's.
     fn look_closely(&mut self, suspects: Vec<Suspect>, mends: bool) -> io::Result<Vec<Finding>> {
-        // Reading all symbols takes time, and places seldom change. What is odd is judged by new ones.
+        // Reading all symbols takes time, and places seldom change. What is odd gets a close look.
         let sites = match self.sites.take() {
             Some(sites) => sites,
-            None => self.sites()?.0,
+            None => self.running().sites()?,
         };
-        let first: Vec<_> = suspects.iter().map(|suspect| judge(&sites, suspect)).collect();
+        let judged: Vec<_> = suspects.iter().map(|suspect| judge(&sites, suspect)).collect();
         self.sites = Some(sites);
-        self.accept(&suspects, &first);
-        let is_well = |judged: &Judged| judged.odd.is_empty() && judged.under_way.is_empty();
-        if first.iter().all(is_well) {
-            self.under_way.clear();
+        let mut odd = Vec::new();
+        for (suspect, judged) in suspects.into_iter().zip(judged) {
+            if judged.is_well() { self.accept(&suspect, &judged) } else { odd.push(suspect) }
+        }
+        if odd.is_empty() {
             return Ok(Vec::new());
         }
-        thread::sleep(SECOND_LOOK);
-        self.memory = kcore(&self.files)?;
-        let (sites, symbols) = self.sites()?;
+        let mut running = self.running();
+        let judged = look::look(&mut running, &mut odd)?;
+        let (sites, symbols) = running.seen.take().unwrap_or_default();
+        self.sites = Some(sites);
         let there = self.files.modules()?;
-        let (mut findings, mut under_way) = (Vec::new(), BTreeSet::new());
-        for (mut suspect, first) in suspects.into_iter().zip(&first).filter(|(_, judged)| !is_well(judged)) {
+        let mut findings = Vec::new();
+        for (suspect, judged) in odd.iter().zip(&judged) {
             if suspect.part != "kernel" && !there.contains(&suspect.part) {
                 continue;
             }
-            suspect.now = copy::read(&self.memory, &suspect.block)?;
-            let second = judge(&sites, &suspect);
-            let stuck = |at: &&u64| first.under_way.contains(*at) && self.under_way.contains(*at);
-            let stuck = second.under_way.iter().filter(stuck).map(|at| unclaimed(&suspect, *at));
-            let odd = second.odd.iter().filter(|odd| first.odd.contains(odd)).cloned().chain(stuck);
-            // What was not there at the first look is judged at the next pass.
-            let is_known = second.odd.iter().all(|odd| first.odd.contains(odd));
-            let mut is_final = second.under_way.is_empty() && is_known;
-            let odd: Vec<_> = odd.collect();
+            self.state.busy += judged.busy;
             // So much is no flip: the copy may be that of another place.
-            let mends = mends && odd.len() <= MENDED_MAX;
-            for odd in odd {
-                is_final &= odd.unclaimed || !mends;
-                findings.extend(self.settle(&suspect, &odd, &symbols, mends));
+            let mends = mends && judged.odd.len() <= MENDED_MAX;
+            for odd in &judged.odd {
+                findings.extend(self.settle(suspect, odd, &symbols, mends));
             }
-            if is_final {
-                self.accepted.insert(suspect.block.start, hash(&suspect.now));
+            if judged.busy == 0 && judged.odd.iter().all(|odd| odd.unclaimed || !mends) {
+                self.accept(suspect, judged);
             }
-            under_way.extend(second.under_way);
         }
-        self.under_way = under_way;
-        self.sites = Some(sites);
         Ok(findings)
     }
 
-    /// Notes blocks whose differences are all the kernel's own.
-    fn accept(&mut self, suspects: &[Suspect], judged: &[Judged]) {
-        for (suspect, judged) in suspects.iter().zip(judged) {
-            self.state.own_changes += judged.own;
-            if judged.odd.is_empty() && judged.under_way.is_empty() {
-                self.accepted.insert(suspect.block.start, hash(&suspect.now));
-            }
-        }
+    /// Notes a block that needs no look as long as it stays as it is.
+    fn accept(&mut self, suspect: &Suspect, judged: &Judged) {
+        self.state.own_changes += judged.own;
+        self.accepted.insert(suspect.block.start, hash(&suspect.now));
     }
 
-    fn sites(&self) -> io::Result<(Sites, String)> {
-        let symbols = self.files.symbols()?;
-        let parts = self.copy.parts.values().map(|copied| &copied.part);
-        let sites = Sites::collect(&self.memory, &symbols, &probes(), &self.old_probes, parts)?;
-        Ok((sites, symbols))
+    /// Returns the running kernel.
+    fn running(&self) -> Running<'_> {
+        Running { scrubber: self, records: None, seen: None }
     }
 
     /// Mends bytes if that is wanted. Returns the finding if it is new.
@@ -364,6 +323,46 @@ impl Scrubber {
             },
         };
         (is_new || end == End::Mended).then(|| finding(suspect, odd, symbols, end, why))
+    }
+}
+
+/// The running kernel, as a scrubber sees it.
+struct Running<'a> {
+    scrubber: &'a Scrubber,
+    records: Option<Records>,
+    /// Places and symbols that were collected last.
+    seen: Option<(Sites, String)>,
+}
+
+impl Kernel for Running<'_> {
+    fn record(&mut self) -> io::Result<()> {
+        self.records = Some(Records::begin()?);
+        Ok(())
+    }
+
+    fn recorded(&mut self) -> io::Result<Option<Vec<Range<u64>>>> {
+        self.records.as_ref().map_or(Ok(None), Records::places)
+    }
+
+    fn is_free(&mut self, lock: Lock) -> io::Result<bool> {
+        self.scrubber.locks.is_free(&self.scrubber.memory, lock)
+    }
+
+    fn read(&mut self, block: &Block) -> io::Result<Vec<u8>> {
+        copy::read(&self.scrubber.memory, block)
+    }
+
+    fn sites(&mut self) -> io::Result<Sites> {
+        let Scrubber { memory, files, copy, old_probes, .. } = self.scrubber;
+        let symbols = files.symbols()?;
+        let parts = copy.parts.values().map(|copied| &copied.part);
+        let sites = Sites::collect(memory, &symbols, &probes(), old_probes, parts)?;
+        self.seen = Some((sites.clone(), symbols));
+        Ok(sites)
+    }
+
+    fn pause(&mut self, time: Duration) {
+        thread::sleep(time);
     }
 }
 
@@ -410,51 +409,6 @@ fn finding(suspect: &Suspect, odd: &Odd, symbols: &str, end: End, why: Option<St
     }
 }
 
-/// Returns the window round an address, of memory.
-fn window(suspect: &Suspect, address: u64) -> (u64, Vec<u8>) {
-    let start = (address & !(WINDOW - 1)).max(suspect.block.from);
-    let end = ((address & !(WINDOW - 1)) + WINDOW).min(suspect.block.until);
-    let at = |address: u64| usize::try_from(address - suspect.block.from).unwrap_or_default();
-    (start, suspect.now[at(start)..at(end)].to_vec())
-}
-
-fn unclaimed(suspect: &Suspect, address: u64) -> Odd {
-    let (start, now) = window(suspect, address);
-    Odd { start, wanted: now.clone(), now, unclaimed: true }
-}
-
-/// Judges each byte of a block that differs.
-fn judge(sites: &Sites, suspect: &Suspect) -> Judged {
-    let Suspect { block, old, now, .. } = suspect;
-    let view = View { start: block.from, old, now };
-    let mut judged = Judged::default();
-    let differ = (block.from..).zip(old.iter().zip(now)).filter(|(_, (old, now))| old != now);
-    for (address, (old, _)) in differ.filter(|(address, _)| (block.start..block.end).contains(address)) {
-        let verdict = if block.is_code { sites.judge(&view, address) } else { Verdict::Foreign(*old) };
-        match verdict {
-            Verdict::Own => judged.own += 1,
-            Verdict::UnderWay => judged.under_way.push(address),
-            Verdict::Unclaimed => add(&mut judged.odd, unclaimed(suspect, address)),
-            Verdict::Foreign(byte) => {
-                let (start, now) = window(suspect, address);
-                let mut wanted = now.clone();
-                wanted[usize::try_from(address - start).unwrap_or_default()] = byte;
-                add(&mut judged.odd, Odd { start, now, wanted, unclaimed: false });
-            }
-        }
-    }
-    judged
-}
-
-/// Adds odd bytes. Those of one window are one; if one of them is unclaimed, all are.
-fn add(all: &mut Vec<Odd>, odd: Odd) {
-    let Some(known) = all.last_mut().filter(|known| known.start == odd.start) else { return all.push(odd) };
-    known.unclaimed |= odd.unclaimed;
-    for (at, byte) in odd.wanted.iter().enumerate().filter(|(at, byte)| odd.now[*at] != **byte) {
-        known.wanted[at] = *byte;
-    }
-}
-
 /// Returns the kernel's list of kprobes; empty if it has none. debugfs need not be mounted.
 fn probes() -> String {
     let read = || -> io::Result<String> {
@@ -473,45 +427,6 @@ fn probes() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::guard::integrity::{layout::Part, layout::Range, memory::Memory};
-    use std::cell::RefCell;
-
-    const START: u64 = 0xFFFF_FFFF_8100_0000;
-
-    /// Memory of the test's.
-    struct Bytes(RefCell<Vec<u8>>);
-
-    impl Memory for Bytes {
-        fn read(&self, address: u64, to: &mut [u8]) -> io::Result<()> {
-            let at = usize::try_from(address - START).map_err(io::Error::other)?;
-            to.copy_from_slice(&self.0.borrow()[at..at + to.len()]);
-            Ok(())
-        }
-    }
-
-    /// Copies 200 KB, changes them, and judges all blocks that differ.
-    fn odd(change: impl FnOnce(&mut [u8])) -> Vec<Odd> {
-        let folder = tempfile::tempdir().expect("a folder");
-        let memory = Bytes(RefCell::new((0..200_000_u32).map(|at| (at % 251) as u8 | 1).collect()));
-        let mut copy = Copy::open(folder.path(), "boot").expect("a copy");
-        let range = Range { start: START, end: START + 200_000, is_code: true };
-        let part = Part { name: "kernel".into(), ranges: vec![range], jumps: (0, 0), calls: (0, 0) };
-        copy.add(part, &memory).expect("a copy");
-        change(&mut memory.0.borrow_mut());
-        // As another process reads it.
-        let copy = Copy::open(folder.path(), "boot").expect("the copy");
-        let mut all = Vec::new();
-        for block in &copy.parts["kernel"].blocks {
-            let now = copy::read(&memory, block).expect("bytes");
-            if hash(&now) != block.hash {
-                let old = copy.content("kernel", block).expect("the copy");
-                let suspect = Suspect { part: "kernel".into(), block: block.clone(), old, now };
-                all.extend(judge(&Sites::default(), &suspect).odd);
-            }
-        }
-        all
-    }
-
     #[test]
     fn a_kernel_that_counts_calls_is_refused() {
         let file = tempfile::NamedTempFile::new().expect("a file");
@@ -520,50 +435,5 @@ mod tests {
         fs::write(file.path(), "Mitigation: IBRS\n").expect("a file");
         assert!(refuse_counted_calls(file.path()).is_ok());
         assert!(refuse_counted_calls(Path::new("/nonexistent")).is_ok());
-    }
-
-    #[test]
-    fn nothing_is_odd_about_the_same_bytes() {
-        assert_eq!(odd(|_| ()), []);
-    }
-
-    /// At the edge of two blocks, which both hold the byte.
-    #[test]
-    fn each_byte_is_found_once() {
-        for at in [0, 5, 0xFFFF, 0x1_0000, 0x1_0001, 199_999] {
-            let found = odd(|bytes| bytes[at] ^= 0x20);
-            assert_eq!(found.len(), 1, "{at:#x}: {found:?}");
-            let (odd, place) = (&found[0], START + at as u64);
-            assert!(odd.start <= place && place < odd.start + odd.now.len() as u64, "{odd:?}");
-            let wrong = usize::try_from(place - odd.start).expect("an offset");
-            assert_eq!(odd.wanted[wrong], odd.now[wrong] ^ 0x20);
-            assert_eq!(odd.now.iter().zip(&odd.wanted).filter(|(a, b)| a != b).count(), 1);
-        }
-    }
-
-    #[test]
-    fn neighbours_are_one_and_a_breakpoint_keeps_its_neighbours() {
-        let found = odd(|bytes| bytes[0x100..0x104].copy_from_slice(&[2, 4, 6, 8]));
-        assert_eq!((found.len(), found[0].unclaimed), (1, false));
-        let found = odd(|bytes| bytes[0x100..0x102].copy_from_slice(&[0xCC, 2]));
-        assert_eq!((found.len(), found[0].unclaimed), (1, true));
-    }
-
-    #[test]
-    fn a_damaged_copy_mends_nothing() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let memory = Bytes(RefCell::new(vec![7; 4096]));
-        let mut copy = Copy::open(folder.path(), "boot").expect("a copy");
-        let range = Range { start: START, end: START + 4096, is_code: false };
-        let part = Part { name: "kernel".into(), ranges: vec![range], jumps: (0, 0), calls: (0, 0) };
-        copy.add(part, &memory).expect("a copy");
-        let file = folder.path().join("kernel.blocks");
-        let mut packed = fs::read(&file).expect("blocks");
-        let last = packed.len() - 1;
-        packed[last] ^= 1;
-        fs::write(&file, packed).expect("blocks");
-        assert!(copy.content("kernel", &copy.parts["kernel"].blocks[0]).is_err());
-        // A copy of an earlier start is gone.
-        assert!(Copy::open(folder.path(), "later").expect("a copy").parts.is_empty());
     }
 }

@@ -54,8 +54,6 @@ enum Kind {
 pub enum Verdict {
     /// The kernel has changed them.
     Own,
-    /// The kernel changes them just now.
-    UnderWay,
     /// Nobody is known to have changed them. The byte is replaced by the one given.
     Foreign(u8),
     /// Nobody is known to have changed them, but they look like a breakpoint, a jump of a probe, or a form
@@ -237,7 +235,7 @@ impl Sites {
             return Verdict::Own;
         }
         if now[0] == BREAKPOINT {
-            return Verdict::UnderWay;
+            return Verdict::Unclaimed;
         }
         // Bytes that are nearly a legal form are a damaged one.
         let forms = self.forms(start, kind, old);
@@ -555,7 +553,7 @@ mod tests {
         // The probe does not explain its neighbour.
         assert_eq!(verdicts(0x50, &[BREAKPOINT, 0x91]), [Verdict::Own, Verdict::Foreign(0x90)]);
         // The kernel writes the breakpoint first.
-        assert_eq!(verdicts(0x40, &[BREAKPOINT]), [Verdict::UnderWay]);
+        assert_eq!(verdicts(0x40, &[BREAKPOINT]), [Verdict::Unclaimed]);
     }
 
     #[test]
@@ -586,7 +584,7 @@ mod tests {
             prop_assert_eq!(verdicts.len(), 1);
             let is_seen = match verdicts[0] {
                 Verdict::Foreign(wanted) => wanted == old,
-                Verdict::Unclaimed | Verdict::UnderWay => true,
+                Verdict::Unclaimed => true,
                 Verdict::Own => probed,
             };
             prop_assert!(is_seen, "{:?}", verdicts);
