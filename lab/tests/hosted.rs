@@ -50,6 +50,8 @@ mod page;
 mod pressure;
 #[path = "hosted/processors.rs"]
 mod processors;
+#[path = "hosted/regions.rs"]
+mod regions;
 #[path = "hosted/saved.rs"]
 mod saved;
 #[path = "hosted/subnet.rs"]

@@ -41,5 +41,5 @@ pub use block::{Block, open_disk, time_of_change};
 pub use net::{Net, Witness};
 pub use pmem::Pmem;
 pub use rng::Rng;
-pub use subnet::{Joined as JoinedSubnet, SubnetCard, SubnetOption};
+pub use subnet::{Joined as JoinedSubnet, SubnetCard, SubnetOption, start_keeper};
 pub use uplink::{NetOption, Opened as OpenUplink};

@@ -1,7 +1,8 @@
 //! A disk whose content is a part of the guest's memory (virtio 1.2, 5.19: pmem). The device says where.
 //! The guest's kernel reads and writes it there, so the only request is a flush.
 //!
-//! A flush has nothing to do: what a guest writes to such a disk is gone at the machine's end.
+//! A flush has nothing to do: what a guest writes to such a disk is gone at the machine's end. A region that
+//! several machines have in common is such a device, too.
 
 use crate::{
     memory::{self, View},

@@ -118,8 +118,12 @@ impl Joined {
     }
 }
 
-/// Starts the keeper of a subnet, which is ready when this function returns. It is no child of this process.
-fn start_keeper(words: &[OsString]) -> io::Result<()> {
+/// Starts this program again with these words, as the keeper of a subnet or a region. It is ready when this
+/// function returns, and no child of this process.
+///
+/// # Errors
+/// What the keeper has said.
+pub fn start_keeper(words: &[OsString]) -> io::Result<()> {
     let mut command = Command::new("/proc/self/exe");
     command.args(words).current_dir("/").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
     // SAFETY: All are system calls that take numbers, which a new process may make.

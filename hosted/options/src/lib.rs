@@ -14,13 +14,16 @@ pub mod gdb;
 mod memory;
 pub mod name;
 pub mod net;
+pub mod region;
 
 use std::{ffi::OsString, path::PathBuf};
 
 use clap::{Args, Subcommand, ValueEnum};
 
 use gdb::{Address, GdbOption};
+use name::Name;
 use net::{Forward, Mac, Network, SubnetName};
+use region::RegionOption;
 
 /// The commands below `mercury hosted`.
 #[derive(Debug, Subcommand)]
@@ -65,6 +68,9 @@ pub enum HostedCommand {
     /// Keep a subnet. The first machine of the subnet starts this
     #[command(hide = true)]
     KeepSubnet(KeepArgs),
+    /// Keep a region. The first machine with the region starts this
+    #[command(hide = true)]
+    KeepRegion(KeepRegionArgs),
 }
 
 /// The options of `mercury hosted net`.
@@ -78,6 +84,13 @@ pub struct NetArgs {
 #[derive(Debug, Args)]
 pub struct KeepArgs {
     pub name: SubnetName,
+}
+
+/// The options of the process that keeps a region.
+#[derive(Debug, Args)]
+pub struct KeepRegionArgs {
+    pub name: Name,
+    pub bytes: u64,
 }
 
 /// The options of `mercury hosted save`.
@@ -137,6 +150,11 @@ pub struct RunArgs {
     /// guest may only read it. With `,private` it may write to pages of its own, which are gone at the end
     #[arg(long, value_name = "FILE[,ro|,shared|,private]")]
     pub disk: Vec<String>,
+    /// Memory that all machines of yours with a region of this NAME have in common. All of them may write to
+    /// it. The SIZE is a multiple of 2 MiB, and the same for all. In the guest it is /dev/pmem0, or the
+    /// next after the disks in memory. It is gone when the last machine with it has ended
+    #[arg(long, value_name = "NAME,SIZE")]
+    pub region: Vec<RegionOption>,
     /// A network card, connected to a passt of its own, to a tap interface of yours, or to a subnet: a
     /// network of machines of yours with the same NAME. With `passt,host` the guest reaches this host's
     /// 127.0.0.1 at its gateway's address. A machine may have two cards: the first to the outside, the

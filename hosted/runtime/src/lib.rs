@@ -55,6 +55,7 @@ pub mod memory;
 pub mod mmu;
 pub mod patched;
 pub mod process;
+pub mod region;
 pub mod run;
 mod sandbox;
 pub mod saved;

@@ -14,7 +14,7 @@ use std::{
 
 use mercury_devices::Agent;
 pub use mercury_devices::Identity;
-use mercury_hosted_options::gdb::GdbOption;
+use mercury_hosted_options::{gdb::GdbOption, region::RegionOption};
 
 use crate::{
     block,
@@ -56,6 +56,8 @@ pub struct Options {
     /// Its first file system.
     pub initramfs: Option<PathBuf>,
     pub disks: Vec<DiskOption>,
+    /// Memory in common with other machines.
+    pub regions: Vec<RegionOption>,
     /// The address at which gdb may connect.
     pub gdb: Option<GdbOption>,
     pub net: Option<NetOption>,
@@ -401,7 +403,7 @@ fn check_processors(options: &Options) -> Result<()> {
 /// Checks the host, and makes the guest's memory.
 fn make_memory(options: &Options, most_pieces: u32) -> Result<Memory> {
     check_memory(options)?;
-    let disks = Disks::open(&options.disks, options.memory)?;
+    let disks = Disks::open(&options.disks, &options.regions, options.memory)?;
     match disks.is_empty() {
         true => Memory::new(options.memory),
         false => Memory::with_disks(Arc::new(disks), most_pieces),
@@ -416,6 +418,10 @@ pub(crate) fn check_memory(options: &Options) -> Result<()> {
             .hint(format!("give the guest {} MiB or more with --memory", LEAST_MEMORY >> 20)));
     }
     let is_plain = options.cpus == 1 && options.gdb.is_none() && options.isolation == Isolation::None;
+    if !is_plain && !options.regions.is_empty() {
+        return Err(Error::new("only a machine with one processor has regions, without gdb and isolation")
+            .hint("leave out --region, or --cpus, --gdb and --isolation"));
+    }
     if !is_plain && options.disks.iter().any(|disk| disk.access.is_memory()) {
         return Err(Error::new(
             "only a machine with one processor has disks in memory, without gdb and isolation",

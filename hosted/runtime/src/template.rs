@@ -76,7 +76,7 @@ impl Template {
         let most_mapped = run::begin(options)?;
         let saved = Saved::open(saved)?;
         run::check_memory(options)?;
-        let disks = Arc::new(Disks::open(&options.disks, options.memory)?);
+        let disks = Arc::new(Disks::open(&options.disks, &options.regions, options.memory)?);
         let memory = Memory::for_base(Arc::clone(&disks))?;
         let ready = loader::load(options, &memory)?;
         if ready.facts.generator.is_none() {
@@ -113,7 +113,7 @@ impl Template {
         self.original.as_ref().map_or_else(Vec::new, |original| original.disks.images())
     }
 
-    /// Returns true if machines have disks in memory.
+    /// Returns true if machines have disks in memory, or regions.
     #[must_use]
     pub fn has_disks(&self) -> bool {
         self.original.as_ref().is_some_and(|original| !original.disks.is_empty())

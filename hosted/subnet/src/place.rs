@@ -22,6 +22,18 @@ use crate::error::{Error, Result};
 
 const SOCKET: &str = "socket";
 
+/// Returns the folder for what runs of this process's user.
+#[must_use]
+pub fn run_folder() -> PathBuf {
+    let user = rustix::process::geteuid();
+    let run = match env::var_os("XDG_RUNTIME_DIR") {
+        _ if user.is_root() => "/run".into(),
+        Some(run) if !run.is_empty() => PathBuf::from(run),
+        _ => Path::new("/run/user").join(user.as_raw().to_string()),
+    };
+    run.join("mercury")
+}
+
 /// The folder of a user's subnets.
 #[derive(Clone, Debug)]
 pub struct Folder(PathBuf);
@@ -30,13 +42,7 @@ impl Folder {
     /// Returns the folder of this process's user.
     #[must_use]
     pub fn own() -> Self {
-        let user = rustix::process::geteuid();
-        let run = match env::var_os("XDG_RUNTIME_DIR") {
-            _ if user.is_root() => "/run".into(),
-            Some(run) if !run.is_empty() => PathBuf::from(run),
-            _ => Path::new("/run/user").join(user.as_raw().to_string()),
-        };
-        Self(run.join("mercury/subnets"))
+        Self(run_folder().join("subnets"))
     }
 
     /// Returns a folder of a test.

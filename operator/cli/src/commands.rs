@@ -120,6 +120,7 @@ fn command_name(command: &Command) -> &'static str {
         Command::Hosted(HostedCommand::Restore(_)) => "hosted restore",
         Command::Hosted(HostedCommand::Net(_)) => "hosted net",
         Command::Hosted(HostedCommand::KeepSubnet(_)) => "hosted keep-subnet",
+        Command::Hosted(HostedCommand::KeepRegion(_)) => "hosted keep-region",
         Command::Disco(DiscoCommand::Template(_)) => "disco template",
         Command::Disco(DiscoCommand::Run(_)) => "disco run",
         Command::Disco(DiscoCommand::Fork(_)) => "disco fork",

@@ -548,6 +548,10 @@ pub const PAGES: &[Page] = &[
                 "Start one with an image that machines share as memory; what it writes is gone at its end",
                 "mercury hosted run --kernel vmlinux --initramfs root.cpio --disk data.img,private",
             ),
+            example(
+                "Start one with memory that other machines of yours write to, too",
+                "mercury hosted run --kernel vmlinux --initramfs root.cpio --region pool,64M",
+            ),
         ],
     )
     .see(&["afterburner(1)", "mercury-hosted-net(8)", "passt(1)"]),

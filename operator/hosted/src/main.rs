@@ -75,6 +75,7 @@ fn main() -> ExitCode {
             ("hosted net", subnet::list(args.name.as_ref(), Say { format, name: "hosted net" }))
         }
         HostedCommand::KeepSubnet(args) => ("hosted keep-subnet", subnet::keep(&args.name)),
+        HostedCommand::KeepRegion(args) => ("hosted keep-region", subnet::keep_region(args)),
     };
     result.unwrap_or_else(|error| fail(&error, format, name)).into()
 }
@@ -99,6 +100,7 @@ fn options(args: &RunArgs, restore: Option<&Path>) -> Result<Options> {
         kernel: args.kernel.clone(),
         initramfs: args.initramfs.clone(),
         disks: args.disk.iter().map(|disk| disk.as_str().into()).collect(),
+        regions: args.region.clone(),
         net,
         subnet,
         gdb: args.gdb.clone(),

@@ -1,4 +1,4 @@
-//! Subnets of hosted machines: the process that keeps one, and the list of them.
+//! Subnets of hosted machines: the process that keeps one, and the list of them. Regions have such a process.
 
 use std::{fs, io::Write};
 
@@ -8,7 +8,12 @@ use mercury_control::{
     output::{Render, Text},
     say::Say,
 };
-use mercury_hosted_options::net::{Mac, SubnetName};
+use mercury_hosted::region;
+use mercury_hosted_options::{
+    KeepRegionArgs,
+    net::{Mac, SubnetName},
+    region::RegionOption,
+};
 use mercury_subnet::{error, keeper::Keeper, member, place::Folder};
 use serde::Serialize;
 
@@ -27,6 +32,21 @@ pub fn keep(name: &SubnetName) -> Result<Exit> {
         Error::new(Exit::Failed, format!("cannot open /dev/null: {error}")).hint("make /dev/null readable")
     })?;
     started.and_then(Keeper::serve).map(|()| Exit::Done).map_err(refused)
+}
+
+/// Keeps a region as [`keep`] keeps a subnet.
+pub fn keep_region(args: &KeepRegionArgs) -> Result<Exit> {
+    let option = RegionOption { name: args.name.clone(), bytes: args.bytes };
+    let started = region::Keeper::start(&region::Folder::own(), &option);
+    if let Err(error) = &started {
+        let _ = write!(std::io::stdout(), "{}", error.message());
+    }
+    let failed = |error| {
+        Error::new(Exit::Failed, format!("cannot keep the region: {error}"))
+            .hint("make sure that the host has memory and descriptors, and /dev/null")
+    };
+    leave_output().map_err(failed)?;
+    started.map_err(crate::refused)?.serve().map(|()| Exit::Done).map_err(failed)
 }
 
 /// Leaves the output to the process that waits for its end.

@@ -10,24 +10,29 @@
 //!   writing. Later such a program, or one that truncates the file, waits until the machine has ended: the
 //!   machine gets a signal, and ends. Only the file's owner and root may have one.
 //! - A file that nobody can change: immutable (`chattr +i`), or with fs-verity.
+//!
+//! A *region* ([`crate::region`]) is a disk in the same place. But its file is memory that all machines with
+//! the region write to: no page of it becomes a machine's own.
 
 use std::{
     fs::File,
     io,
     ops::Range,
     os::{
-        fd::{AsRawFd, RawFd},
+        fd::{AsRawFd, OwnedFd, RawFd},
         unix::fs::MetadataExt,
     },
     path::{Path, PathBuf},
 };
 
 use mercury_devices::{Pmem, open_disk, time_of_change};
+use mercury_hosted_options::region::RegionOption;
 
 use super::layers::Run;
 use crate::{
     error::{Error, Result},
     layout::PAGE,
+    region::{self, Region},
     run::{DiskAccess, DiskOption},
     smp::apic,
 };
@@ -48,8 +53,18 @@ pub struct Disk {
     pages: Range<u64>,
     /// The first page after the disk. Pages from the image's end on are zero at first.
     end: u64,
-    /// True if the guest may write to pages of its own.
-    is_private: bool,
+    access: Access,
+}
+
+/// The use of a disk's pages.
+#[derive(Debug)]
+enum Access {
+    /// The guest only reads them.
+    Shared,
+    /// The guest may write to pages of its own.
+    Private,
+    /// The guest writes to them. A region's keeper is connected.
+    Region(OwnedFd),
 }
 
 impl Disk {
@@ -67,7 +82,13 @@ impl Disk {
 
     #[must_use]
     pub fn is_private(&self) -> bool {
-        self.is_private
+        matches!(self.access, Access::Private)
+    }
+
+    /// Returns true if all machines that have it write to the same pages.
+    #[must_use]
+    pub fn is_region(&self) -> bool {
+        matches!(self.access, Access::Region(_))
     }
 
     #[must_use]
@@ -82,10 +103,26 @@ impl Disk {
 
     /// Opens the image again: a machine that begins as a copy of another process has a lease of its own.
     fn again(&self) -> Result<Self> {
+        let wrong = |error| Error::file("open again", &self.path, error);
+        let access = match &self.access {
+            Access::Shared => Access::Shared,
+            Access::Private => Access::Private,
+            Access::Region(connection) => {
+                let access = Access::Region(connection.try_clone().map_err(wrong)?);
+                let file = self.file.try_clone().map_err(wrong)?;
+                return Ok(Self {
+                    path: self.path.clone(),
+                    file,
+                    pages: self.pages.clone(),
+                    access,
+                    ..*self
+                });
+            }
+        };
         let path = format!("/proc/self/fd/{}", self.descriptor());
-        let file = File::open(path).map_err(|error| Error::file("open again", &self.path, error))?;
+        let file = File::open(path).map_err(wrong)?;
         keep_unchanged(&file, &self.path)?;
-        Ok(Self { path: self.path.clone(), file, pages: self.pages.clone(), ..*self })
+        Ok(Self { path: self.path.clone(), file, pages: self.pages.clone(), access, ..*self })
     }
 }
 
@@ -104,29 +141,48 @@ impl Disks {
         Self { all: Vec::new(), ram }
     }
 
-    /// Opens the images among a machine's disks.
+    /// Opens the images among a machine's disks, and takes its regions.
     ///
     /// # Errors
-    /// If an image cannot be opened, or can be changed by others.
-    pub fn open(options: &[DiskOption], ram: u64) -> Result<Self> {
+    /// If an image cannot be opened, or can be changed by others, or a region has another size.
+    pub fn open(options: &[DiskOption], regions: &[RegionOption], ram: u64) -> Result<Self> {
         let mut disks = Self { all: Vec::new(), ram };
         for DiskOption { path, access } in options.iter().filter(|disk| disk.access.is_memory()) {
             let (file, bytes) = open_image(path)?;
-            let start = place(disks.size(), bytes);
-            let pages = start / PAGE..(start + bytes).div_ceil(PAGE);
-            let end = (start + bytes.next_multiple_of(UNIT)) / PAGE;
-            let is_private = *access == DiskAccess::Private;
-            disks.all.push(Disk { path: path.clone(), file, pages, end, is_private });
+            let access = if *access == DiskAccess::Private { Access::Private } else { Access::Shared };
+            disks.add(path.clone(), file, bytes, access);
+        }
+        for option in regions {
+            let Region { file, connection } = region::take(option)?;
+            let path = format!("the region {}", option.name).into();
+            disks.add(path, file, option.bytes, Access::Region(connection));
         }
         Ok(disks)
+    }
+
+    fn add(&mut self, path: PathBuf, file: File, bytes: u64, access: Access) {
+        let start = place(self.size(), bytes);
+        let pages = start / PAGE..(start + bytes).div_ceil(PAGE);
+        let end = (start + bytes.next_multiple_of(UNIT)) / PAGE;
+        self.all.push(Disk { path, file, pages, end, access });
     }
 
     /// Makes disks of files, at pages of the memory.
     #[cfg(test)]
     pub fn of_files(files: Vec<(File, Range<u64>, u64, bool)>, ram: u64) -> Self {
-        let disk =
-            |(file, pages, end, is_private)| Disk { path: PathBuf::new(), file, pages, end, is_private };
+        let disk = |(file, pages, end, is_private)| {
+            let access = if is_private { Access::Private } else { Access::Shared };
+            Disk { path: PathBuf::new(), file, pages, end, access }
+        };
         Self { all: files.into_iter().map(disk).collect(), ram }
+    }
+
+    /// Makes a region of a file, at pages of the memory.
+    #[cfg(test)]
+    pub fn of_region(file: File, pages: Range<u64>, ram: u64) -> Self {
+        let access = Access::Region(file.try_clone().expect("a descriptor").into());
+        let end = pages.end;
+        Self { all: vec![Disk { path: PathBuf::new(), file, pages, end, access }], ram }
     }
 
     /// Opens the images again.
@@ -142,7 +198,7 @@ impl Disks {
     /// # Errors
     /// If one has.
     pub fn check(&self) -> Result<()> {
-        match self.all.iter().find(|disk| is_lease_broken(&disk.file)) {
+        match self.all.iter().find(|disk| !disk.is_region() && is_lease_broken(&disk.file)) {
             Some(disk) => Err(Error::new(format!("another program writes to {}", disk.path.display()))
                 .hint("no program may write to an image that is a part of machines' memory")),
             None => Ok(()),
@@ -174,12 +230,16 @@ impl Disks {
             let inode = disk.file.metadata().map_or(0, |of| of.ino());
             (disk.path.canonicalize().unwrap_or_else(|_| disk.path.clone()), inode)
         };
-        self.all.iter().map(image).collect()
+        self.all.iter().filter(|disk| !disk.is_region()).map(image).collect()
     }
 
-    /// Returns the descriptors of the images.
+    /// Returns the descriptors of the images and regions, and of the connections to regions' keepers.
     pub fn descriptors(&self) -> impl Iterator<Item = RawFd> + Clone {
-        self.all.iter().map(Disk::descriptor)
+        let connections = self.all.iter().filter_map(|disk| match &disk.access {
+            Access::Region(connection) => Some(connection.as_raw_fd()),
+            Access::Shared | Access::Private => None,
+        });
+        self.all.iter().map(Disk::descriptor).chain(connections)
     }
 
     /// Returns all disks.
@@ -199,7 +259,7 @@ impl Disks {
         let device = |disk: &Disk| Pmem {
             start: disk.pages.start * PAGE,
             size: (disk.end - disk.pages.start) * PAGE,
-            changed: time_of_change(&disk.file),
+            changed: if disk.is_region() { [0; 2] } else { time_of_change(&disk.file) },
         };
         self.all.iter().map(device).collect()
     }
@@ -348,7 +408,7 @@ mod tests {
             .map(|(name, bytes)| image(directory.path(), name, bytes));
         let options =
             [option(&a, DiskAccess::Shared), option(&b, DiskAccess::Private), option(&c, DiskAccess::Read)];
-        let disks = Disks::open(&options, 64 * MIB).unwrap();
+        let disks = Disks::open(&options, &[], 64 * MIB).unwrap();
         let places: Vec<_> = disks.iter().map(|disk| (disk.pages(), disk.end(), disk.is_private())).collect();
         let (first, second) = (128 * MIB / PAGE, 256 * MIB / PAGE);
         assert_eq!(
@@ -366,7 +426,7 @@ mod tests {
     fn an_image_that_others_write_to_is_refused_and_noticed() {
         let directory = tempfile::tempdir().unwrap();
         let path = image(directory.path(), "image", 4096);
-        let open = || Disks::open(&[option(&path, DiskAccess::Shared)], MIB);
+        let open = || Disks::open(&[option(&path, DiskAccess::Shared)], &[], MIB);
         let writer = OpenOptions::new().write(true).open(&path).unwrap();
         assert!(open().unwrap_err().message().contains("open for writing"));
         drop(writer);
@@ -397,7 +457,7 @@ mod tests {
     fn only_files_with_something_in_them_are_images() {
         let directory = tempfile::tempdir().unwrap();
         let refuse = |path: &Path, word: &str| {
-            let error = Disks::open(&[option(path, DiskAccess::Private)], MIB).unwrap_err();
+            let error = Disks::open(&[option(path, DiskAccess::Private)], &[], MIB).unwrap_err();
             assert!(error.message().contains(word), "{error}");
         };
         refuse(directory.path(), "is no file");

@@ -17,6 +17,8 @@
 //! has another offset in its file than in the memory. An image has fewer pages than the memory, and nobody
 //! writes to it through the memory.
 //!
+//! A region is such a level, too. But machines write to its pages as to their own: no page is copied.
+//!
 //! Two kinds of writes make a page the machine's own. Writes of the guest fault, and reach
 //! [`Machine::page_fault`](crate::machine::Machine::page_fault). The monitor writes through a mapping of its
 //! own, the *window*, and calls [`Layers::make_own`] before. Only devices write there by themselves: their
@@ -82,6 +84,8 @@ struct Image {
     pages: Range<u64>,
     end: u64,
     is_private: bool,
+    /// True if all machines that have it write to the same pages.
+    is_region: bool,
 }
 
 /// The files of the guest's memory, and where each page is.
@@ -156,6 +160,7 @@ impl Layers {
             pages: disk.pages(),
             end: disk.end(),
             is_private: disk.is_private(),
+            is_region: disk.is_region(),
         });
         let (levels, log) = (words(pages.div_ceil(PER_WORD))?, words(pages)?);
         let shared = Common::new(Shared::default())?.share();
@@ -210,10 +215,11 @@ impl Layers {
         self.word(page).map_or_else(|| self.own_level(), |word| (word.load(Ordering::Acquire) >> shift) as u8)
     }
 
-    /// Returns true if a page is in the machine's own file.
+    /// Returns true if a page can be written to where it is: it is in the machine's own file, or in a region.
     #[must_use]
     pub fn is_own(&self, page: u64) -> bool {
-        self.level(page) == self.own_level()
+        let level = self.level(page);
+        level == self.own_level() || self.image(level).is_some_and(|image| image.is_region)
     }
 
     fn set(&self, page: u64, level: u8) {
@@ -300,7 +306,8 @@ impl Layers {
     fn place_at(&self, level: u8, page: u64, rights: Rights) -> (RawFd, u64, Rights) {
         let for_reading = Rights { write: false, ..rights };
         if let Some(image) = self.image(level) {
-            return (image.file, page.saturating_sub(image.pages.start) * PAGE, for_reading);
+            let rights = if image.is_region { rights } else { for_reading };
+            return (image.file, page.saturating_sub(image.pages.start) * PAGE, rights);
         }
         let file = self.files[usize::from(level)];
         match level == self.own_level() {
@@ -322,7 +329,9 @@ impl Layers {
     /// Returns true if the guest may not write to a page: it is on a disk that is shared.
     #[must_use]
     pub fn is_read_only(&self, page: u64) -> bool {
-        self.images.iter().any(|image| !image.is_private && (image.pages.start..image.end).contains(&page))
+        self.images.iter().any(|image| {
+            !image.is_private && !image.is_region && (image.pages.start..image.end).contains(&page)
+        })
     }
 
     /// Makes a page the machine's own, in this process's window and in the log. Returns false if the page
@@ -360,7 +369,9 @@ impl Layers {
         // SAFETY: The window has the page of the own file now, and all of it may be written to.
         unsafe { super::copy(at, content.as_ptr(), content.len()) };
         let neighbours = [page.wrapping_sub(1), page + 1];
-        let own = neighbours.iter().filter(|at| **at < self.pages && self.is_own(**at)).count() as u32;
+        let level = self.own_level();
+        let own =
+            neighbours.iter().filter(|at| **at < self.pages && self.level(**at) == level).count() as u32;
         // Alone it is a new piece, and between two pieces it joins them.
         self.shared.pieces.fetch_add(1_u32.wrapping_sub(own), Ordering::Relaxed);
         let index = self.shared.logged.load(Ordering::Relaxed);
@@ -805,6 +816,49 @@ mod tests {
         // The host gives a hole a page when it is read.
         assert_eq!((layers.trim(13).1, layers.trim(0).1), (16, 2));
         assert_eq!((word(layers, 12), word(layers, 15)), (8, 7), "holes can be written to");
+    }
+
+    /// Two machines and a fork write to the pages of a region, which never become their own. Pages beside the
+    /// region do.
+    #[test]
+    fn machines_write_to_one_region() {
+        const REGION: Range<u64> = 600..700;
+        let file = File::from(new_file(c"test", (REGION.end - REGION.start) * PAGE, 0).unwrap());
+        let base = File::from(new_file(c"test", SIZE, 0).unwrap());
+        let of_region = || -> &'static Disks {
+            Box::leak(Box::new(Disks::of_region(file.try_clone().unwrap(), REGION, SIZE)))
+        };
+        let (one, two) = (of_region(), of_region());
+        let start = |disks: &Disks| over(vec![base.try_clone().unwrap().into()], &disks.runs(), disks, 8);
+        let (first, second) = (start(one), start(two));
+        write(first, 600, 7);
+        write(second, 699, 8);
+        for layers in [first, second] {
+            assert_eq!([600, 650, 699].map(|page| word(layers, page)), [7, 0, 8]);
+            assert_eq!((layers.logged(), layers.shared.pieces.load(Ordering::Relaxed)), (0, 1));
+            assert!(layers.is_own(650) && layers.is_of_image(650) && !layers.is_read_only(650));
+            let all = Rights { write: true, execute: false };
+            let (_, offset, rights) = layers.place(601, all);
+            assert_eq!((offset, rights), (PAGE, all));
+        }
+        write(first, 599, 9);
+        write(first, 700, 9);
+        assert_eq!((first.logged(), word(second, 599), word(second, 700)), (2, 0, 0));
+        // Many pieces around the region become one, and the region stays as it is.
+        (512..600).step_by(2).chain((700..1000).step_by(2)).for_each(|page| write(first, page, 9));
+        assert!(first.is_of_image(600) && first.is_of_image(699));
+        let frozen = first.freeze().unwrap();
+        assert!(first.follow(first.now().0, true));
+        let below = first.files.iter().take(first.own_level().into());
+        let files = below.map(|file| copy_of(file.writable)).collect();
+        let fork = over(files, &frozen.runs, one, 8);
+        write(fork, 650, 10);
+        write(first, 651, 11);
+        write(fork, 599, 12);
+        for layers in [first, second, fork] {
+            assert_eq!([600, 650, 651, 699].map(|page| word(layers, page)), [7, 10, 11, 8]);
+        }
+        assert_eq!([first, second, fork].map(|layers| word(layers, 599)), [9, 0, 12]);
     }
 
     #[test]

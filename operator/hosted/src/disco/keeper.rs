@@ -420,8 +420,8 @@ impl Server {
                 .hint("only machines in the background can sleep: `mercury disco run --detach`"));
         }
         if self.template.has_disks() {
-            return Err(Error::new(Exit::State, format!("{} has disks in memory", machine.name))
-                .hint("machines with such disks cannot sleep yet"));
+            return Err(Error::new(Exit::State, format!("{} has disks in memory or a region", machine.name))
+                .hint("machines with these cannot sleep yet"));
         }
         if self.template.has_subnet() {
             return Err(Error::new(Exit::State, format!("{} is on a subnet", machine.name))

@@ -31,6 +31,8 @@ use super::{
 
 /// The names of the memory files, as `/proc` shows them.
 const NAMES: [&str; 2] = ["/memfd:mercury-hosted (deleted)", "/memfd:mercury-base (deleted)"];
+/// The name of a region's file.
+const REGION: &str = "/memfd:mercury-region (deleted)";
 /// The index of a saved machine's memory among them.
 const BASE: usize = 1;
 /// The size of a block of a file's size on the disk.
@@ -118,6 +120,8 @@ struct Counted {
     own_bytes: u64,
     /// The images of disks in memory.
     image_bytes: u64,
+    /// Regions, which machines of other templates may have mapped, too.
+    region_bytes: u64,
     /// All else: the monitor.
     monitor_bytes: u64,
 }
@@ -137,6 +141,7 @@ impl Counted {
                 // Only memory is shared with the file: the program's own code is mapped privately.
                 let is_image = line.split(' ').nth(1).is_some_and(|rights| rights.ends_with('s'));
                 to = match file.filter(|_| is_memory) {
+                    None if line.ends_with(REGION) => &mut self.region_bytes,
                     None if is_image && file.is_some_and(|file| images.contains(&file)) => {
                         &mut self.image_bytes
                     }
@@ -208,6 +213,8 @@ pub struct Map {
     pss_guest_bytes: u64,
     /// The pages of images that are mapped, by the host's kernel's account.
     pss_image_bytes: u64,
+    /// The pages of regions that are mapped, by the same account: the part of these machines.
+    pss_region_bytes: u64,
     pss_monitor_bytes: u64,
 }
 
@@ -240,6 +247,7 @@ pub fn map() -> Result<Map> {
         guest_bytes: own + templates.iter().map(|one| one.base_bytes).sum::<u64>(),
         pss_guest_bytes: machines.iter().map(|one| one.pss.base_bytes + one.pss.own_bytes).sum(),
         pss_image_bytes: machines.iter().map(|one| one.pss.image_bytes).sum(),
+        pss_region_bytes: machines.iter().map(|one| one.pss.region_bytes).sum(),
         images: images
             .into_keys()
             .map(|file| ImageMemory { cached_bytes: cached(&file).ok(), file })
@@ -307,7 +315,7 @@ impl Render for Map {
             vec!["(image)".to_owned(), name, cached, none(), none(), none(), none(), none(), none()]
         };
         let row = |one: &MachineMemory| {
-            let Counted { base_bytes, own_bytes, image_bytes, monitor_bytes } = one.pss;
+            let Counted { base_bytes, own_bytes, image_bytes, monitor_bytes, .. } = one.pss;
             let (name, template) = (one.machine.to_string(), one.template.to_string());
             let pss = [base_bytes, own_bytes, image_bytes, monitor_bytes].map(mib);
             let (own, balloon) = (mib(one.own_bytes), mib(one.balloon_bytes));
@@ -329,6 +337,10 @@ impl Render for Map {
                 mib(self.pss_image_bytes)
             ));
         }
+        if self.pss_region_bytes > 0 {
+            let mapped = mib(self.pss_region_bytes);
+            text.line(format!("regions: {mapped} of them are these machines' part of what is mapped"));
+        }
     }
 }
 
@@ -346,6 +358,8 @@ mod tests {
             Pss:                   5 kB\n\
             60001000-60002000 r-xp 00001000 fe:00 9                      /srv/base.img\n\
             Pss:                   1 kB\n\
+            70000000-70001000 rw-s 00001000 00:01 10                     /memfd:mercury-region (deleted)\n\
+            Pss:                   3 kB\n\
             7f0000000000-7f0000001000 rw-p 00000000 00:00 0 \nPss:                  11 kB\nVmFlags: rd wr\n";
         let mut counted = Counted::default();
         let shared = HashSet::from([7]);
@@ -356,6 +370,7 @@ mod tests {
             base_bytes: 200 << 10,
             own_bytes: 8 << 10,
             image_bytes: 10 << 10,
+            region_bytes: 6 << 10,
             monitor_bytes: 24 << 10,
         };
         assert_eq!(counted, expected);
