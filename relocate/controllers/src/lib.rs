@@ -14,6 +14,7 @@ pub mod ahci;
 pub mod disk;
 #[doc(hidden)]
 pub mod fuzz;
+mod gate;
 pub mod nvme;
 mod parts;
 pub mod pci;
@@ -27,6 +28,16 @@ pub trait Memory {
     fn read(&self, at: u64, into: &mut [u8]) -> Option<()>;
     /// Copies into the memory. Returns nothing if a part of the range is no memory.
     fn write(&self, at: u64, bytes: &[u8]) -> Option<()>;
+}
+
+impl<M: Memory + ?Sized> Memory for &M {
+    fn read(&self, at: u64, into: &mut [u8]) -> Option<()> {
+        (**self).read(at, into)
+    }
+
+    fn write(&self, at: u64, bytes: &[u8]) -> Option<()> {
+        (**self).write(at, bytes)
+    }
 }
 
 /// The way of a controller's interrupts.

@@ -24,6 +24,7 @@ mod header {
 /// Writable bits of the command: ports, memory, master, parity, errors, no interrupt line.
 const COMMAND_BITS: [u8; 2] = [0x47, 0x05];
 const MEMORY: u8 = 2;
+const MASTER: u8 = 4;
 const NO_LINE: u16 = 1 << 10;
 /// Bits of a base address register: it is for ports; it has 64 bits; its flags.
 const IS_PORTS: u32 = 1;
@@ -362,6 +363,12 @@ impl Function {
             address: high | u64::from(self.long(msi + 4)),
             data: u32::from(data & !(granted - 1) | vector),
         })
+    }
+
+    /// Returns true if the driver lets the function reach memory (Bus Master Enable).
+    #[must_use]
+    pub fn is_master(&self) -> bool {
+        self.space[header::COMMAND] & MASTER != 0
     }
 
     /// Returns true if the driver lets the function use its line: without messages, and the line not

@@ -111,3 +111,62 @@ impl Disk for Fake {
         self.touch("discard", at, length, |_| ())
     }
 }
+
+/// A disk whose reads and writes say that they have begun, and wait until they may go on.
+#[cfg(test)]
+pub struct Held {
+    disk: Fake,
+    begun: std::sync::mpsc::Sender<()>,
+    goes: std::sync::mpsc::Receiver<()>,
+}
+
+/// The other end of a [`Held`] disk.
+#[cfg(test)]
+pub struct Hold {
+    pub begun: std::sync::mpsc::Receiver<()>,
+    /// Lets all operations go on once it is dropped.
+    pub goes: std::sync::mpsc::Sender<()>,
+}
+
+#[cfg(test)]
+impl Held {
+    pub fn new(disk: Fake) -> (Self, Hold) {
+        let ((begins, begun), (go, goes)) = (std::sync::mpsc::channel(), std::sync::mpsc::channel());
+        (Self { disk, begun: begins, goes }, Hold { begun, goes: go })
+    }
+
+    fn wait(&self) {
+        let _ = self.begun.send(());
+        let _ = self.goes.recv();
+    }
+}
+
+#[cfg(test)]
+impl Disk for Held {
+    fn is_read_only(&self) -> bool {
+        false
+    }
+
+    fn read(&mut self, at: u64, into: &mut [u8]) -> io::Result<()> {
+        self.wait();
+        self.disk.read(at, into)
+    }
+
+    fn write(&mut self, at: u64, bytes: &[u8]) -> io::Result<()> {
+        self.wait();
+        self.disk.write(at, bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.wait();
+        self.disk.flush()
+    }
+
+    fn zero(&mut self, at: u64, length: u64) -> io::Result<()> {
+        self.disk.zero(at, length)
+    }
+
+    fn discard(&mut self, at: u64, length: u64) -> io::Result<()> {
+        self.disk.discard(at, length)
+    }
+}

@@ -5,7 +5,11 @@ use super::{
     drive::{Drive, Ended, How, READY},
     registers::{BUSY, Port, Properties, Registers, command, status},
 };
-use crate::{Interrupts, Memory, parts::Lost};
+use crate::{
+    Interrupts, Memory,
+    gate::{Gated, Pass},
+    parts::Lost,
+};
 use std::{
     collections::BTreeMap,
     sync::{
@@ -31,13 +35,14 @@ pub struct Controller<M, I> {
 }
 
 /// A command that has its turn.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Turn {
     port: usize,
     slot: u32,
     header: u64,
     received: u64,
     age: u64,
+    pass: Pass,
 }
 
 /// What came of a command.
@@ -118,29 +123,25 @@ impl<M: Memory, I: Interrupts> Controller<M, I> {
 
     /// Sends the signature of a disk that has begun anew, if its port receives.
     fn send_signature(&mut self, number: usize) -> bool {
-        let area = {
+        let (area, pass) = {
             let mut values = self.registers.values();
             let Some(port) = values.ports.get_mut(number) else { return false };
             if !port.owes_signature || port.command & command::RECEIVES == 0 {
                 return false;
             }
             port.sign(READY, WELL);
-            port.received
+            (port.received, port.gate.pass())
         };
         // A driver that has no area there does without.
-        let _ = self.put(area, &Received::signature(READY, WELL));
+        let _ = put(&Gated::new(&self.memory, pass), area, &Received::signature(READY, WELL));
         true
-    }
-
-    fn put(&self, area: u64, received: &Received) -> Option<()> {
-        self.memory.write(area.checked_add(received.place)?, &received.bytes)
     }
 
     /// Executes the next command of a port. Returns false if there is none.
     fn serve(&mut self, number: usize) -> bool {
         let Some(turn) = self.begin(number) else { return false };
-        let outcome = self.execute(turn);
-        self.end(turn, &outcome);
+        let outcome = self.execute(&turn);
+        self.end(&turn, outcome);
         self.registers.settle();
         true
     }
@@ -161,14 +162,16 @@ impl<M: Memory, I: Interrupts> Controller<M, I> {
             port.task_file |= BUSY;
         }
         let header = port.list + u64::from(slot) * HEADER;
-        Some(Turn { port: number, slot, header, received: port.received, age: port.age })
+        let (age, pass) = (port.age, port.gate.pass());
+        Some(Turn { port: number, slot, header, received: port.received, age, pass })
     }
 
-    fn execute(&mut self, turn: Turn) -> Outcome {
-        let Some(header) = Header::read(&self.memory, turn.header) else {
+    fn execute(&mut self, turn: &Turn) -> Outcome {
+        let memory = Gated::new(&self.memory, turn.pass.clone());
+        let Some(header) = Header::read(&memory, turn.header) else {
             return Outcome::Broken(status::BUS);
         };
-        let command = match header.command(&self.memory) {
+        let command = match header.command(&memory) {
             Ok(command) => command,
             Err(Unread::NoMemory) => return Outcome::Broken(status::BUS),
             Err(Unread::Malformed) => return Outcome::Broken(status::INTERFACE),
@@ -176,7 +179,7 @@ impl<M: Memory, I: Interrupts> Controller<M, I> {
         if !command.is_command() {
             return Outcome::Controlled { resets: command.resets() };
         }
-        let Some(mut data) = header.data(&self.memory) else { return Outcome::Broken(status::BUS) };
+        let Some(mut data) = header.data(&memory) else { return Outcome::Broken(status::BUS) };
         let Some(drive) = self.drives.get_mut(&turn.port) else {
             return Outcome::Broken(status::INTERFACE);
         };
@@ -186,26 +189,30 @@ impl<M: Memory, I: Interrupts> Controller<M, I> {
         }
     }
 
-    fn end(&self, turn: Turn, outcome: &Outcome) {
-        // Until the work has ended the driver leaves the port's memory alone, also after a stop.
-        if let (Outcome::Ended(command, ended), true) = (outcome, self.is_current(turn)) {
-            // A driver that has no area there does without.
-            let _ = self.put(turn.received, &Received::of(command, ended));
-            let _ = self.memory.write(turn.header + BYTES, &ended.bytes.to_le_bytes());
+    fn end(&mut self, turn: &Turn, mut outcome: Outcome) {
+        if let Outcome::Ended(command, ended) = &outcome {
+            // After a stop or a reset there is no memory. A driver that has no area there does without.
+            let memory = Gated::new(&self.memory, turn.pass.clone());
+            let _ = put(&memory, turn.received, &Received::of(command, ended));
+            let _ = memory.write(turn.header + BYTES, &ended.bytes.to_le_bytes());
             fence(Ordering::Release);
         }
         let mut values = self.registers.values();
         let Some(port) = values.ports.get_mut(turn.port) else { return };
         port.is_at_work = false;
         if port.age == turn.age {
-            let events = port.end(1 << turn.slot, outcome);
+            if !turn.pass.is_valid() {
+                // The function was no master of the bus meanwhile.
+                outcome = Outcome::Broken(status::BUS);
+            }
+            let events = port.end(1 << turn.slot, &outcome);
             values.note(turn.port, events);
         }
     }
+}
 
-    fn is_current(&self, turn: Turn) -> bool {
-        self.registers.values().ports.get(turn.port).is_some_and(|port| port.age == turn.age)
-    }
+fn put(memory: &impl Memory, area: u64, received: &Received) -> Option<()> {
+    memory.write(area.checked_add(received.place)?, &received.bytes)
 }
 
 impl Port {

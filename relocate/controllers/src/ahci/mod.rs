@@ -4,7 +4,8 @@
 //! Processors reach [`Registers`], which never wait. One thread of the monitor owns the [`Controller`]: it
 //! reads commands from the ports' lists in the guest's memory, executes them one after the other, and writes
 //! their ends. A port says that it runs until the command that was begun has ended, so that a driver that
-//! stops the port knows when its memory is its own again. A reset waits for that as well.
+//! stops the port knows when its work is over. A reset waits for that as well. A disk may hang for longer
+//! than a driver waits: a stop or a reset takes the guest's memory away from commands that were begun.
 //!
 //! The disks do what Linux's driver needs: they identify themselves as the machine's own disks did, less
 //! what they cannot do, and have the commands for reading, writing (queued ones too), flushing, trimming,

@@ -1,7 +1,7 @@
 //! The controller's registers, which processors read and write at any time.
 
-use crate::Interrupts;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use crate::{Interrupts, gate::Gate};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Largest number of ports.
 pub const PORTS_MAX: usize = 32;
@@ -123,6 +123,8 @@ pub struct Port {
     pub is_at_work: bool,
     /// Number of stops and resets. A command that was begun before them ends without a trace.
     pub age: u64,
+    /// Is shut with each of them.
+    pub gate: Arc<Gate>,
 }
 
 /// Values of the registers.
@@ -174,7 +176,12 @@ impl<I: Interrupts> Registers<I> {
 
     /// Resets the controller, as a reset of its function does.
     pub fn reset(&self) {
-        self.values().control |= control::RESET;
+        self.values().ask_for_reset();
+    }
+
+    /// Follows Bus Master Enable of the function.
+    pub fn set_master(&self, is_master: bool) {
+        self.values().ports.iter().for_each(|port| port.gate.set_master(is_master));
     }
 
     /// Raises the interrupts that the values stand for.
@@ -215,6 +222,12 @@ impl Values {
     /// Returns true if the driver has asked for a reset.
     pub fn wants_reset(&self) -> bool {
         self.control & control::RESET != 0
+    }
+
+    /// Asks for a reset. Commands that were begun reach the guest's memory no more, however long they hang.
+    fn ask_for_reset(&mut self) {
+        self.control |= control::RESET;
+        self.ports.iter_mut().for_each(Port::grow);
     }
 
     /// Resets everything but what the firmware has set.
@@ -299,6 +312,9 @@ impl Values {
         let kept = control::RESET | if self.is_ahci_alone() { control::AHCI } else { 0 };
         let old = self.control;
         self.control = old & kept | value & (control::RESET | control::INTERRUPTS | control::AHCI);
+        if self.control & !old & control::RESET != 0 {
+            self.ask_for_reset();
+        }
         if self.control & !old & control::INTERRUPTS != 0 {
             self.unraised |= self.interrupts;
         }
@@ -307,10 +323,18 @@ impl Values {
 
 impl Port {
     fn reset(&mut self) {
-        let (speed, fixed, is_at_work, age) = (self.speed, self.fixed, self.is_at_work, self.age + 1);
-        *self = Self { speed, fixed, is_at_work, age, signature: NOTHING, ..Self::default() };
+        self.grow();
+        let (speed, fixed, is_at_work, age) = (self.speed, self.fixed, self.is_at_work, self.age);
+        let gate = Arc::clone(&self.gate);
+        *self = Self { speed, fixed, is_at_work, age, gate, signature: NOTHING, ..Self::default() };
         self.task_file = NO_DISK;
         self.connect();
+    }
+
+    /// Ends the commands that were begun without a trace.
+    fn grow(&mut self) {
+        self.age += 1;
+        self.gate.shut();
     }
 
     /// Returns true if the link to a disk is up.
@@ -410,7 +434,7 @@ impl Port {
         self.command = value & command::WRITABLE;
         if was_started && !self.is_started() {
             (self.active, self.issue, self.is_halted) = (0, 0, false);
-            self.age += 1;
+            self.grow();
         }
     }
 
@@ -420,7 +444,8 @@ impl Port {
         self.link_control = value & 0xFFF;
         match (was_linked, self.is_linked()) {
             (true, false) => {
-                self.age += 1;
+                self.grow();
+                (self.active, self.issue) = (0, 0);
                 (self.owes_signature, self.is_in_reset) = (false, false);
                 (self.task_file, self.signature) = (NO_DISK, NOTHING);
                 self.link_error |= SIGNAL;

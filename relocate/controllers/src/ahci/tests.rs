@@ -2,11 +2,11 @@
 
 use super::{Controller, Drive, Identity, Properties, identify::tests::answer};
 use crate::{
-    Memory,
-    testing::{Fake, Raised, Ram},
+    Disk, Memory,
+    testing::{Fake, Held, Hold, Raised, Ram},
 };
 use proptest::prelude::*;
-use std::sync::atomic::Ordering;
+use std::{sync::atomic::Ordering, thread};
 
 const LIST: u64 = 0x1000;
 const AREA: u64 = 0x2000;
@@ -81,9 +81,15 @@ impl Ask {
 
 impl Driver {
     fn new() -> Self {
+        Self::with(|disk| Box::new(disk))
+    }
+
+    /// Returns a driver whose disk goes through something else.
+    fn with(through: impl FnOnce(Fake) -> Box<dyn Disk + Send>) -> Self {
         let (ram, raised, disk) = (Ram::new(4 << 20), Raised::default(), Fake::new(SECTORS as usize * 512));
-        let drive = |sectors, disk| Drive::new(Identity::new(&answer(sectors)).unwrap(), Box::new(disk));
-        let drives = vec![(2, drive(SECTORS, disk.clone())), (4, drive(8, Fake(Fake::new(8 * 512).0, true)))];
+        let drive = |sectors, disk| Drive::new(Identity::new(&answer(sectors)).unwrap(), disk);
+        let other = Box::new(Fake(Fake::new(8 * 512).0, true));
+        let drives = vec![(2, drive(SECTORS, through(disk.clone()))), (4, drive(8, other))];
         // Addresses of 64 bits, queued commands, overrides, AHCI alone, 3 Gb/s, 32 slots, six ports.
         let properties = Properties {
             capabilities: 0xC124_1F05,
@@ -124,6 +130,43 @@ impl Driver {
     /// Returns a driver whose port is up, as Linux's is after it has resumed.
     fn ready() -> Self {
         let mut driver = Self::new();
+        driver.resume();
+        driver
+    }
+
+    /// Returns a driver whose disk hangs, and whose port is up.
+    fn held() -> (Self, Hold) {
+        let mut hold = None;
+        let mut driver = Self::with(|disk| {
+            let (held, other) = Held::new(disk);
+            hold = Some(other);
+            Box::new(held)
+        });
+        driver.resume();
+        (driver, hold.unwrap())
+    }
+
+    /// Lets a command for 256 KiB hang, does something meanwhile, and lets the disk go on.
+    fn hang(opcode: u8, meanwhile: impl FnOnce(&super::Registers<Raised>)) -> Self {
+        let (mut driver, hold) = Self::held();
+        driver.ram.write(DATA, &[0xEE; 512 * 512]).unwrap();
+        driver.ram.write(AREA + 0x40, &[0xEE; 20]).unwrap();
+        driver.disk.0.lock().unwrap().bytes.fill(1);
+        let registers = driver.controller.registers();
+        let worker = thread::spawn(move || {
+            let ask = Ask { opcode, count: 512, ..Ask::default() };
+            driver.prepare(3, ask, &[(DATA, 512 * 512)]);
+            driver.put(ISSUE, 1 << 3);
+            driver
+        });
+        hold.begun.recv().unwrap();
+        meanwhile(&registers);
+        drop(hold.goes);
+        worker.join().unwrap()
+    }
+
+    fn resume(&mut self) {
+        let driver = self;
         driver.write(4, 1);
         assert_eq!(driver.read(4), 1 << 31, "the reset is over, and AHCI is the only mode");
         driver.write(4, 1 << 31 | 2);
@@ -133,7 +176,6 @@ impl Driver {
         driver.connect();
         driver.put(ENABLE, 0x7D40_001F);
         driver.start();
-        driver
     }
 
     fn connect(&mut self) {
@@ -484,6 +526,59 @@ fn a_command_of_a_port_that_was_stopped_leaves_no_trace() {
     assert_eq!(driver.get(COMMAND) & 0xC000, 0xC000);
     registers.values().ports[PORT as usize].is_at_work = false;
     assert_eq!(driver.get(COMMAND) & 0xC000, 0);
+}
+
+/// A reset of the link, a stop of the port, a reset of the controller, one of the function, and the end of its
+/// leave to reach memory.
+const TAKES_MEMORY: [fn(&super::Registers<Raised>); 6] = [
+    |registers| {
+        for value in [0x301_u32, 0x300] {
+            registers.write(0x100 + PORT * 0x80 + LINK_CONTROL, &value.to_le_bytes());
+        }
+    },
+    |registers| {
+        registers.write(0x100 + PORT * 0x80 + COMMAND, &[0x10, 0, 0, 0]);
+    },
+    |registers| assert!(registers.write(4, &0x8000_0001_u32.to_le_bytes())),
+    |registers| registers.reset(),
+    |registers| registers.set_master(false),
+    |registers| {
+        registers.set_master(false);
+        registers.set_master(true);
+    },
+];
+
+/// Linux frees the pages of a command when it has reset the link, or given the disk up.
+#[test]
+fn a_read_that_hangs_reaches_no_memory_after_a_reset() {
+    for (at, takes) in TAKES_MEMORY.into_iter().enumerate() {
+        let mut driver = Driver::hang(0x25, takes);
+        assert!(driver.bytes(DATA, 512 * 512) == [0xEE; 512 * 512], "{at}");
+        // After a reset of the link there is a signature.
+        let ends = driver.bytes(AREA + 0x40, 20);
+        assert!(at == 0 || ends == [0xEE; 20], "{at}");
+        if at >= 4 {
+            assert_eq!(driver.get(STATUS), 1 << 29, "{at}: the driver learns of it");
+            assert_eq!(driver.get(ISSUE), 1 << 3, "{at}");
+        }
+        driver.controller.registers().set_master(true);
+        driver.resume();
+        assert_eq!(driver.command(0x25, 0, 512, 512 * 512), DONE, "{at}");
+        assert!(driver.bytes(DATA, 512 * 512) == [1; 512 * 512], "{at}");
+    }
+    let driver = Driver::hang(0x25, |_| ());
+    assert!(driver.bytes(DATA, 512 * 512) == [1; 512 * 512], "without a reset it ends");
+}
+
+#[test]
+fn a_write_that_hangs_writes_no_freed_memory_after_a_reset() {
+    for (at, takes) in TAKES_MEMORY.into_iter().enumerate() {
+        let driver = Driver::hang(0x35, takes);
+        let content = &driver.disk.0.lock().unwrap().bytes;
+        assert!(content[256 * 512..].iter().all(|byte| *byte == 1), "{at}");
+    }
+    let driver = Driver::hang(0x35, |_| ());
+    assert!(driver.disk.0.lock().unwrap().bytes[..512 * 512] == [0xEE; 512 * 512]);
 }
 
 proptest! {

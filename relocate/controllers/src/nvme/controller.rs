@@ -8,7 +8,7 @@ use super::{
     queue::{Completions, End, Missing, Submissions},
     registers::{Registers, Values, configuration, status},
 };
-use crate::{Interrupts, Memory};
+use crate::{Interrupts, Memory, gate::Gated};
 use std::sync::Arc;
 
 /// Commands of one queue that are executed before the next queue has its turn.
@@ -20,7 +20,7 @@ const ADMIN_VECTOR: u16 = 0;
 #[derive(Debug)]
 pub struct Controller<M, I> {
     pub(super) registers: Arc<Registers>,
-    pub(super) memory: M,
+    pub(super) memory: Gated<M>,
     interrupts: I,
     pub(super) identity: Identity,
     pub(super) storage: Storage,
@@ -31,6 +31,8 @@ pub struct Controller<M, I> {
     pub(super) vectors: u32,
     pub(super) submissions: Vec<Submissions>,
     pub(super) completions: Vec<Completions>,
+    /// Number of resets before the controller was switched on.
+    resets: u64,
     /// Number of commands that wait for an event.
     pub(super) events: u8,
     pub(super) features: [u32; KEPT.len()],
@@ -59,6 +61,7 @@ impl<M: Memory, I: Interrupts> Controller<M, I> {
         let Limits { pairs, entries, vectors } = limits;
         let (pairs, entries) = (pairs.max(1), entries.max(2));
         let registers = Arc::new(Registers::new(pairs, entries, identity.version()));
+        let memory = Gated::new(memory, registers.gate().pass());
         let storage = Storage { namespaces, transfer_max: identity.transfer_max(), caches: true };
         Self {
             registers,
@@ -71,6 +74,7 @@ impl<M: Memory, I: Interrupts> Controller<M, I> {
             vectors,
             submissions: Vec::new(),
             completions: Vec::new(),
+            resets: 0,
             events: 0,
             features: [0; KEPT.len()],
         }
@@ -96,10 +100,12 @@ impl<M: Memory, I: Interrupts> Controller<M, I> {
             for number in numbers {
                 match self.serve(number) {
                     Ok(some) => did |= some,
+                    // A reset has shut the gate to the memory.
+                    Err(Missing) if !self.is_current() => break,
                     Err(Missing) => return self.fail(),
                 }
             }
-            if !did {
+            if !did && self.is_current() {
                 return;
             }
         }
@@ -130,6 +136,11 @@ impl<M: Memory, I: Interrupts> Controller<M, I> {
         match (is_on, was_on) {
             (true, false) => self.switch_on(&values),
             (false, true) => self.switch_off(),
+            // The driver has not waited for the controller to be off.
+            (true, true) if values.resets != self.resets => {
+                self.switch_off();
+                self.switch_on(&values);
+            }
             _ => {}
         }
         let wants_shutdown = values.configuration & configuration::SHUTDOWN != 0;
@@ -143,6 +154,7 @@ impl<M: Memory, I: Interrupts> Controller<M, I> {
 
     fn switch_on(&mut self, values: &Values) {
         self.clear();
+        self.resets = values.resets;
         let (submissions, completions) =
             (values.admin_sizes as u16 & 0xFFF, (values.admin_sizes >> 16) as u16);
         let is_possible =
@@ -205,13 +217,26 @@ impl<M: Memory, I: Interrupts> Controller<M, I> {
 
     /// Returns the place of a queue that has a command and room for its end, and the number of the queue for
     /// the end.
-    fn ready(&self, number: u16) -> Option<(usize, u16)> {
+    fn ready(&mut self, number: u16) -> Option<(usize, u16)> {
         let at = self.submissions.iter().position(|one| one.number == number)?;
         let queue = &self.submissions[at];
         let completions = self.completions.iter().find(|one| one.number == queue.completions)?;
-        let is_on = self.registers.values().configuration & configuration::ENABLE != 0;
-        let is_ready = is_on && queue.has_command(&self.registers) && !completions.is_full(&self.registers);
-        is_ready.then_some((at, completions.number))
+        let to = completions.number;
+        if !queue.has_command(&self.registers) || completions.is_full(&self.registers) {
+            return None;
+        }
+        // A reset after this shuts the gate for the command.
+        let values = self.registers.values();
+        let is_on = values.configuration & configuration::ENABLE != 0 && values.resets == self.resets;
+        if is_on {
+            self.memory.renew();
+        }
+        is_on.then_some((at, to))
+    }
+
+    /// Returns true if no reset has come since the controller was switched on.
+    fn is_current(&self) -> bool {
+        self.registers.values().resets == self.resets
     }
 
     fn execute(&mut self, queue: u16, command: &Command) -> Option<(Status, u32)> {

@@ -1,6 +1,7 @@
 //! The controller's registers, which processors read and write at any time.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use crate::gate::Gate;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Offset of the first doorbell.
 pub const DOORBELLS: u64 = 0x1000;
@@ -46,11 +47,17 @@ pub struct Values {
     pub admin_completion: u64,
     /// The last number that was written to each doorbell: of a submission queue, of its completion queue.
     pub doorbells: Vec<u16>,
+    /// Number of times that the controller was switched off.
+    pub resets: u64,
 }
 
 /// The registers.
 #[derive(Debug)]
-pub struct Registers(Mutex<Values>);
+pub struct Registers {
+    values: Mutex<Values>,
+    /// Is shut while the values are held.
+    gate: Arc<Gate>,
+}
 
 impl Registers {
     /// Makes the registers of a controller with so many pairs of queues besides the administrator's, of so
@@ -60,12 +67,23 @@ impl Registers {
         // Up to 20 s until it is ready; queues are contiguous; the NVM command set.
         let capabilities = u64::from(entries.max(2) - 1) | 1 << 16 | 40 << 24 | 1 << 37;
         let doorbells = vec![0; 2 * (usize::from(pairs) + 1)];
-        Self(Mutex::new(Values { capabilities, version, doorbells, ..Values::default() }))
+        let values = Values { capabilities, version, doorbells, ..Values::default() };
+        Self { values: Mutex::new(values), gate: Arc::default() }
     }
 
     /// Returns the values, until the guard is dropped.
     pub fn values(&self) -> MutexGuard<'_, Values> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.values.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the gate to the guest's memory.
+    pub(crate) fn gate(&self) -> &Arc<Gate> {
+        &self.gate
+    }
+
+    /// Follows Bus Master Enable of the function.
+    pub fn set_master(&self, is_master: bool) {
+        self.gate.set_master(is_master);
     }
 
     /// Switches the controller off, as a reset of its function does.
@@ -73,6 +91,8 @@ impl Registers {
         let mut values = self.values();
         values.configuration = 0;
         values.mask = 0;
+        values.resets += 1;
+        self.gate.shut();
     }
 
     /// Reads registers.
@@ -99,9 +119,13 @@ impl Registers {
             return false;
         }
         let mut values = self.values();
+        let resets = values.resets;
         let mut works = values.write(offset, low);
         if let Some(high) = high {
             works |= values.write(offset + 4, high);
+        }
+        if values.resets != resets {
+            self.gate.shut();
         }
         works
     }
@@ -116,7 +140,10 @@ impl Values {
         match offset {
             offset::MASK_SET => self.mask |= value,
             offset::MASK_CLEAR => self.mask &= !value,
-            offset::CONFIGURATION => self.configuration = value,
+            offset::CONFIGURATION => {
+                self.resets += u64::from(self.configuration & !value & configuration::ENABLE);
+                self.configuration = value;
+            }
             offset::ADMIN_SIZES => self.admin_sizes = value & 0x0FFF_0FFF,
             _ if offset & !4 == offset::ADMIN_SUBMISSION => {
                 self.admin_submission = half(self.admin_submission, offset & 4 != 0) & !0xFFF;

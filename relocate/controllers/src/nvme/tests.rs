@@ -2,10 +2,11 @@
 
 use super::{Controller, Identity, Limits, Namespace, identify::tests as structures};
 use crate::{
-    Memory,
-    testing::{Fake, Raised, Ram},
+    Disk, Memory,
+    testing::{Fake, Held, Hold, Raised, Ram},
 };
 use proptest::prelude::*;
+use std::thread;
 
 const ADMIN: [u64; 2] = [0x1_0000, 0x1_1000];
 const QUEUES: [u64; 2] = [0x2_0000, 0x3_0000];
@@ -30,10 +31,15 @@ type Ended = (u16, u32);
 
 impl Driver {
     fn new() -> Self {
+        Self::with(|disk| Box::new(disk))
+    }
+
+    /// Returns a driver whose disk goes through something else.
+    fn with(through: impl FnOnce(Fake) -> Box<dyn Disk + Send>) -> Self {
         let (ram, raised, disk) = (Ram::new(4 << 20), Raised::default(), Fake::new(BLOCKS as usize * 512));
         let other = Box::new(Fake(Fake::new(8 * 512).0, true));
         let namespaces = vec![
-            Namespace::new(1, &structures::namespace(BLOCKS), &[1, 8], Box::new(disk.clone())).unwrap(),
+            Namespace::new(1, &structures::namespace(BLOCKS), &[1, 8], through(disk.clone())).unwrap(),
             Namespace::new(7, &structures::namespace(8), &[], other).unwrap(),
         ];
         let identity = Identity::new(&structures::controller()).unwrap();
@@ -71,11 +77,46 @@ impl Driver {
     fn ready() -> Self {
         let mut driver = Self::new();
         driver.enable();
+        driver.make_queues();
+        driver
+    }
+
+    /// Returns a driver whose disk hangs, with a pair of queues.
+    fn held() -> (Self, Hold) {
+        let mut hold = None;
+        let mut driver = Self::with(|disk| {
+            let (held, other) = Held::new(disk);
+            hold = Some(other);
+            Box::new(held)
+        });
+        driver.enable();
+        driver.make_queues();
+        (driver, hold.unwrap())
+    }
+
+    fn make_queues(&mut self) {
+        let driver = self;
         assert_eq!(driver.status(), 1);
         assert_eq!(driver.admin(9, 0, [7, 0x0007_0007, 0], 0), (0, 0x0003_0003));
         assert_eq!(driver.admin(5, 0, [0x0007_0001, 2 << 16 | 3, 0], QUEUES[1]), (0, 0));
         assert_eq!(driver.admin(1, 0, [0x0007_0001, 1 << 16 | 1, 0], QUEUES[0]), (0, 0));
-        driver
+    }
+
+    /// Lets a read or a write of 256 KiB hang, does something meanwhile, and lets the disk go on.
+    fn hang(opcode: u8, meanwhile: impl FnOnce(&super::Registers)) -> Self {
+        let (mut driver, hold) = Self::held();
+        driver.ram.write(DATA, &[0xEE; 512 * 512]).unwrap();
+        driver.disk.0.lock().unwrap().bytes.fill(1);
+        driver.raised.0.lock().unwrap().clear();
+        let registers = driver.controller.registers();
+        let worker = thread::spawn(move || {
+            driver.submit(1, opcode, 1, driver.pages(512), [0, 0, 511]);
+            driver
+        });
+        hold.begun.recv().unwrap();
+        meanwhile(&registers);
+        drop(hold.goes);
+        worker.join().unwrap()
     }
 
     fn submit(&mut self, queue: usize, opcode: u8, namespace: u32, pages: [u64; 2], words: [u32; 3]) {
@@ -408,6 +449,60 @@ fn ends_wait_for_room_in_their_queue() {
     assert_eq!(ended.len(), 8, "{ended:?}");
     assert!(ended.windows(2).all(|pair| pair[0] + 1 == pair[1]));
     assert_eq!(driver.log().len(), 1);
+}
+
+/// A reset of the controller, one of the function, and the end of its leave to reach memory.
+const TAKES_MEMORY: [fn(&super::Registers); 4] = [
+    |registers| assert!(registers.write(0x14, &0x0046_0000_u32.to_le_bytes())),
+    |registers| registers.reset(),
+    |registers| registers.set_master(false),
+    |registers| {
+        registers.set_master(false);
+        registers.set_master(true);
+    },
+];
+
+/// Linux frees the pages of a command when it has reset the controller, or given it up.
+#[test]
+fn a_read_that_hangs_reaches_no_memory_after_a_reset() {
+    for (at, takes) in TAKES_MEMORY.into_iter().enumerate() {
+        let mut driver = Driver::hang(2, takes);
+        assert!(driver.bytes(DATA, 512 * 512) == [0xEE; 512 * 512], "{at}");
+        assert_eq!(driver.end(1), None, "{at}");
+        assert_eq!(*driver.raised.0.lock().unwrap(), [0; 0], "{at}");
+        let status = driver.status();
+        assert_eq!(status, if at < 2 { 0 } else { 2 }, "{at}: without memory it cannot go on");
+        driver.controller.registers().set_master(true);
+        driver.write(0x14, 0);
+        driver.enable();
+        driver.make_queues();
+        assert_eq!(driver.io(2, 0, 512), (0, 0));
+        assert!(driver.bytes(DATA, 512 * 512) == [1; 512 * 512], "{at}");
+    }
+    let driver = Driver::hang(2, |_| ());
+    assert!(driver.bytes(DATA, 512 * 512) == [1; 512 * 512], "without a reset it ends");
+}
+
+#[test]
+fn a_write_that_hangs_writes_no_freed_memory_after_a_reset() {
+    for (at, takes) in TAKES_MEMORY.into_iter().enumerate() {
+        let driver = Driver::hang(1, takes);
+        let content = &driver.disk.0.lock().unwrap().bytes;
+        assert!(content[256 * 512..].iter().all(|byte| *byte == 1), "{at}");
+    }
+    let driver = Driver::hang(1, |_| ());
+    assert!(driver.disk.0.lock().unwrap().bytes[..512 * 512] == [0xEE; 512 * 512]);
+}
+
+/// A driver that does not wait for the end of its reset.
+#[test]
+fn a_controller_that_is_off_and_on_at_once_forgets_its_queues() {
+    let mut driver = Driver::ready();
+    let registers = driver.controller.registers();
+    registers.write(0x14, &0x0046_0000_u32.to_le_bytes());
+    registers.write(0x14, &0x0046_0001_u32.to_le_bytes());
+    driver.submit(1, 2, 1, [DATA, 0], [0; 3]);
+    assert_eq!((driver.status(), driver.end(1)), (1, None));
 }
 
 proptest! {

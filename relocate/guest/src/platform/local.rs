@@ -44,6 +44,8 @@ trait Registers: Send + Sync {
     /// Returns true if the controller has work then.
     fn write(&self, offset: u64, data: &[u8]) -> bool;
     fn reset(&self);
+    /// Follows Bus Master Enable.
+    fn set_master(&self, is_master: bool);
     /// Follows a change of the configuration space.
     fn settle(&self) {}
 }
@@ -60,6 +62,10 @@ impl Registers for nvme::Registers {
     fn reset(&self) {
         self.reset();
     }
+
+    fn set_master(&self, is_master: bool) {
+        self.set_master(is_master);
+    }
 }
 
 impl<I: Interrupts + Send + Sync> Registers for ahci::Registers<I> {
@@ -73,6 +79,10 @@ impl<I: Interrupts + Send + Sync> Registers for ahci::Registers<I> {
 
     fn reset(&self) {
         self.reset();
+    }
+
+    fn set_master(&self, is_master: bool) {
+        self.set_master(is_master);
     }
 
     fn settle(&self) {
@@ -190,6 +200,7 @@ pub fn start(planned: disks::Controller, view: &View, lines: &Arc<dyn Lines>) ->
         is_high: AtomicBool::new(false),
     };
     let (mut controller, registers, bar) = make(kind, Ram(view.clone()), vectors);
+    registers.set_master(lock(&function).is_master());
     let ends = Arc::new(AtomicBool::new(false));
     let (rings, over) = (Arc::clone(&bell), Arc::clone(&ends));
     let work = move || {
@@ -252,7 +263,11 @@ impl Local {
 
     /// Writes the configuration space.
     pub fn write_configuration(&self, at: usize, data: &[u8]) {
-        let effects = lock(&self.function).write(at, data);
+        let mut function = lock(&self.function);
+        let effects = function.write(at, data);
+        // The last write of two processors decides.
+        self.registers.set_master(function.is_master());
+        drop(function);
         self.follow(&effects);
     }
 
@@ -363,6 +378,43 @@ mod tests {
         let mut model = [0; 5];
         memory::read(&view, DATA + 24, &mut model).unwrap();
         assert_eq!(&model, b"MODEL");
+        assert_eq!(worker.finish(), None);
+    }
+
+    /// A driver takes Bus Master Enable away, and a command that it asks for afterwards reads no memory.
+    #[test]
+    fn a_controller_that_is_no_master_reaches_no_memory() {
+        let view = View::from_ranges(&[(GuestAddress(0), 0x1_0000)]).unwrap();
+        let lines: Arc<dyn Lines> = Arc::new(Sent::default());
+        let (_file, controller) = planned();
+        let (local, worker) = start(controller, &view, &lines).unwrap();
+        let write = |offset: u64, value: u32| assert!(local.write(BASE + offset, &value.to_le_bytes()));
+        let status = || {
+            let mut bytes = [0; 4];
+            assert!(local.read(BASE + 0x1C, &mut bytes));
+            u32::from_le_bytes(bytes)
+        };
+        write(0x24, 3 | 3 << 16);
+        write(0x28, QUEUES[0] as u32);
+        write(0x30, QUEUES[1] as u32);
+        write(0x14, 1);
+        wait_for(|| status() == 1);
+        local.write_configuration(4, &[2, 0]);
+        let mut command = [0_u8; 64];
+        (command[0], command[25], command[40]) = (6, (DATA >> 8) as u8, 1);
+        memory::write(&view, QUEUES[0], &command).unwrap();
+        write(0x1000, 1);
+        wait_for(|| status() == 2);
+        let mut model = [1; 5];
+        memory::read(&view, DATA + 24, &mut model).unwrap();
+        assert_eq!(model, [0; 5]);
+        local.write_configuration(4, &[6, 0]);
+        write(0x14, 0);
+        wait_for(|| status() == 0);
+        write(0x14, 1);
+        wait_for(|| status() == 1);
+        write(0x1000, 1);
+        wait_for(|| memory::read(&view, DATA + 24, &mut model).is_some() && &model == b"MODEL");
         assert_eq!(worker.finish(), None);
     }
 
