@@ -3,6 +3,7 @@
 use std::{
     fs::File,
     io,
+    ops::{Deref, DerefMut},
     os::{
         fd::AsRawFd,
         unix::fs::{FileExt, FileTypeExt},
@@ -41,6 +42,63 @@ pub trait Disk {
     /// # Errors
     /// The host's.
     fn discard(&mut self, at: u64, length: u64) -> io::Result<()>;
+}
+
+/// A disk that remembers a failed flush until its driver has learned of a failure.
+///
+/// The host's kernel reports that writes are lost only once. A flush that a driver does not wait for, as at a
+/// reset, would take the report away from the driver's next one.
+pub(crate) struct Lasting {
+    disk: Box<dyn Disk + Send>,
+    lost: Option<io::Error>,
+    /// True if the command that is executed has failed for it.
+    is_in_answer: bool,
+}
+
+impl Lasting {
+    pub fn new(disk: Box<dyn Disk + Send>) -> Self {
+        Self { disk, lost: None, is_in_answer: false }
+    }
+
+    /// Makes all earlier writes last. Fails as well if writes were lost before, and the driver has not learned
+    /// of a failure.
+    pub fn flush(&mut self) -> io::Result<()> {
+        if self.disk.is_read_only() {
+            return Ok(());
+        }
+        if let Err(error) = self.disk.flush() {
+            self.lost = Some(error);
+        }
+        let Some(error) = &self.lost else { return Ok(()) };
+        self.is_in_answer = true;
+        Err(error.raw_os_error().map_or_else(|| error.kind().into(), io::Error::from_raw_os_error))
+    }
+
+    /// Notes that a command begins.
+    pub fn begin(&mut self) {
+        self.is_in_answer = false;
+    }
+
+    /// Notes that the driver has the answer to the command.
+    pub fn answer(&mut self) {
+        if std::mem::take(&mut self.is_in_answer) {
+            self.lost = None;
+        }
+    }
+}
+
+impl Deref for Lasting {
+    type Target = dyn Disk + Send;
+
+    fn deref(&self) -> &Self::Target {
+        &*self.disk
+    }
+}
+
+impl DerefMut for Lasting {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        &mut *self.disk
+    }
 }
 
 /// A raw image in a file, or a block device.

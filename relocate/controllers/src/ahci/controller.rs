@@ -207,6 +207,9 @@ impl<M: Memory, I: Interrupts> Controller<M, I> {
             }
             let events = port.end(1 << turn.slot, &outcome);
             values.note(turn.port, events);
+            if let (Outcome::Ended(..), Some(drive)) = (outcome, self.drives.get_mut(&turn.port)) {
+                drive.answer();
+            }
         }
     }
 }

@@ -6,6 +6,7 @@ use super::{
 };
 use crate::{
     Disk, Memory,
+    disk::Lasting,
     parts::{Lost, Parts},
 };
 use std::io;
@@ -136,7 +137,7 @@ fn of_write(error: io::Error) -> Failure {
 /// A disk.
 pub struct Drive {
     identity: Identity,
-    disk: Box<dyn Disk + Send>,
+    disk: Lasting,
     /// True while a write may end before its data lasts.
     caches: bool,
     /// The queued command that has failed, until the driver asks for it.
@@ -154,7 +155,7 @@ impl Drive {
     #[must_use]
     pub fn new(identity: Identity, disk: Box<dyn Disk + Send>) -> Self {
         let caches = identity.caches();
-        Self { identity, disk, caches, failed: None }
+        Self { identity, disk: Lasting::new(disk), caches, failed: None }
     }
 
     /// Returns what the disk says of itself.
@@ -168,7 +169,12 @@ impl Drive {
     /// # Errors
     /// The host's.
     pub fn flush(&mut self) -> io::Result<()> {
-        if self.disk.is_read_only() { Ok(()) } else { self.disk.flush() }
+        self.disk.flush()
+    }
+
+    /// Notes that the driver has the answer to a command.
+    pub(super) fn answer(&mut self) {
+        self.disk.answer();
     }
 
     /// Executes a command.
@@ -180,6 +186,7 @@ impl Drive {
         command: &Command,
         data: &mut Parts<'_, M>,
     ) -> Result<Ended, Lost> {
+        self.disk.begin();
         match self.dispatch(command, data) {
             Ok(ended) => Ok(ended),
             Err(Failure::Data(lost)) => Err(lost),

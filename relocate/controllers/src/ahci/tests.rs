@@ -581,6 +581,31 @@ fn a_write_that_hangs_writes_no_freed_memory_after_a_reset() {
     assert!(driver.disk.0.lock().unwrap().bytes[..512 * 512] == [0xEE; 512 * 512]);
 }
 
+/// Linux reports lost writes once: to a flush whose driver has given it up.
+#[test]
+fn a_flush_that_a_reset_has_ended_fails_the_next_one() {
+    let (mut driver, hold) = Driver::held();
+    let registers = driver.controller.registers();
+    driver.disk.0.lock().unwrap().fails = Some(libc::EIO);
+    let disk = driver.disk.clone();
+    let worker = thread::spawn(move || {
+        driver.prepare(3, Ask { opcode: 0xEA, ..Ask::default() }, &[]);
+        driver.put(ISSUE, 1 << 3);
+        driver
+    });
+    hold.begun.recv().unwrap();
+    TAKES_MEMORY[0](&registers);
+    drop(hold.goes);
+    let mut driver = worker.join().unwrap();
+    disk.0.lock().unwrap().fails = None;
+    driver.resume();
+    assert!(driver.controller.finish().unwrap_err().contains("port 2"));
+    assert_eq!(driver.command(0xEA, 0, 0, 0), NOT_FOUND);
+    driver.restart();
+    assert_eq!(driver.command(0xEA, 0, 0, 0), DONE);
+    driver.controller.finish().unwrap();
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 

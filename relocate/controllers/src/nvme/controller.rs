@@ -118,9 +118,6 @@ impl<M: Memory, I: Interrupts> Controller<M, I> {
     pub fn finish(&mut self) -> Result<(), String> {
         let mut failed = Vec::new();
         for namespace in &mut self.storage.namespaces {
-            if namespace.disk.is_read_only() {
-                continue;
-            }
             if let Err(error) = namespace.disk.flush() {
                 failed.push(format!("namespace {}: {error}", namespace.number));
             }
@@ -145,7 +142,7 @@ impl<M: Memory, I: Interrupts> Controller<M, I> {
         }
         let wants_shutdown = values.configuration & configuration::SHUTDOWN != 0;
         if wants_shutdown && values.status & status::SHUTDOWN != status::SHUT_DOWN {
-            // The driver waits for this before it cuts the power. An error has no place in it.
+            // The driver waits for this before it cuts the power. The disk remembers an error.
             let _ = self.storage.flush();
             let mut values = self.registers.values();
             values.status = values.status & !status::SHUTDOWN | status::SHUT_DOWN;
@@ -172,7 +169,7 @@ impl<M: Memory, I: Interrupts> Controller<M, I> {
 
     fn switch_off(&mut self) {
         self.clear();
-        // A driver that switches on again may read what was written before.
+        // A driver that switches on again may read what was written before. The disk remembers an error.
         let _ = self.storage.flush();
         let mut values = self.registers.values();
         values.doorbells.fill(0);
@@ -208,6 +205,7 @@ impl<M: Memory, I: Interrupts> Controller<M, I> {
             let Some(from) = self.submissions.iter().find(|one| one.number == number) else { continue };
             let Some(queue) = self.completions.iter_mut().find(|one| one.number == to) else { continue };
             queue.put(end, from, &self.memory)?;
+            self.storage.answer();
             if let Some(vector) = queue.vector {
                 self.interrupts.raise(vector);
             }
@@ -240,6 +238,7 @@ impl<M: Memory, I: Interrupts> Controller<M, I> {
     }
 
     fn execute(&mut self, queue: u16, command: &Command) -> Option<(Status, u32)> {
+        self.storage.begin();
         let outcome = if queue == 0 {
             match self.administrate(command) {
                 Answer::Now(outcome) => outcome,

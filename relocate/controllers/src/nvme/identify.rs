@@ -2,7 +2,7 @@
 //! machine's own; what it may use is what this controller has.
 
 use super::{command::ALL, registers::VERSION};
-use crate::Disk;
+use crate::{Disk, disk::Lasting};
 
 /// Size of each structure.
 pub const STRUCTURE: usize = 4096;
@@ -134,7 +134,7 @@ pub struct Namespace {
     pub(super) blocks: u64,
     /// Size of a block, as a power of two.
     pub(super) shift: u8,
-    pub(super) disk: Box<dyn Disk + Send>,
+    pub(super) disk: Lasting,
     theirs: Vec<u8>,
     names: Vec<u8>,
 }
@@ -162,6 +162,7 @@ impl Namespace {
         if number == 0 || number == ALL {
             return Err("its number is none".to_owned());
         }
+        let disk = Lasting::new(disk);
         Ok(Self { number, blocks, shift, disk, theirs: whole(structure), names: whole(names) })
     }
 

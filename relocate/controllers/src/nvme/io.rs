@@ -67,6 +67,16 @@ impl Storage {
         Ok(0)
     }
 
+    /// Notes that a command begins.
+    pub fn begin(&mut self) {
+        self.namespaces.iter_mut().for_each(|one| one.disk.begin());
+    }
+
+    /// Notes that the driver has the answer to the command.
+    pub fn answer(&mut self) {
+        self.namespaces.iter_mut().for_each(|one| one.disk.answer());
+    }
+
     /// Makes all writes last.
     pub fn flush(&mut self) -> Outcome {
         // Each is flushed, also after an error of another one.
@@ -77,9 +87,6 @@ impl Storage {
 
 impl Namespace {
     fn flush(&mut self) -> Outcome {
-        if self.disk.is_read_only() {
-            return Ok(0);
-        }
         self.disk.flush().map(|()| 0).map_err(|error| Status::of_write(&error))
     }
 

@@ -315,8 +315,64 @@ fn the_host_s_errors_are_the_disk_s() {
         assert_eq!(driver.io(opcode, 0, 1).0, status);
         assert!(driver.controller.finish().is_err());
         driver.disk.0.lock().unwrap().fails = None;
+        assert_ne!(driver.io(0, 0, 1).0, 0, "the driver learns of the flush between");
         assert_eq!(driver.io(opcode, 0, 1).0, 0, "it works again");
     }
+}
+
+/// Linux reports lost writes once: to the flush of a reset, which has no answer.
+#[test]
+fn writes_that_were_lost_at_a_reset_fail_the_next_flush() {
+    let forced = [0, 0, 1 << 30];
+    let asks: [fn(&mut Driver) -> Ended; 4] = [
+        |driver| driver.io(0, 0, 1),
+        |driver| driver.command(1, 0, u32::MAX, [0; 2], [0; 3]),
+        |driver| driver.command(1, 1, 1, [DATA, 0], [0, 0, 1 << 30]),
+        |driver| driver.admin(9, 0, [6, 0, 0], 0),
+    ];
+    for ask in asks {
+        // A reset, and a shutdown before it.
+        for values in [[0x0046_0000].as_slice(), &[0x0046_4001, 0x0046_0000]] {
+            let mut driver = Driver::ready();
+            assert_eq!(driver.io(1, 0, 1), (0, 0));
+            driver.disk.0.lock().unwrap().fails = Some(libc::EIO);
+            driver.write(0x14, values[0]);
+            driver.disk.0.lock().unwrap().fails = None;
+            values[1..].iter().for_each(|value| driver.write(0x14, *value));
+            driver.enable();
+            driver.make_queues();
+            assert_eq!(driver.io(2, 0, 1), (0, 0), "a read has nothing to tell");
+            assert!(driver.controller.finish().unwrap_err().contains("namespace 1"));
+            assert_eq!(ask(&mut driver).0, 0x280);
+            assert_eq!(ask(&mut driver).0, 0, "it was told");
+            assert_eq!(driver.command(1, 1, 1, [DATA, 0], forced), (0, 0));
+            driver.controller.finish().unwrap();
+        }
+    }
+}
+
+/// A flush that fails after the reset of its controller has no answer either.
+#[test]
+fn a_flush_that_a_reset_has_ended_is_not_told() {
+    let (mut driver, hold) = Driver::held();
+    let registers = driver.controller.registers();
+    let disk = driver.disk.clone();
+    let worker = thread::spawn(move || {
+        driver.submit(1, 0, 1, [0; 2], [0; 3]);
+        driver
+    });
+    hold.begun.recv().unwrap();
+    registers.write(0x14, &0x0046_0000_u32.to_le_bytes());
+    disk.0.lock().unwrap().fails = Some(libc::EIO);
+    hold.goes.send(()).unwrap();
+    // The flush of the reset itself.
+    hold.begun.recv().unwrap();
+    disk.0.lock().unwrap().fails = None;
+    drop(hold.goes);
+    let mut driver = worker.join().unwrap();
+    driver.enable();
+    driver.make_queues();
+    assert_eq!((driver.io(0, 0, 1).0, driver.io(0, 0, 1).0), (0x280, 0));
 }
 
 #[test]
