@@ -53,10 +53,19 @@ impl Link {
 
     /// Adds the evidence to an error. After a timeout, first finds out what the machine is doing.
     pub(crate) fn blame_silent(&self, error: Error) -> Error {
-        if let (Error::Timeout { .. }, Some(qmp)) = (&error, &self.monitor) {
+        match error {
+            Error::Timeout { .. } => self.blame_examined(error),
+            _ => self.scene.blame(error),
+        }
+    }
+
+    /// Finds out what the machine is doing, and adds the evidence to an error. Another machine's
+    /// evidence may be in the error already.
+    pub(crate) fn blame_examined(&self, error: Error) -> Error {
+        if let Some(qmp) = &self.monitor {
             autopsy::perform(qmp, &self.scene, self.memory_bytes);
         }
-        self.scene.blame(error)
+        self.scene.blame_also(error)
     }
 
     /// Returns a command line for the machine's shell.

@@ -545,6 +545,13 @@ impl Machine {
         self.link.blame_silent(error)
     }
 
+    /// Finds out what this machine is doing, and adds the evidence to an error. Another machine's
+    /// evidence may be in the error already.
+    #[must_use]
+    pub fn blame_examined(&self, error: Error) -> Error {
+        self.link.blame_examined(error)
+    }
+
     /// Marks the failure on this machine as expected, so that its evidence is not kept.
     pub fn forgive(&self) {
         self.link.scene.forgive();

@@ -211,7 +211,7 @@ fn arrives_showing(
             moving.output_so_far().unwrap_or_default(),
             moving.errors_so_far().unwrap_or_default()
         );
-        from.blame(error)
+        destination.blame_examined(from.blame(error))
     })
 }
 
@@ -241,11 +241,11 @@ pub fn move_showing(
     if !arrives_showing(machine, destination, before, &mut moving, show)? {
         let why = format!("{}{}", moving.output_so_far()?, moving.errors_so_far()?);
         let why = format!("the machine has not moved: {why}\n{}", said(machine));
-        return Err(destination.blame(machine.blame(Error::Unhealthy(why))));
+        return Err(destination.blame_examined(machine.blame_examined(Error::Unhealthy(why))));
     }
-    let off = machine.wait_shutdown(LIMIT);
-    destination.wait_other(boots).map_err(|error| machine.blame(error))?;
-    off.map(|_| said(machine))
+    // The destination first: its processes may say something of themselves while it stands still.
+    destination.wait_other(boots)?;
+    machine.wait_shutdown(LIMIT).map(|_| said(machine))
 }
 
 /// Waits until the console has shown the text more often than `before`.

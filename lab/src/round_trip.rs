@@ -129,7 +129,7 @@ impl RoundTrips {
         if let Err(error) = machine.wait_moved(&mut moving, LIMIT) {
             println!("{:?} {:?}", moving.output_so_far(), moving.errors_so_far());
             println!("{:?}\n{}", guest.printed(), guest.console());
-            return Err(error);
+            return Err(host.blame_examined(error));
         }
         guest.wait()?;
         self.arrived(&guest)?;
@@ -147,7 +147,7 @@ impl RoundTrips {
         if let Err(error) = repaired.wait_other(boots) {
             println!("{:?} {:?}", moving.output_so_far(), moving.errors_so_far());
             println!("{}", guest.console());
-            return Err(error);
+            return Err(host.blame_examined(error));
         }
         let monitor_bytes = monitor_bytes(&guest.ends()?)?;
         let said = moving.wait(LIMIT)?.check()?.stdout;

@@ -86,8 +86,17 @@ impl Scene {
         if matches!(error, Error::Scene { .. }) {
             return error;
         }
+        self.blame_also(error)
+    }
+
+    /// Adds this machine to the evidence of an error, which may have that of another machine.
+    pub fn blame_also(&self, error: Error) -> Error {
         self.keep();
-        Error::Scene { source: Box::new(error), scene: self.describe() }
+        let (source, before) = match error {
+            Error::Scene { source, scene } => (source, scene + "\n"),
+            error => (Box::new(error), String::new()),
+        };
+        Error::Scene { source, scene: before + &self.describe() }
     }
 
     /// Keeps the directory after the machine.

@@ -375,3 +375,41 @@ fn a_machine_that_cannot_boot_says_why() {
     let kept = text.lines().find_map(|line| line.trim().strip_prefix("kept in: ")).unwrap();
     fs::remove_dir_all(kept).unwrap();
 }
+
+/// Lets all processors of a machine hang, beside a task that waits in the kernel. The report from
+/// outside names where they stand, in the kernel and in a module, and has the log to its end.
+fn hangs(kernel: Kernel) -> Result<()> {
+    const WAITS: &str = "import ctypes, time; ctypes.CDLL(None).vfork(); time.sleep(1000)";
+    let machine = Machine::boot(Spec::new(kernel))?;
+    machine.sh("insmod /mercury/lib/modules/$(uname -r)/mercury_test.ko")?;
+    let _waiting = machine.spawn(&format!("exec python3 -c '{WAITS}'"))?;
+    machine.sh("until grep -q kernel_clone /proc/$(pgrep -o python3)/stack; do sleep 0.1; done")?;
+    let _hanging = machine.spawn("echo hang-all 100 > /dev/mercury_test")?;
+    machine.wait_serial("all CPUs hang", MINUTE)?;
+    let error = machine.wait_shutdown(Duration::from_secs(1)).unwrap_err();
+    machine.forgive();
+    let text = error.to_string();
+    println!("{text}");
+    let has =
+        |pattern: &str| assert!(regex::Regex::new(pattern).unwrap().is_match(&text), "{pattern}: {text}");
+    has(r"(?s)CPU#0 RIP=.*runs in .*CPU#1 RIP=.*a while later.*CPU#0 RIP=.*runs in .*CPU#1 RIP=");
+    // The compiler may have put the loop into its caller, and the caller's unlikely part elsewhere.
+    let writer = r"test_write\+0x[0-9a-f]+ \[mercury_test\] < .*vfs_write\+";
+    has(&format!(r"runs in (hang|test_hang_all(\.cold)?)\+0x[0-9a-f]+ \[mercury_test\] < .*{writer}"));
+    has(r"runs in hang\+0x[0-9a-f]+ \[mercury_test\] < .*smp_call_function");
+    has(r"python3 [0-9]+ waits, state 0x[0-9a-f]+, has slept [0-9]+ times: .*kernel_clone\+");
+    has(r"\[ *[0-9]+\.[0-9]{6}\] mercury_test: all CPUs hang\n");
+    has(r"LVTT|pin [0-9]+ ");
+    Ok(())
+}
+
+#[test]
+fn a_machine_that_hangs_is_examined() -> Result<()> {
+    hangs(Kernel::BookwormCloud)
+}
+
+#[test]
+#[ignore = "long"]
+fn a_machine_with_linux_6_12_that_hangs_is_examined() -> Result<()> {
+    hangs(Kernel::TrixieGeneric)
+}
