@@ -31,6 +31,7 @@ static const struct {
 	{ "vmxoff", 1, test_vmxoff },
 	{ "state", 1, test_state },
 	{ "refuse", 1, test_refuse },
+	{ "restless", 1, test_restless },
 	{ "send-read-only", 0, test_send_read_only },
 	{ "queue-without-pages", 1, test_queue_without_pages },
 	{ "sum", 1, test_sum },

@@ -9,7 +9,7 @@
  *	hidden.c	the hypervisor's memory, seen from the kernel
  *	map.c		physical pages for user mode
  *	state.c		MSRs, CR4, and the readable state of a CPU
- *	refuse.c	a device that refuses to be quiesced
+ *	refuse.c	a device that refuses to be quiesced; a thread that never rests after a restore
  *	death.c		a CPU that hangs, and one that shuts down
  *	flip.c		random bits that flip
  *	pause.c		all CPUs stopped by the kernel; an HPET that falls silent
@@ -69,6 +69,7 @@ int test_state(struct test_answer *answer, const u64 *arguments);
 
 /* refuse.c */
 int test_refuse(struct test_answer *answer, const u64 *arguments);
+int test_restless(struct test_answer *answer, const u64 *arguments);
 int test_refuse_init(void);
 void test_refuse_exit(void);
 

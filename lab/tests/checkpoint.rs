@@ -72,6 +72,35 @@ fn goes_on_again_and_again() -> Result<()> {
     goes_on(spec, if is_full() { 3 } else { 1 })?.ends_clean()
 }
 
+/// A kernel thread that never rests holds up no machine from an image, although the end of the watch on DMA
+/// waits until each of them has rested.
+#[test]
+#[ignore = "long"]
+fn a_thread_that_never_rests_holds_up_no_machine() -> Result<()> {
+    need_qemu()?;
+    let mut machine = Machine::boot(spec(Kernel::BookwormGeneric))?;
+    load_test_module(&machine)?;
+    start(&machine, "clock", CLOCK, "")?;
+    let (boot, _folder) = prepare(&machine, "--module $MERCURY_MODULE")?;
+    let boot_id = boot_id(&machine)?;
+    machine.sh("echo restless 1 > /dev/mercury_test")?;
+    checkpoint(&machine)?;
+    machine = machine.start_other(&boot)?;
+    machine.sh("pgrep mercury_restless")?;
+    // The undo process lets applications go on if the command does not come back from the driver.
+    machine.sh("for i in $(seq 50); do pgrep -x mercury || exit 0; sleep 0.2; done; exit 1")?;
+    comes_further(&machine, "clock", count(&machine, "clock")?)?;
+    machine.sh("echo restless 0 > /dev/mercury_test")?;
+    is_well(&machine, &boot_id)?;
+    // The next snapshot needs the watch again, and the driver is not unloaded before its end.
+    machine.check_next_attach()?;
+    machine.mercury("attach")?;
+    machine.sh("mercury-workload snapshot --pool-pages 20000 --rounds 1")?;
+    // The module goes as well.
+    machine.mercury("unload --detach")?;
+    machine.ends_clean()
+}
+
 /// Saves and restores memory that is plugged in while the machine runs. The restore environment
 /// finds it whether it was there from the start, or came after the driver was loaded, or while the
 /// hypervisor was attached.

@@ -19,20 +19,19 @@
 #include <linux/kprobes.h>
 #include <linux/memory_hotplug.h>
 #include <linux/mm.h>
-#include <linux/module.h>
 #include <linux/page-flags.h>
 #include <linux/pci.h>
 #include <linux/scatterlist.h>
 #include <linux/string.h>
 #include <linux/virtio.h>
 #include <linux/virtio_config.h>
+#include <linux/workqueue.h>
 #include <asm/io.h>
 
 #include "snapshot.h"
 
-/* The entry points are watched; and their calls matter for a snapshot. */
-static bool watching, armed;
-static bool missed;
+/* The entry points are watched; their calls matter for a snapshot; and a call may have been missed. */
+static bool watching, armed, missed;
 
 /* Returns true if the page is data of processes or files, which may be much; it may be in huge pages. */
 static bool is_data(struct page *page)
@@ -322,12 +321,26 @@ void mercury_dma_module_comes(const char *name)
 	mercury_snapshot_give_up_kept(MERCURY_CODE_SNAPSHOT_DEVICES);
 }
 
+/*
+ * Takes the watch from the kernel's text, when each of the kernel's tasks has rested once. ftrace waits for
+ * that, too, but holds a lock meanwhile that whoever loads or removes a module needs.
+ */
+static void take_away(struct work_struct *unused)
+{
+	synchronize_rcu_tasks();
+	unregister_ftrace_function(&ops);
+	ftrace_free_filter(&ops);
+}
+
+DECLARE_WORK(mercury_dma_end, take_away);
+
 static int watch(void)
 {
 	bool found = false;
 	unsigned int i;
 	int err;
 
+	flush_work(&mercury_dma_end);
 	/* Nothing of the last time: a filter that was freed is still pointed to. */
 	memset(&ops, 0, sizeof(ops));
 	ops.func = entered;
@@ -335,11 +348,9 @@ static int watch(void)
 	ops.flags = FTRACE_OPS_FL_SAVE_REGS | FTRACE_OPS_FL_PERMANENT;
 	for (i = 0; i < ARRAY_SIZE(entries); i++) {
 		err = find_address(&entries[i]);
-		if (!err && !entries[i].address)
-			continue;
-		found = true;
-		if (!err)
+		if (entries[i].address)
 			err = ftrace_set_filter_ip(&ops, entries[i].address, 0, 0);
+		found |= entries[i].address;
 		if (err) {
 			pr_err("%s cannot be watched: %d\n", entries[i].name, err);
 			return err;
@@ -378,14 +389,18 @@ bool mercury_dma_missed(void)
 	return READ_ONCE(missed);
 }
 
+/*
+ * Ends the watch. Calls that have begun end before this returns. The kernel's text is left to a worker: one
+ * of the kernel's tasks may never rest, and applications of a machine that arrives stand still meanwhile.
+ */
 void mercury_dma_unwatch(void)
 {
 	if (!watching)
 		return;
 	WRITE_ONCE(armed, false);
-	unregister_ftrace_function(&ops);
-	ftrace_free_filter(&ops);
 	watching = false;
+	synchronize_rcu();
+	schedule_work(&mercury_dma_end);
 }
 
 /*
@@ -474,8 +489,7 @@ void mercury_dma_start(bool restored)
 
 	for (i = 0; i < master_count; i++) {
 		if (!restored && !pci_read_config_word(masters[i], PCI_COMMAND, &command))
-			pci_write_config_word(masters[i], PCI_COMMAND,
-					      command | PCI_COMMAND_MASTER);
+			pci_write_config_word(masters[i], PCI_COMMAND, command | PCI_COMMAND_MASTER);
 		pci_dev_put(masters[i]);
 	}
 	kvfree(masters);

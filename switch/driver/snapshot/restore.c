@@ -99,8 +99,7 @@ static int read_arrays(const struct mercury_restart_request *request)
 	restore.places.plan.range_count = request->ranges_count;
 	restore.cpu_count = request->cpus_count;
 	restore.resume_virt = request->resume_virt;
-	restore.resume_phys[0] = request->resume_phys[0];
-	restore.resume_phys[1] = request->resume_phys[1];
+	memcpy(restore.resume_phys, request->resume_phys, sizeof(restore.resume_phys));
 	restore.places.again = request->flags & MERCURY_RESTART_AGAIN;
 	return MERCURY_CODE_OK;
 }

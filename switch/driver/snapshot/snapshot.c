@@ -128,18 +128,6 @@ static u32 leave_cpu(struct mercury_cpu *m)
 	return MERCURY_CODE_OK;
 }
 
-static void free_all(void)
-{
-	mercury_pool_free();
-	mercury_pieces_free();
-	mercury_kept_forget();
-	mercury_scan_forget();
-	mercury_read_forget();
-	mercury_dirty_log_forget();
-	mercury_instant_forget();
-	memset(&snapshot, 0, sizeof(snapshot));
-}
-
 /* Ends the snapshot, if there is one: the machine is as it was before. */
 static void end(void)
 {
@@ -164,7 +152,14 @@ static void end(void)
 	mercury_dma_log_free();
 	mercury_unmap_memory();
 	mercury_states_free();
-	free_all();
+	mercury_pool_free();
+	mercury_pieces_free();
+	mercury_kept_forget();
+	mercury_scan_forget();
+	mercury_read_forget();
+	mercury_dirty_log_forget();
+	mercury_instant_forget();
+	memset(&snapshot, 0, sizeof(snapshot));
 }
 
 static u32 prepare_rollback(void)
@@ -548,4 +543,6 @@ int mercury_snapshot_init(void)
 void mercury_snapshot_exit(void)
 {
 	unregister_memory_notifier(&memory_notifier);
+	/* The kernel's text may still call the watch on DMA. */
+	flush_work(&mercury_dma_end);
 }

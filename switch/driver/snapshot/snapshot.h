@@ -252,6 +252,7 @@ enum mercury_page_use { MERCURY_PAGE_USED, MERCURY_PAGE_PERSISTENT, MERCURY_PAGE
  * dma.c: mercury_dma_missed(), _stretch() and _queued() in any context; _module_comes() without
  * mercury.lock
  */
+extern struct work_struct mercury_dma_end;
 u32 mercury_dma_watch(void);
 void mercury_dma_module_comes(const char *name);
 void mercury_dma_arm(void);
