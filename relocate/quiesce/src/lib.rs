@@ -39,7 +39,7 @@ pub mod hook;
 mod layers;
 pub mod metal;
 pub mod mounts;
-mod nvme;
+pub mod nvme;
 pub mod openers;
 pub mod patient;
 pub mod phases;

@@ -3,12 +3,7 @@
 
 use mercury_control::sysroot::Sysroot;
 use mercury_image::{Device, NvmeController, NvmeDisk};
-use std::{
-    fs::File,
-    io,
-    os::fd::AsRawFd,
-    path::{Path, PathBuf},
-};
+use std::{fs::File, io, os::fd::AsRawFd, path::Path};
 
 /// Name of the kernel's driver.
 const DRIVER: &str = "nvme";
@@ -95,24 +90,33 @@ struct Request {
     result: u32,
 }
 
-/// Asks a controller by its driver's ioctl.
 fn identify(device: &Path, namespace: u32, structure: u32) -> io::Result<Vec<u8>> {
     const IDENTIFY: u8 = 6;
-    const NVME_IOCTL_ADMIN_CMD: libc::c_ulong = 0xC048_4E41;
-    let file = File::open(PathBuf::from(device))?;
     let mut answer = vec![0_u8; STRUCTURE];
+    ask(&File::open(device)?, IDENTIFY, namespace, structure, &mut answer)?;
+    Ok(answer)
+}
+
+/// Asks a controller by its driver's ioctl, with an admin command that returns data and changes nothing.
+///
+/// # Errors
+///
+/// Returns an error if the controller does not answer, or refuses.
+pub fn ask(controller: &File, opcode: u8, namespace: u32, word_10: u32, answer: &mut [u8]) -> io::Result<()> {
+    const NVME_IOCTL_ADMIN_CMD: libc::c_ulong = 0xC048_4E41;
     let mut request = Request {
-        opcode: IDENTIFY,
+        opcode,
         namespace,
         data: answer.as_mut_ptr().expose_provenance() as u64,
-        data_length: STRUCTURE as u32,
-        words_10_to_15: [structure, 0, 0, 0, 0, 0],
+        data_length: u32::try_from(answer.len()).map_err(io::Error::other)?,
+        words_10_to_15: [word_10, 0, 0, 0, 0, 0],
         ..Request::default()
     };
-    // SAFETY: The kernel writes at most `data_length` bytes to the answer, which has so many.
-    let result = unsafe { libc::ioctl(file.as_raw_fd(), NVME_IOCTL_ADMIN_CMD as _, &raw mut request) };
+    // SAFETY: The kernel writes at most `data_length` bytes to the answer, which has so many. It writes none
+    // after the call.
+    let result = unsafe { libc::ioctl(controller.as_raw_fd(), NVME_IOCTL_ADMIN_CMD as _, &raw mut request) };
     match result {
-        0 => Ok(answer),
+        0 => Ok(()),
         ..0 => Err(io::Error::last_os_error()),
         status => Err(io::Error::other(format!("the controller refuses with status {status:#x}"))),
     }

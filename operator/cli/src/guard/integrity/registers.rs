@@ -22,6 +22,9 @@ const CR0: u64 = 1 | 1 << 5 | 1 << 16 | 1 << 18 | 1 << 31;
 /// and KVM have others for themselves.
 const CR4: u64 = 1 << 5 | 1 << 11 | 1 << 12 | 1 << 16 | 1 << 17 | 1 << 18 | 1 << 20 | 1 << 21 | 1 << 23;
 
+/// Bits of EFER that the kernel never clears: SCE, LME, LMA and NXE. KVM and an attach have others.
+const EFER: u64 = 1 | 1 << 8 | 1 << 10 | 1 << 11;
+
 /// Registers of a CPU by their names.
 type Values = BTreeMap<String, u64>;
 
@@ -115,6 +118,7 @@ fn values(facts: &CpuFacts) -> Values {
     [
         ("CR0", facts.cr0 & CR0),
         ("CR4", facts.cr4 & CR4),
+        ("EFER", facts.efer & EFER),
         ("STAR", facts.star),
         ("LSTAR", facts.lstar),
         ("CSTAR", facts.cstar),
@@ -153,7 +157,7 @@ mod tests {
     use super::*;
 
     fn cpu(cpu: u32) -> CpuFacts {
-        CpuFacts { cpu, cr0: CR0, cr4: CR4, lstar: 0xFFFF_FFFF_8160_0000, ..CpuFacts::default() }
+        CpuFacts { cpu, cr0: CR0, cr4: CR4, efer: EFER, lstar: 0xFFFF_FFFF_8160_0000, ..CpuFacts::default() }
     }
 
     fn found(registers: &mut Registers, looks: &[&[CpuFacts]]) -> Vec<String> {
@@ -177,6 +181,8 @@ mod tests {
         assert!(found(&mut registers, &[&smep]).is_empty(), "it was reported");
         let both = vec![CpuFacts { lstar: 7, ..cpu(0) }, smep[1]];
         assert_eq!(found(&mut registers, &[&both, &both]), ["CPU 0 LSTAR"]);
+        let no_execute = vec![CpuFacts { efer: EFER & !(1 << 11), ..cpu(0) }, smep[1]];
+        assert_eq!(found(&mut registers, &[&no_execute, &no_execute]), ["CPU 0 EFER"]);
         // It happens again after it was right.
         assert!(found(&mut registers, &[&right]).is_empty());
         assert_eq!(found(&mut registers, &[&smep, &smep]), ["CPU 1 CR4"]);
@@ -204,8 +210,9 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let mut registers = Registers::open(folder.path());
         assert!(found(&mut registers, &[&[cpu(0)]]).is_empty());
-        let (ts, pce, tsd, vmxe, pge) = (1 << 3, 1 << 8, 1 << 2, 1 << 13, 1 << 7);
-        let changed = CpuFacts { cr0: CR0 | ts, cr4: CR4 | pce | tsd | vmxe | pge, cr3: 7, ..cpu(0) };
+        let (ts, pce, tsd, vmxe, pge, svme) = (1 << 3, 1 << 8, 1 << 2, 1 << 13, 1 << 7, 1 << 12);
+        let (cr0, cr4) = (CR0 | ts, CR4 | pce | tsd | vmxe | pge);
+        let changed = CpuFacts { cr0, cr4, cr3: 7, efer: EFER | svme, ..cpu(0) };
         assert!(found(&mut registers, &[&[changed]]).is_empty());
         // A CPU that comes later is noted, and one that goes is not missed.
         assert!(found(&mut registers, &[&[cpu(1)]]).is_empty());

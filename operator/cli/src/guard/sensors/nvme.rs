@@ -3,12 +3,8 @@
 
 use super::{Amount, Reading, rules::Signal};
 use mercury_control::sysroot::Sysroot;
-use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
-use std::{
-    fs::File,
-    io,
-    os::fd::{AsFd, BorrowedFd},
-};
+use mercury_quiesce::nvme;
+use std::{fs::File, io};
 
 /// Bytes of the log.
 const BYTES: usize = 512;
@@ -20,28 +16,6 @@ const CONTROLLER: u32 = u32::MAX;
 /// Bits of the critical warning: too hot or too cold; the others are failures.
 const TEMPERATURE: u8 = 1 << 1;
 const FAILURES: u8 = 0b0011_1101;
-
-/// `struct nvme_admin_cmd` of `linux/nvme_ioctl.h`.
-#[repr(C)]
-#[derive(Debug, Default)]
-struct Command {
-    opcode: u8,
-    flags: u8,
-    reserved: u16,
-    namespace: u32,
-    words_2: [u32; 2],
-    metadata: u64,
-    data: u64,
-    metadata_bytes: u32,
-    data_bytes: u32,
-    words_10: [u32; 6],
-    timeout_ms: u32,
-    result: u32,
-}
-
-const _: () = assert!(size_of::<Command>() == 72);
-
-const ADMIN: Opcode = opcode::read_write::<Command>(b'N', 0x41);
 
 /// Returns the names of the controllers.
 pub(super) fn controllers(sysroot: &Sysroot) -> Vec<String> {
@@ -60,26 +34,10 @@ pub(super) fn read(sysroot: &Sysroot, name: &str) -> io::Result<Vec<Reading>> {
     if !state.is_empty() && state != "live" {
         return Err(io::Error::other(format!("{name} is {state}")));
     }
-    let file = File::open(sysroot.path(&format!("dev/{name}")))?;
-    let log = health(file.as_fd())?;
+    let controller = File::open(sysroot.path(&format!("dev/{name}")))?;
+    let (mut log, dwords) = ([0; BYTES], BYTES as u32 / 4);
+    nvme::ask(&controller, GET_LOG_PAGE, CONTROLLER, HEALTH | (dwords - 1) << 16, &mut log)?;
     Ok(readings(name, &text("model"), &text("serial"), &log))
-}
-
-fn health(controller: BorrowedFd<'_>) -> io::Result<[u8; BYTES]> {
-    let mut log = [0_u8; BYTES];
-    let mut command = Command {
-        opcode: GET_LOG_PAGE,
-        namespace: CONTROLLER,
-        data: log.as_mut_ptr().expose_provenance() as u64,
-        data_bytes: BYTES as u32,
-        words_10: [HEALTH | ((BYTES as u32 / 4 - 1) << 16), 0, 0, 0, 0, 0],
-        ..Command::default()
-    };
-    // SAFETY: ADMIN is the ioctl for this structure. The kernel writes at most data_bytes at `data`, which is
-    // `log`, and not after the call. Get Log Page changes nothing on the disk.
-    let status = unsafe { ioctl(controller, Updater::<ADMIN, Command>::new(&mut command)) };
-    status?;
-    Ok(log)
 }
 
 /// Returns the readings in a health log.
