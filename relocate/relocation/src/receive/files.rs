@@ -9,18 +9,21 @@ use std::{
     collections::BTreeSet,
     fs::{self, File, OpenOptions},
     io::{self, Seek, SeekFrom},
-    os::unix::fs::OpenOptionsExt,
+    os::unix::fs::{MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
 };
 
 /// Size that reads and writes past the kernel's cache have a multiple of, on all file systems.
 const BLOCK: u64 = 4096;
+/// Mode of a new file: the content of a machine's disk is for its owner alone.
+const MODE: u32 = 0o600;
 
 /// The contents of a machine's disks while they arrive. Files that were made for them go with this value,
 /// unless they are kept.
 #[derive(Debug)]
 pub struct Files {
     targets: Targets,
+    folder: PathBuf,
     /// The kernel's name of each disk, and its file.
     places: Vec<(String, PathBuf)>,
     made: Vec<PathBuf>,
@@ -28,7 +31,7 @@ pub struct Files {
 
 impl Files {
     /// Makes a file for each disk, in a folder. A file that is there already must have the disk's size and
-    /// hold nothing; it may be a link to a block device.
+    /// hold nothing, and nobody else may write to it. It may be a link to a block device.
     ///
     /// # Errors
     ///
@@ -36,7 +39,8 @@ impl Files {
     pub fn make(folder: &Path, offered: &[OfferedDisk]) -> std::result::Result<Self, String> {
         // Before a size is believed.
         lack(folder, offered)?;
-        let mut files = Self { targets: Targets::opened(Vec::new()), places: Vec::new(), made: Vec::new() };
+        let targets = Targets::opened(Vec::new());
+        let mut files = Self { targets, folder: folder.to_owned(), places: Vec::new(), made: Vec::new() };
         let mut names = BTreeSet::new();
         let (mut reasons, mut open) = (Vec::new(), Vec::new());
         for OfferedDisk { disk, .. } in offered {
@@ -61,7 +65,7 @@ impl Files {
         let path = folder.join(&name);
         let failed = |error: io::Error| format!("{}: {error}", path.display());
         let mut options = OpenOptions::new();
-        options.read(true).write(true);
+        options.read(true).write(true).mode(MODE);
         match options.clone().create_new(true).open(&path) {
             Ok(file) => {
                 self.made.push(path.clone());
@@ -81,9 +85,15 @@ impl Files {
         Ok(Target::new(here, file))
     }
 
-    /// Refuses a file of another size, or one that holds data.
+    /// Refuses a file of another size, one that others may change, or one that holds data.
     fn check(&self, disk: &Disk, mut file: &File) -> std::result::Result<(), String> {
         let path = disk.path.display();
+        let about = file.metadata().map_err(|error| format!("{path}: {error}"))?;
+        if about.is_file() && !is_own(about.uid(), about.mode()) {
+            return Err(format!(
+                "{path} belongs to another user, or others may write to it: remove it, or change its mode"
+            ));
+        }
         let found = file.seek(SeekFrom::End(0)).map_err(|error| format!("{path}: {error}"))?;
         if found != disk.bytes {
             return Err(format!("{path} has {found} bytes, and the disk has {}", disk.bytes));
@@ -115,7 +125,10 @@ impl Files {
     ///
     /// Returns the reason if they do not.
     pub fn complete(&mut self, offered: &[OfferedDisk], attempt: Attempt) -> std::result::Result<(), String> {
-        self.targets.complete(offered, attempt)
+        self.targets.complete(offered, attempt)?;
+        // The source ends when it hears of this. The names must then outlast a power cut, as the content does.
+        let done = File::open(&self.folder).and_then(|folder| folder.sync_all());
+        done.map_err(|error| format!("{}: {error}", self.folder.display()))
     }
 
     /// Keeps the files: the machine goes on with them.
@@ -150,6 +163,11 @@ fn lack(folder: &Path, offered: &[OfferedDisk]) -> std::result::Result<(), Strin
     Err(format!("its disks have {needed}, and {} has {free} free", folder.display()))
 }
 
+/// Returns true if a file is this user's or root's, and nobody else may write to it.
+fn is_own(owner: u32, mode: u32) -> bool {
+    [0, rustix::process::geteuid().as_raw()].contains(&owner) && mode & 0o022 == 0
+}
+
 /// Returns the kernel's name of a disk, in the characters that such names have.
 fn name_of(disk: &Disk) -> Option<String> {
     let name = disk.path.file_name()?.to_str()?;
@@ -162,6 +180,7 @@ fn name_of(disk: &Disk) -> Option<String> {
 mod tests {
     use super::*;
     use mercury_migration::wire::{DiskLedger, hash_of_chunk};
+    use std::os::unix::fs::PermissionsExt;
 
     const BYTES: u64 = 3 << 16;
 
@@ -218,12 +237,36 @@ mod tests {
     fn a_file_of_the_operator_s_stays_and_must_fit() {
         let folder = tempfile::tempdir().expect("a folder");
         let file = folder.path().join("sda");
-        File::create(&file).and_then(|made| made.set_len(BYTES)).expect("a file");
+        existing(&file, 0o644);
         drop(Files::make(folder.path(), &[offered("/dev/sda", BYTES)]).expect("files"));
         assert_eq!(names(folder.path()), 1);
         let text = refused(folder.path(), &[offered("/dev/sda", BYTES + 512), offered("/dev/sdb", BYTES)]);
         assert!(text.contains("/dev/sda has no place") && text.contains("196608 bytes"), "{text}");
         assert_eq!(names(folder.path()), 1, "the other file is gone again");
+    }
+
+    fn existing(path: &Path, mode: u32) {
+        File::create(path).and_then(|made| made.set_len(BYTES)).expect("a file");
+        fs::set_permissions(path, fs::Permissions::from_mode(mode)).expect("a mode");
+    }
+
+    #[test]
+    fn nobody_else_reads_a_new_file_or_writes_to_one_that_is_there() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let umask = rustix::process::umask(rustix::fs::Mode::empty());
+        let files = Files::make(folder.path(), &[offered("/dev/sda", BYTES)]);
+        rustix::process::umask(umask);
+        let mode = fs::metadata(folder.path().join("sda")).expect("a file").mode();
+        assert_eq!(mode & 0o7777, 0o600);
+        drop(files.expect("files"));
+        for (mode, is_fine) in [(0o666, false), (0o620, false), (0o602, false), (0o600, true)] {
+            existing(&folder.path().join("sda"), mode);
+            let made = Files::make(folder.path(), &[offered("/dev/sda", BYTES)]);
+            assert_eq!(made.is_ok(), is_fine, "{mode:o}");
+            assert!(made.err().is_none_or(|why| why.contains("others may write to it")), "{mode:o}");
+        }
+        let own = rustix::process::geteuid().as_raw();
+        assert!(is_own(own, 0o644) && is_own(0, 0o600) && !is_own(own + 1, 0o600));
     }
 
     #[test]
