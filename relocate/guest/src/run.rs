@@ -157,7 +157,7 @@ impl Plan {
         let (devices, rings) = open_devices(options, witness, &waker)?;
         let mut wires = Wires::default();
         let ports = open_wires(&options.console, &waker, &mut wires)?;
-        let orders = wires.add(Wire::socket(&options.orders, Arc::clone(&waker))?);
+        let orders = wires.add(Wire::private_socket(&options.orders, Arc::clone(&waker))?);
         let vm = Arc::new(make_vm(&self.kvm, &view)?);
         time::prepare(&vm, &self.machine, Able::of(&self.kvm))?;
         let lines: Arc<dyn Lines> = Arc::new(Chip(Arc::clone(&vm)));

@@ -35,6 +35,8 @@ struct Buffers {
     received: VecDeque<u8>,
     /// From the guest to the host.
     sent: VecDeque<u8>,
+    /// Number of times that a client has come or gone, if each one has the wire for itself.
+    client: u64,
 }
 
 /// The host's end of a serial port.
@@ -102,6 +104,19 @@ impl Wire {
     /// # Errors
     /// There can be no socket.
     pub fn socket(path: &Path, waker: Waker) -> Result<Arc<Self>> {
+        Self::listen(path, waker, false)
+    }
+
+    /// Makes a socket at a path, whose clients neither get what was sent to others nor go on with what others
+    /// have written.
+    ///
+    /// # Errors
+    /// There can be no socket.
+    pub fn private_socket(path: &Path, waker: Waker) -> Result<Arc<Self>> {
+        Self::listen(path, waker, true)
+    }
+
+    fn listen(path: &Path, waker: Waker, is_private: bool) -> Result<Arc<Self>> {
         let wrong = |error: io::Error| {
             let text = format!("cannot make the socket {}: {error}", path.display());
             Error::new(Exit::Failed, text).hint("give another folder with --state")
@@ -109,7 +124,7 @@ impl Wire {
         let _ = fs::remove_file(path);
         let listener = UnixListener::bind(path).map_err(wrong)?;
         listener.set_nonblocking(true).map_err(wrong)?;
-        Self::start(End::Socket { listener, client: None }, waker)
+        Self::start(End::Socket { listener, client: None, is_private }, waker)
     }
 
     fn start(mut end: End, waker: Waker) -> Result<Arc<Self>> {
@@ -152,7 +167,14 @@ impl Wire {
 
     /// Takes bytes for the guest, at most so many.
     pub fn take(&self, most: usize) -> Vec<u8> {
+        self.take_of_client(most).1
+    }
+
+    /// Takes bytes for the guest, at most so many, with a number that differs for each client of a private
+    /// socket.
+    pub fn take_of_client(&self, most: usize) -> (u64, Vec<u8>) {
         let mut buffers = self.buffers();
+        let client = buffers.client;
         let count = most.min(buffers.received.len());
         let was_full = buffers.received.len() >= FULL;
         let bytes = buffers.received.drain(..count).collect();
@@ -160,7 +182,7 @@ impl Wire {
         if was_full && count > 0 {
             self.ring();
         }
-        bytes
+        (client, bytes)
     }
 
     /// Sends bytes of the guest.
@@ -179,6 +201,14 @@ impl Wire {
     /// Receives bytes for the guest.
     pub fn receive(&self, bytes: &[u8]) {
         self.buffers().received.extend(bytes);
+    }
+
+    /// Forgets the bytes of one client before the next.
+    fn forget(&self) {
+        let mut buffers = self.buffers();
+        buffers.received.clear();
+        buffers.sent.clear();
+        buffers.client += 1;
     }
 
     /// Ends the thread that carries the bytes. The socket is closed when the thread has noticed.
@@ -221,6 +251,7 @@ enum End {
     Socket {
         listener: UnixListener,
         client: Option<UnixStream>,
+        is_private: bool,
     },
 }
 
@@ -269,7 +300,7 @@ impl End {
                 (if *reads { libc::STDIN_FILENO } else { -1 }, libc::STDOUT_FILENO)
             }
             Self::Socket { client: Some(client), .. } => (client.as_raw_fd(), client.as_raw_fd()),
-            Self::Socket { listener, client: None } => (listener.as_raw_fd(), -1),
+            Self::Socket { listener, client: None, .. } => (listener.as_raw_fd(), -1),
         }
     }
 
@@ -295,9 +326,12 @@ impl End {
                 }
                 count
             }
-            Self::Socket { listener, client } => {
+            Self::Socket { listener, client, is_private } => {
                 *client = listener.accept().ok().map(|(stream, _)| stream);
                 if let Some(stream) = client {
+                    if *is_private {
+                        wire.forget();
+                    }
                     let _ = stream.set_nonblocking(true);
                     wire.is_open.store(true, Ordering::Release);
                 }
@@ -335,8 +369,11 @@ impl End {
     }
 
     fn lose(&mut self, wire: &Wire) {
-        if let Self::Socket { client, .. } = self {
+        if let Self::Socket { client, is_private, .. } = self {
             *client = None;
+            if *is_private {
+                wire.forget();
+            }
             wire.is_open.store(false, Ordering::Release);
         }
     }
@@ -402,6 +439,33 @@ mod tests {
             wire.finish(PATIENCE);
         }
         assert!(woken.load(Ordering::SeqCst) >= 2);
+    }
+
+    #[test]
+    fn a_client_of_a_private_socket_gets_nothing_of_another_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("orders.sock");
+        let wire = Wire::private_socket(&path, Arc::new(|| {})).unwrap();
+        wire.send(b"to nobody");
+        let mut seen = Vec::new();
+        for answer in [b"first ", b"second"] {
+            let mut client = UnixStream::connect(&path).unwrap();
+            wait_for(|| wire.is_open.load(Ordering::Acquire));
+            wire.send(answer);
+            let mut bytes = [0; 6];
+            client.read_exact(&mut bytes).unwrap();
+            assert_eq!(&bytes, answer);
+            client.write_all(b"typed").unwrap();
+            wait_for(|| wire.buffers().received.len() == 5);
+            let (number, bytes) = wire.take_of_client(2);
+            assert_eq!(bytes, b"ty");
+            seen.push(number);
+            drop(client);
+            wait_for(|| !wire.is_open.load(Ordering::Acquire));
+            assert_eq!(wire.take(5), b"");
+            wire.send(b"too late");
+        }
+        assert_ne!(seen[0], seen[1]);
     }
 
     #[test]

@@ -22,7 +22,7 @@ pub mod merge;
 pub mod migrate;
 pub mod operator;
 pub mod options;
-mod random;
+pub mod random;
 pub mod receive;
 pub mod refusals;
 pub mod restore;

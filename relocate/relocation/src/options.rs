@@ -223,8 +223,8 @@ pub struct MigrateOptions {
     /// At the end, read all memory that was not free, and compare it with the hashes that the
     /// hypervisor has made at the instant: for a driver with fault points
     pub verify_instant: bool,
-    /// The host of this guest has ordered the move: tell its operator what happens
-    pub ordered: bool,
+    /// The host of this guest has ordered the move, by this name: tell its operator what happens
+    pub ordered: Option<String>,
     /// The driver's module, if it is not the installed one.
     pub module: Option<PathBuf>,
 }

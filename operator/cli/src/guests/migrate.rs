@@ -1,7 +1,8 @@
 //! `mercury guests migrate`: orders a guest to move to another machine.
 //!
 //! The order goes through the guest's monitor to the driver in the guest, which starts `mercury migrate`
-//! there. That command answers by the same way, a line of JSON for each message.
+//! there. That command answers by the same way, a line of JSON for each message. Each has the random name of
+//! the order, so that answers to an earlier order mean nothing.
 
 use super::find;
 use crate::shared::TokenArg;
@@ -13,17 +14,31 @@ use mercury_control::{
     say::{Say, print},
 };
 use mercury_guests::{Name, Root};
-use mercury_relocation::migrate::pairing_token;
+use mercury_relocation::{migrate::pairing_token, random::random};
 use serde::Serialize;
 use serde_json::Value;
 use std::{
     io::{self, BufRead, BufReader, Read, Write},
     os::unix::net::UnixStream,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
-/// Time until the command in the guest has begun, and until a guest ends that has moved.
-const BEGINS_WITHIN: Duration = Duration::from_secs(60);
+/// Longest silence of the guest.
+#[derive(Clone, Copy, Debug)]
+struct Limits {
+    /// Until the command in the guest has begun, and until a guest ends that has moved.
+    begins: Duration,
+    /// While the guest moves. The command gives a sign of life each 10 s.
+    alive: Duration,
+    /// From the time at which applications stand still: the command may wait for an operator's word.
+    stands_still: Duration,
+}
+
+const LIMITS: Limits = Limits {
+    begins: Duration::from_secs(60),
+    alive: Duration::from_secs(300),
+    stands_still: Duration::from_secs(1800),
+};
 /// Largest message of a guest, and largest order.
 const MESSAGE_MAX: u64 = 64 << 10;
 const ORDER_MAX: usize = 3000;
@@ -47,7 +62,8 @@ pub struct MigrateArgs {
 /// # Errors
 /// The guest takes no order, or has not moved: it goes on.
 pub fn migrate(root: &Root, args: &MigrateArgs, say: Say<'_>) -> Result<Moved> {
-    let order = order(args)?;
+    let number = random::<16>()?.map(|byte| format!("{byte:02x}")).concat();
+    let order = order(args, &number)?;
     let guest = find(root, &args.name)?;
     let name = &args.name;
     let unreachable = |error: io::Error| {
@@ -55,17 +71,16 @@ pub fn migrate(root: &Root, args: &MigrateArgs, say: Say<'_>) -> Result<Moved> {
             .hint("a monitor of an earlier version takes no orders: type `mercury migrate` in the guest")
     };
     let socket = UnixStream::connect(guest.orders()).map_err(unreachable)?;
-    socket.set_read_timeout(Some(BEGINS_WITHIN)).map_err(unreachable)?;
     (&socket).write_all(&order).map_err(unreachable)?;
-    follow(name, &socket, say)
+    follow(name, &socket, &number, LIMITS, say)
 }
 
 /// Returns the order: a variable of the environment and words, each with a NUL at its end, and a NUL.
-fn order(args: &MigrateArgs) -> Result<Vec<u8>> {
+fn order(args: &MigrateArgs, number: &str) -> Result<Vec<u8>> {
     let token = pairing_token(args.token.key.as_deref())?;
     let mut words = vec![format!("MERCURY_KEY={token}"), "migrate".into()];
     // Nothing but this host starts a guest, so no tombstone would be read.
-    words.extend(["--ordered", "--without-tombstone"].map(String::from));
+    words.extend(["--ordered", number, "--without-tombstone"].map(String::from));
     words.extend(args.options.iter().cloned());
     words.extend(["--".into(), args.host.clone()]);
     let is_sound = words.iter().all(|word| !word.is_empty() && !word.contains('\0'));
@@ -81,35 +96,47 @@ fn order(args: &MigrateArgs) -> Result<Vec<u8>> {
 }
 
 /// Passes on what the guest says, until it has moved or goes on.
-fn follow(name: &Name, socket: &UnixStream, say: Say<'_>) -> Result<Moved> {
+fn follow(name: &Name, socket: &UnixStream, number: &str, limits: Limits, say: Say<'_>) -> Result<Moved> {
     let mut reader = BufReader::new(socket);
     let mut moved = None;
-    let mut has_begun = false;
+    let (mut has_begun, mut limit, mut heard) = (false, limits.begins, Instant::now());
     loop {
         let mut line = Vec::new();
+        wait(socket, limit.saturating_sub(heard.elapsed()))?;
         match (&mut reader).take(MESSAGE_MAX).read_until(b'\n', &mut line) {
             Ok(0) => return moved.ok_or_else(|| has_ended(name)),
             Ok(_) => {}
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                return moved.map_or_else(|| Err(is_silent(name)), |_| Err(does_not_end(name)));
+                return Err(match (moved, has_begun) {
+                    (Some(_), _) => does_not_end(name),
+                    (None, true) => says_no_more(name, limit),
+                    (None, false) => is_silent(name),
+                });
             }
             // The monitor ends with a guest that has moved.
             Err(error) => return moved.ok_or_else(|| has_ended(name).hint(error.to_string())),
         }
         // A line that is cut off or is no JSON is the kernel's or another program's.
         let Ok(message) = serde_json::from_slice::<Value>(&line) else { continue };
+        if !is_answer(&message, number) {
+            continue;
+        }
+        heard = Instant::now();
         if !has_begun {
             has_begun = true;
-            wait(socket, None)?;
+            limit = limits.alive;
         }
         if let Some(error) = message.get("error") {
             return Err(refused(name, error));
         }
         if let Some(report) = message.get("report") {
             moved = Some(Moved { name: name.clone(), report: report.clone(), text: text_of(&message) });
-            wait(socket, Some(BEGINS_WITHIN))?;
+            limit = limits.begins;
         }
         if let Some(event) = message.get("event") {
+            if event.get("event").and_then(Value::as_str) == Some("stops") {
+                limit = limits.stands_still;
+            }
             match say.format {
                 Format::Json => print(&format!("{event}\n")),
                 Format::Text => print(&(text_of(&message) + "\n")),
@@ -118,9 +145,18 @@ fn follow(name: &Name, socket: &UnixStream, say: Say<'_>) -> Result<Moved> {
     }
 }
 
+/// Returns true if a message answers this order. The monitor refuses an order without its name.
+fn is_answer(message: &Value, number: &str) -> bool {
+    match message.get("order") {
+        Some(order) => order.as_str() == Some(number),
+        None => message.get("error").is_some(),
+    }
+}
+
 /// Sets a limit for the next message.
-fn wait(socket: &UnixStream, limit: Option<Duration>) -> Result<()> {
-    socket.set_read_timeout(limit).map_err(|error| {
+fn wait(socket: &UnixStream, limit: Duration) -> Result<()> {
+    // Zero would be no limit.
+    socket.set_read_timeout(Some(limit.max(Duration::from_millis(1)))).map_err(|error| {
         Error::new(Exit::Failed, format!("cannot wait for the guest's answer: {error}"))
             .hint("the move goes on: the destination's console says how")
     })
@@ -149,6 +185,13 @@ fn refused(name: &Name, error: &Value) -> Error {
 fn is_silent(name: &Name) -> Error {
     Error::new(Exit::Failed, format!("nothing in {name} takes the order"))
         .hint("its driver may be of an earlier version: type `mercury migrate` in the guest")
+}
+
+fn says_no_more(name: &Name, limit: Duration) -> Error {
+    let text = format!("{name} has said nothing of its move for {} s, and runs here", limit.as_secs());
+    Error::new(Exit::Failed, text).hint(format!(
+        "`mercury migrate` may have been killed there: look at its console (`mercury guests console {name}`)"
+    ))
 }
 
 fn has_ended(name: &Name) -> Error {
@@ -195,15 +238,16 @@ mod tests {
 
     fn said(lines: &'static [u8]) -> Result<Moved> {
         let (ours, mut theirs) = UnixStream::pair().expect("sockets");
-        ours.set_read_timeout(Some(Duration::from_millis(200))).expect("a limit");
         let guest = thread::spawn(move || {
             theirs.write_all(lines).expect("a reader");
-            if lines.is_empty() {
-                thread::sleep(Duration::from_millis(400));
+            if !lines.ends_with(b"\n") {
+                thread::sleep(Duration::from_millis(800));
             }
         });
         let name = "node7".parse().expect("a name");
-        let result = follow(&name, &ours, Say { format: Format::Text, name: "guests migrate" });
+        let [begins, alive, stands_still] = [200, 300, 400].map(Duration::from_millis);
+        let limits = Limits { begins, alive, stands_still };
+        let result = follow(&name, &ours, "5", limits, Say { format: Format::Text, name: "guests migrate" });
         guest.join().expect("the guest");
         result
     }
@@ -213,27 +257,28 @@ mod tests {
         let args = args(&["--max-downtime", "2s"]);
         let token = args.token.key.clone().expect("a token");
         let expected = format!(
-            "MERCURY_KEY={token}\0migrate\0--ordered\0--without-tombstone\0--max-downtime\0\
+            "MERCURY_KEY={token}\0migrate\0--ordered\0five\0--without-tombstone\0--max-downtime\0\
              2s\0--\010.9.0.4\0\0"
         );
-        assert_eq!(order(&args).expect("an order"), expected.as_bytes());
+        assert_eq!(order(&args, "five").expect("an order"), expected.as_bytes());
     }
 
     #[test]
     fn orders_that_cannot_be_are_refused() {
         let long = "x".repeat(ORDER_MAX);
         for options in [&[""][..], &["a\0b"], &[&long], &["x"; WORDS_MAX]] {
-            assert_eq!(order(&args(options)).expect_err("refused").exit, Exit::Usage);
+            assert_eq!(order(&args(options), "5").expect_err("refused").exit, Exit::Usage);
         }
         let without = MigrateArgs { token: TokenArg { key: Some("word".into()) }, ..args(&[]) };
-        assert_eq!(order(&without).expect_err("refused").exit, Exit::Usage);
+        assert_eq!(order(&without, "5").expect_err("refused").exit, Exit::Usage);
     }
 
     #[test]
     fn the_guest_is_followed_to_its_end() {
         let moved = said(
-            b"noise\n{\"begun\":true}\n{\"event\":{\"event\":\"stops\"},\"text\":\"still\"}\n\
-              {\"report\":{\"attempt\":\"7\"},\"text\":\"moved\\u001b[2J\"}\n",
+            b"noise\n{\"order\":\"5\",\"begun\":true}\n\
+              {\"order\":\"5\",\"event\":{\"event\":\"stops\"},\"text\":\"still\"}\n\
+              {\"order\":\"5\",\"report\":{\"attempt\":\"7\"},\"text\":\"moved\\u001b[2J\"}\n",
         );
         let moved = moved.expect("a move");
         assert_eq!(moved.text, "moved[2J");
@@ -247,7 +292,31 @@ mod tests {
         let error = error.expect_err("refused");
         assert!(error.message.contains("goes on here: no room"), "{error}");
         assert_eq!(error.hint.as_deref(), Some("find some"));
-        assert!(said(b"{\"begun\":true}\n").expect_err("an end").message.contains("has not said"));
+        let ended = said(b"{\"order\":\"5\",\"begun\":true}\n").expect_err("an end");
+        assert!(ended.message.contains("has not said"));
         assert!(said(b"").expect_err("silence").message.contains("takes the order"));
+    }
+
+    /// The answers of an earlier order are still on their way.
+    #[test]
+    fn answers_to_another_order_mean_nothing() {
+        let stale = said(
+            b"{\"order\":\"4\",\"report\":{\"attempt\":\"7\"},\"text\":\"moved\"}\n\
+              {\"order\":\"4\",\"error\":{\"message\":\"no room\"}}\n{\"report\":{}}\n{\"begun\":true}\n{",
+        );
+        assert!(stale.expect_err("silence").message.contains("takes the order"));
+    }
+
+    #[test]
+    fn a_command_that_was_killed_is_not_waited_for() {
+        let begun = said(b"{\"order\":\"5\",\"begun\":true}\n{");
+        let error = begun.expect_err("silence");
+        assert!(error.message.contains("has said nothing"), "{error}");
+        assert!(error.hint.expect("a hint").contains("guests console node7"));
+        let still = said(
+            b"{\"order\":\"5\",\"begun\":true}\n\
+              {\"order\":\"5\",\"event\":{\"event\":\"stops\"},\"text\":\"still\"}\n{",
+        );
+        assert!(still.expect_err("silence").message.contains("has said nothing"));
     }
 }

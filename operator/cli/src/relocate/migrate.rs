@@ -99,9 +99,9 @@ pub struct MigrateArgs {
     /// hypervisor has made at the instant: for a driver with fault points
     #[arg(long, hide = true)]
     pub verify_instant: bool,
-    /// The host of this guest has ordered the move: tell its operator what happens
-    #[arg(long, hide = true, conflicts_with = "dry_run")]
-    pub ordered: bool,
+    /// The host of this guest has ordered the move, by this name: tell its operator what happens
+    #[arg(long, hide = true, value_name = "ORDER", conflicts_with = "dry_run")]
+    pub ordered: Option<String>,
     #[command(flatten)]
     pub module: ModuleArgs,
 }
@@ -130,7 +130,7 @@ impl From<&MigrateArgs> for MigrateOptions {
             verify_log: args.verify_log,
             pause_at: args.pause_at.clone(),
             verify_instant: args.verify_instant,
-            ordered: args.ordered,
+            ordered: args.ordered.clone(),
             module: args.module.module.clone(),
         }
     }

@@ -14,17 +14,23 @@ pub struct Doorbell {
     wire: Arc<Wire>,
     pub line: Option<u32>,
     order: Vec<u8>,
+    /// The client whose order it is.
+    client: u64,
 }
 
 impl Doorbell {
     pub fn new(wire: Arc<Wire>, line: Option<u32>) -> Self {
-        Self { wire, line, order: Vec::new() }
+        Self { wire, line, order: Vec::new(), client: 0 }
     }
 
     /// Takes what has come of an order. Returns the interrupt to be raised when it is complete: an empty
     /// string ends it.
     pub fn take(&mut self, view: &View) -> Option<u32> {
-        self.order.extend(self.wire.take(MOST - self.order.len()));
+        let (client, bytes) = self.wire.take_of_client(MOST - self.order.len());
+        if std::mem::replace(&mut self.client, client) != client {
+            self.order.clear();
+        }
+        self.order.extend(bytes);
         let Some(end) = self.order.windows(2).position(|pair| pair == [0, 0]) else {
             if self.order.len() == MOST {
                 self.order.clear();
@@ -63,6 +69,11 @@ impl Doorbell {
 mod tests {
     use super::*;
     use mercury_devices::memory::read;
+    use std::{
+        io::Write,
+        os::unix::net::UnixStream,
+        time::{Duration, Instant},
+    };
     use vm_memory::GuestAddress;
 
     const ORDER: u64 = MONITOR.start + MERCURY_GUEST_ORDER as u64;
@@ -89,6 +100,31 @@ mod tests {
         read(&view, ORDER, &mut found).unwrap();
         assert_eq!(&found[..14], b"A=b\0status\0\0\0\0");
         assert_eq!(wire.sent(), b"");
+    }
+
+    /// A client that goes in the middle of its order leaves nothing for the next one.
+    #[test]
+    fn an_order_is_of_one_client() {
+        let (mut doorbell, _, view) = doorbell(Some(7));
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("orders.sock");
+        let wire = Wire::private_socket(&path, Arc::new(|| {})).unwrap();
+        doorbell.wire = Arc::clone(&wire);
+        let patience = Instant::now() + Duration::from_secs(20);
+        for (order, rings) in [(b"KEY=x\0mig".as_slice(), false), (b"A=b\0status\0\0", true)] {
+            let mut client = UnixStream::connect(&path).unwrap();
+            client.write_all(order).unwrap();
+            let before = doorbell.order.len();
+            let mut rang = None;
+            while rang.is_none() && (rings || doorbell.order.len() == before) {
+                rang = doorbell.take(&view);
+                assert!(Instant::now() < patience, "nothing comes");
+            }
+            assert_eq!(rang, rings.then_some(7));
+        }
+        let mut found = [1; 14];
+        read(&view, ORDER, &mut found).unwrap();
+        assert_eq!(&found, b"A=b\0status\0\0\0\0");
     }
 
     #[test]

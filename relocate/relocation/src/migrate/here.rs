@@ -204,6 +204,7 @@ impl System for Here<'_> {
 
     fn is_alive(&mut self) {
         self.with.guard.hear();
+        self.with.host.alive();
     }
 
     fn tell(&mut self, told: &MoveEvent) {

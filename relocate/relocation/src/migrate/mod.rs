@@ -103,7 +103,7 @@ pub fn run(args: &MigrateOptions, say: Say<'_>) -> Result<Exit> {
 ///
 /// Returns the reason if this machine has not moved; the machine goes on.
 pub fn move_away(args: &MigrateOptions, say: Say<'_>, deferred: &Deferred) -> Result<report::Report> {
-    let host = HostLine::open(args.ordered)?;
+    let host = HostLine::open(args.ordered.as_deref())?;
     let attempt = Attempt::begin(Action::Migrate);
     let moved = leave(args, say, deferred, &host);
     if let Err(error) = &moved {
