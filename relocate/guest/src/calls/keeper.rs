@@ -37,7 +37,7 @@ pub struct Keeper {
     pages: *mut u8,
     length: usize,
     child: Option<libc::pid_t>,
-    /// A copy has not answered. What was asked and answered since may still come.
+    /// The copy has not answered. What was asked and answered since may still come, until it has ended.
     is_broken: bool,
 }
 
@@ -69,9 +69,11 @@ impl Keeper {
     /// # Errors
     /// There is a copy already, or the host has no room for one.
     pub fn start(&mut self) -> io::Result<()> {
-        if self.child.is_some() || self.is_broken {
+        if self.child.is_some() {
             return Err(io::ErrorKind::AlreadyExists.into());
         }
+        self.drain();
+        self.is_broken = false;
         // SAFETY: The child takes no lock, allocates nothing and ends by itself: see `serve`.
         let child = unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) };
         match child {
@@ -80,6 +82,18 @@ impl Keeper {
             _ => self.child = Some(child as libc::pid_t),
         }
         Ok(())
+    }
+
+    /// Drops requests and answers of the copy before, which has ended.
+    fn drain(&self) {
+        let mut bytes = [0; REQUEST];
+        for end in [&self.own, &self.theirs] {
+            // SAFETY: The kernel writes at most as many bytes as there are.
+            while unsafe {
+                libc::recv(end.as_raw_fd(), bytes.as_mut_ptr().cast(), REQUEST, libc::MSG_DONTWAIT)
+            } > 0
+            {}
+        }
     }
 
     /// Reads frames as they were when the copy was made; `None` is a page of zeros. Each must be a page of
@@ -148,7 +162,8 @@ impl Keeper {
     pub fn end(&mut self) {
         let Some(child) = self.child.take() else { return };
         if self.own.write_all(as_bytes(&Request::default())).is_err() {
-            self.is_broken = true;
+            // It may be there still.
+            (self.child, self.is_broken) = (Some(child), true);
             return;
         }
         // SAFETY: It takes a number, and no place for the status.

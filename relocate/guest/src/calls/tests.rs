@@ -247,8 +247,23 @@ fn a_copy_of_the_monitor_that_was_killed_ends_the_snapshot() {
     guest.calls.keeper().kill();
     assert_eq!(guest.read(&[0]), Code::SnapshotLost);
     assert_eq!((guest.read(&[0]), guest.call(SnapshotCall::End)), (Code::SnapshotLost, Code::Ok));
-    // The means are not used again: an answer could still come.
-    assert_eq!((guest.begin(1), guest.call(SnapshotCall::Enter)), (Code::Ok, Code::NoMemory));
+    // Neither the request that the copy has not read nor the word for its end reaches the next copy.
+    assert_eq!((guest.begin(1), guest.call(SnapshotCall::Enter)), (Code::Ok, Code::Ok));
+    assert_eq!((guest.read(&[0]), guest.call(SnapshotCall::End)), (Code::Ok, Code::Ok));
+}
+
+/// A copy that dies while nobody reads is found out by the end alone.
+#[test]
+fn a_snapshot_follows_one_whose_copy_has_died_unnoticed() {
+    let guest = Guest::new();
+    for is_killed in [true, false] {
+        assert_eq!((guest.begin(1), guest.call(SnapshotCall::Enter)), (Code::Ok, Code::Ok));
+        assert_eq!(guest.read(&[0]), Code::Ok);
+        if is_killed {
+            guest.calls.keeper().kill();
+        }
+        assert_eq!(guest.call(SnapshotCall::End), Code::Ok);
+    }
 }
 
 /// Words that an argument may have: counts, addresses in memory and at its end, and others.
