@@ -14,7 +14,8 @@ use mercury_devices::{
 };
 use mercury_guest::{
     disks::OwnDisk,
-    run::{self, Handle, Plan, Prepared, Running},
+    fit::MemoryLimit,
+    run::{Handle, Plan, Prepared, Running},
 };
 use mercury_guests::{Console, Folder, Keeper, LifeArgs, Name, Phase, Status};
 use mercury_image::{FileSystem, Machine, PAGE};
@@ -147,21 +148,8 @@ impl Beside {
         // Without a card, the random numbers are the sign that the kernel has gone on.
         let sign = if self.life.net.is_some() { "virtio_net" } else { "virtio_rng" };
         let files = self.make_files(&offer.disks)?;
-        let plan = Plan::of(offer.machine.clone(), &["virtio_mmio", sign], &contents(&files))?;
-        let mib = plan.memory() >> 20;
-        if let Some(limit) = self.allowance.memory_limit.filter(|limit| mib > *limit) {
-            return Err(refused(format!(
-                "it has {mib} MiB of memory, and --memory-limit allows {limit} MiB"
-            )));
-        }
-        let available = run::available_memory()?;
-        if self.allowance.memory_limit.is_none() && plan.memory() > available {
-            return Err(refused(format!(
-                "it has {mib} MiB of memory, and the host has {} MiB available; `receive \
-                 --memory-limit {mib}M` takes it all the same",
-                available >> 20
-            )));
-        }
+        let limit = self.allowance.memory_limit.map_or(MemoryLimit::AvailableToArrivals, MemoryLimit::Given);
+        let plan = Plan::of(offer.machine.clone(), &["virtio_mmio", sign], &contents(&files), limit)?;
         let name = self.life.name.clone().unwrap_or_else(|| Name::of_machine(&offer.machine.host));
         let mut folder = claim(&name)?;
         let mut status = status(&name, plan.machine(), plan.memory());

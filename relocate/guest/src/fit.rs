@@ -75,6 +75,37 @@ impl Display for Reason {
     }
 }
 
+/// Memory that a guest may have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MemoryLimit {
+    /// As much as the host has available.
+    Available,
+    /// The same, for `mercury receive --beside` without `--memory-limit`.
+    AvailableToArrivals,
+    /// What `--memory-limit` says in MiB, whatever the host has available.
+    Given(u64),
+}
+
+impl MemoryLimit {
+    /// Returns the reason against a machine with so much memory, on a host that has so much available.
+    fn obstacle(self, needed: u64, available: u64) -> Option<String> {
+        // A limit of the text's number must be enough.
+        let mib = needed.div_ceil(1 << 20);
+        let has = format!("it has {mib} MiB of memory");
+        let left = available >> 20;
+        match self {
+            Self::Available if needed > available => Some(format!("{has}, and {left} MiB are available")),
+            Self::AvailableToArrivals if needed > available => Some(format!(
+                "{has}, and {left} MiB are available; `receive --memory-limit {mib}M` takes it all the same"
+            )),
+            Self::Given(limit) if mib > limit => {
+                Some(format!("{has}, and --memory-limit allows {limit} MiB"))
+            }
+            _ => None,
+        }
+    }
+}
+
 /// Facts about the host.
 #[derive(Debug)]
 pub struct Host<'a> {
@@ -84,6 +115,8 @@ pub struct Host<'a> {
     pub cpus_max: usize,
     /// Memory that is available, in bytes.
     pub available: u64,
+    /// Memory that the guest may have of it.
+    pub limit: MemoryLimit,
     /// Drivers of the devices that the guest will find.
     pub drivers: &'a [&'static str],
     /// Its time-stamp counter.
@@ -124,12 +157,8 @@ pub fn reasons(
     // Its kernel may use all of its memory at any time.
     let pages = machine.ranges.iter().map(|range| range.pages).fold(0, u64::saturating_add);
     let needed = pages.saturating_mul(mercury_image::PAGE as u64);
-    if needed > host.available {
-        let mib = |bytes: u64| bytes >> 20;
-        let (needed, available) = (mib(needed), mib(host.available));
-        let text = format!("it has {needed} MiB of memory, and {available} MiB are available");
-        found.push(Reason::new(Code::GuestMemory, text));
-    }
+    let obstacle = host.limit.obstacle(needed, host.available);
+    found.extend(obstacle.map(|why| Reason::new(Code::GuestMemory, why)));
     if !machine.parents.is_empty() {
         let text = "its image is incremental: merge it with its parents first (`mercury merge`)";
         found.push(Reason::new(Code::GuestIncremental, text));
@@ -336,7 +365,8 @@ mod tests {
         let cpuid = cpuid();
         let drivers = &["virtio_mmio", "virtio_net"];
         let clock = Clock { khz: 3_000_000, scales: false };
-        let host = Host { cpuid: &cpuid, cpus_max: 8, available: 1 << 20, drivers, clock };
+        let limit = MemoryLimit::Available;
+        let host = Host { cpuid: &cpuid, cpus_max: 8, available: 1 << 20, limit, drivers, clock };
         reasons(&machine, &layout, &tables, &host)
     }
 
@@ -363,6 +393,21 @@ mod tests {
         let other = Tables { ioapic_phys: Some(0xFEC1_0000), ..Tables::default() };
         assert_eq!(found_with(|_| (), Ok(other)).len(), 1);
         assert_eq!(Error::from(unfit("one")).exit, Exit::Impossible);
+    }
+
+    #[test]
+    fn a_memory_limit_counts_in_place_of_what_is_available() {
+        const GIB: u64 = 1 << 30;
+        let refused = |limit: MemoryLimit, needed| limit.obstacle(needed, GIB);
+        for limit in [MemoryLimit::Available, MemoryLimit::AvailableToArrivals] {
+            assert_eq!(refused(limit, GIB), None);
+        }
+        assert!(!refused(MemoryLimit::Available, 2 * GIB).expect("refused").contains("--memory-limit"));
+        let text = refused(MemoryLimit::AvailableToArrivals, 2 * GIB - 4096).expect("refused");
+        assert!(text.contains("1024 MiB are available; `receive --memory-limit 2048M`"), "{text}");
+        assert_eq!(refused(MemoryLimit::Given(2048), 2 * GIB - 4096), None, "as the text says");
+        let text = refused(MemoryLimit::Given(512), GIB).expect("refused");
+        assert_eq!(text, "it has 1024 MiB of memory, and --memory-limit allows 512 MiB");
     }
 
     #[test]

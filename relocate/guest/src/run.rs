@@ -6,7 +6,7 @@ use crate::{
     clones, cpu,
     disks::{self, OwnDisk},
     entry,
-    fit::{self, Host, Reason, kvm_refused},
+    fit::{self, Host, MemoryLimit, Reason, kvm_refused},
     image::{self, Image},
     layout::{KVM_PAGES, Layout, MONITOR, TAKEN},
     memory,
@@ -103,19 +103,24 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Checks that a machine can be a guest here, with devices for these drivers of its kernel, and with the
-    /// contents of its own disks.
+    /// Checks that a machine can be a guest here, with devices for these drivers of its kernel, with the
+    /// contents of its own disks, and with no more memory than this.
     ///
     /// # Errors
     /// Names every reason against it.
-    pub fn of(machine: Machine, drivers: &[&'static str], own: &[OwnDisk]) -> Result<Self> {
+    pub fn of(
+        machine: Machine,
+        drivers: &[&'static str],
+        own: &[OwnDisk],
+        limit: MemoryLimit,
+    ) -> Result<Self> {
         let firmware = image::firmware(&machine)?;
         let tables = Tables::find(&firmware);
         let layout = Layout::of(&machine);
         let kvm = open_kvm()?;
         let cpuid = cpu::offered(&kvm, &machine)?;
         let (cpus_max, available, clock) = (kvm.get_max_vcpus(), available_memory()?, Clock::of(&kvm)?);
-        let host = Host { cpuid: cpuid.as_slice(), cpus_max, available, drivers, clock };
+        let host = Host { cpuid: cpuid.as_slice(), cpus_max, available, limit, drivers, clock };
         let taken = layout.as_ref().map_or(Vec::new(), |layout| [layout.ranges(), &TAKEN].concat());
         let own = disks::Plan::of(&machine, own, &taken, cpu::addresses_end(cpuid.as_slice()))?;
         let mut reasons = fit::reasons(&machine, &layout, &tables, &host);
@@ -280,7 +285,7 @@ impl Guest {
     /// Names every reason against it.
     pub fn prepare(path: &Path, drivers: &[&'static str], own: &[OwnDisk]) -> Result<Self> {
         let image = Image::open(path)?;
-        let plan = Plan::of(image.machine().clone(), drivers, own)?;
+        let plan = Plan::of(image.machine().clone(), drivers, own, MemoryLimit::Available)?;
         Ok(Self { image, plan })
     }
 
@@ -627,7 +632,7 @@ fn describe(view: &View, description: &GuestDescription) -> Result<()> {
 ///
 /// # Errors
 /// The host does not say.
-pub fn available_memory() -> Result<u64> {
+fn available_memory() -> Result<u64> {
     const FILE: &str = "/proc/meminfo";
     let wrong = |why: &str| Error::new(Exit::Impossible, format!("cannot read {FILE}: {why}"));
     let text = fs::read_to_string(FILE).map_err(|error| wrong(&error.to_string()))?;
