@@ -4,13 +4,15 @@
 /// Prints a line for the operator. A reader that is gone is no reason to fail.
 macro_rules! note {
     ($($text:tt)*) => {{
+        // A part may be another machine's.
+        let text = mercury_relocation::plain::plain(&format!($($text)*));
         // The tests' harness keeps what is printed by the macro.
         #[cfg(test)]
-        eprintln!($($text)*);
+        eprintln!("{text}");
         #[cfg(not(test))]
         {
             use std::io::Write;
-            let _ = writeln!(std::io::stderr(), $($text)*);
+            let _ = writeln!(std::io::stderr(), "{text}");
         }
     }};
 }

@@ -114,16 +114,42 @@ fn begin(args: &ReceiveArgs, door: Door, means: Means, to: Sender<News>) -> Resu
     }
     let hold_for_ever = args.hold_for_ever;
     let serve = move || {
-        let served = door.serve(Box::new(beside), hold_for_ever).and_then(|()| {
-            let confinement = confinement.lock().unwrap_or_else(PoisonError::into_inner);
-            confinement.as_ref().map_or(Ok(()), Confinement::begin)
-        });
-        if let Err(error) = served {
-            // Without a reader the machine runs, and no source asks any more.
-            let _ = to.send(News::Failed(error));
+        let served = door.serve(Box::new(beside), hold_for_ever);
+        let confinement = confinement.lock().unwrap_or_else(PoisonError::into_inner);
+        match confinement.as_ref().map(Confinement::begin) {
+            None => {
+                if let Err(error) = served {
+                    let _ = to.send(News::Failed(error));
+                }
+            }
+            Some(confined) => warnings(served, confined).iter().for_each(|text| note!("mercury: {text}")),
         }
     };
     // It starts the guest's processors, which take signals: so this thread does.
     spawn("receiver", serve)
         .map_err(|error| Error::new(Exit::Failed, format!("cannot start a thread: {error}")))
+}
+
+/// Returns the warnings for a machine that runs, whatever has failed: no source asks any more, and the machine's
+/// end is the only other news.
+fn warnings(served: Result<()>, confined: Result<()>) -> Vec<String> {
+    let served = served.err().map(|error| format!("the connection to the source has failed: {error}"));
+    let confined = confined
+        .err()
+        .map(|error| format!("the guest runs on, but its monitor keeps all rights of this command: {error}"));
+    served.into_iter().chain(confined).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_fails_after_a_machine_was_taken_is_told() {
+        let error = |text| Err(Error::new(Exit::Failed, text));
+        assert!(warnings(Ok(()), Ok(())).is_empty());
+        let both = warnings(error("no line"), error("no filter"));
+        assert!(both[0].contains("no line") && both[1].contains("keeps all rights"), "{both:?}");
+        assert!(warnings(Ok(()), error("no filter"))[0].contains("no filter"));
+    }
 }

@@ -22,6 +22,7 @@ pub mod merge;
 pub mod migrate;
 pub mod operator;
 pub mod options;
+pub mod plain;
 pub mod random;
 pub mod receive;
 pub mod refusals;

@@ -14,7 +14,7 @@ use mercury_control::{
     say::{Say, print},
 };
 use mercury_guests::{Name, Root};
-use mercury_relocation::{migrate::pairing_token, random::random};
+use mercury_relocation::{migrate::pairing_token, plain, random::random};
 use serde::Serialize;
 use serde_json::Value;
 use std::{
@@ -162,10 +162,9 @@ fn wait(socket: &UnixStream, limit: Duration) -> Result<()> {
     })
 }
 
-/// Returns a text of the guest's without control characters, which a terminal of the host might obey.
+/// Returns a text of the guest's for a terminal of the host.
 fn plain(text: &Value) -> String {
-    let text = text.as_str().unwrap_or_default();
-    text.chars().filter(|one| *one == '\n' || !one.is_control()).collect()
+    plain::plain(text.as_str().unwrap_or_default())
 }
 
 fn text_of(message: &Value) -> String {

@@ -16,6 +16,7 @@ use mercury_control::{
     say::Say,
 };
 use mercury_guests::{Guest, Name, Phase, Root, Status};
+use mercury_relocation::plain::plain;
 use rustix::{
     io::Errno,
     process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
@@ -256,7 +257,8 @@ impl Render for Guests {
             let image = one.image.as_ref().map_or("moved here".into(), |image| image.display().to_string());
             let (cpus, pid) = (one.cpus.to_string(), one.pid.to_string());
             let state = phase(one.phase).to_owned();
-            let kernel = one.kernel.clone();
+            // Its machine has said it.
+            let kernel = plain(&one.kernel).replace('\n', "");
             vec![one.name.to_string(), state, cpus, mib(one.memory_bytes), used, kernel, pid, unit, image]
         };
         let rows: Vec<_> = [heading].into_iter().chain(self.guests.iter().map(row)).collect();
@@ -348,6 +350,20 @@ mod tests {
         let pipe = held.decision().unwrap();
         let _monitors = std::fs::File::options().read(true).write(true).open(pipe).unwrap();
         assert_eq!(decide(&root, &name, "discard").unwrap().word, "discard");
+    }
+
+    /// The kernel's name comes from the machine's image, and perhaps from its source.
+    #[test]
+    fn names_of_kernels_reach_no_terminal_raw() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = Root::at(folder.path());
+        let held = held(&root, 7);
+        let mut status = root.find(&"db".parse().unwrap()).unwrap().unwrap().status;
+        status.kernel = "6.1\u{1b}]0;x\u{7}\n".into();
+        held.write(&status).unwrap();
+        let mut text = Text::new(false);
+        list(&root).unwrap().render(&mut text);
+        assert!(text.finish().contains(" 6.1]0;x "));
     }
 
     #[test]
