@@ -189,8 +189,9 @@ fn functions(symbols: &str, names: &[&str]) -> Vec<(u64, u64)> {
     starts.dedup();
     let mut ranges: Vec<(u64, u64)> = Vec::new();
     for start in starts {
-        let end = own(symbols).map(|(address, _)| address).filter(|address| *address > start).min();
-        let end = end.unwrap_or(start + 1);
+        // Padding before a function (Linux 6.12) is never executed. It counts as the end of the one before.
+        let others = own(symbols).filter(|(address, name)| *address > start && !name.starts_with("__pfx_"));
+        let end = others.map(|(address, _)| address).min().unwrap_or(start + 1);
         match ranges.last_mut() {
             Some(last) if last.1 == start => last.1 = end,
             _ => ranges.push((start, end)),
@@ -266,6 +267,14 @@ mod tests {
             TEXT + 0x200,
         );
         (Machine(memory), symbols)
+    }
+
+    /// The hypervisor has room for four ranges.
+    #[test]
+    fn functions_with_padding_between_them_are_one_range() {
+        let symbols = "1000 T __pfx_memcpy\n1010 T memcpy\n1010 T __memcpy\n1040 t __pfx_memcpy_orig\n\
+            1050 t memcpy_orig\n1180 T __pfx_other\n1190 T other\n2010 t __text_poke\n2100 t next\n";
+        assert_eq!(functions(symbols, &WRITERS), [(0x1010, 0x1190), (0x2010, 0x2100)]);
     }
 
     #[test]
