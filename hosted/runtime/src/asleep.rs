@@ -101,14 +101,14 @@ pub fn load(file: &Path, life: &Life, base: &Image, room: &Room) -> Result<()> {
     saved.runs(|first, bytes| {
         let count = bytes.len() as u64 / PAGE;
         if first < at || count > places.len() as u64 || first > places.len() as u64 - count {
-            return None;
+            return Ok(None);
         }
-        differ(base, at..first, None, &mut places, &own)?;
+        differ(base, at..first, None, &mut places, &own).map_err(cannot_read)?;
         at = first + count;
-        differ(base, first..at, Some(bytes), &mut places, &own)
+        differ(base, first..at, Some(bytes), &mut places, &own).map_err(cannot_read)?;
+        Ok(Some(()))
     })?;
-    differ(base, at..places.len() as u64, None, &mut places, &own)
-        .ok_or_else(|| cannot_read(io::Error::last_os_error()))?;
+    differ(base, at..places.len() as u64, None, &mut places, &own).map_err(cannot_read)?;
     join(&mut places, |page| {
         let mut content = [0; PAGE as usize];
         base.read(page * PAGE, &mut content)?;
@@ -133,7 +133,7 @@ fn differ(
     bytes: Option<&[u8]>,
     places: &mut [bool],
     own: &File,
-) -> Option<()> {
+) -> io::Result<()> {
     const ZERO: [u8; PAGE as usize] = [0; PAGE as usize];
     let mut below = ZERO;
     for page in pages.clone() {
@@ -141,16 +141,16 @@ fn differ(
             let at = ((page - pages.start) * PAGE) as usize;
             &bytes[at..at + PAGE as usize]
         });
-        base.read(page * PAGE, &mut below).ok()?;
+        base.read(page * PAGE, &mut below)?;
         if content == below && !places[page as usize] {
             continue;
         }
         places[page as usize] = true;
         if content != ZERO {
-            own.write_all_at(content, page * PAGE).ok()?;
+            own.write_all_at(content, page * PAGE)?;
         }
     }
-    Some(())
+    Ok(())
 }
 
 /// Returns the ranges of own pages.

@@ -433,7 +433,7 @@ impl Link {
     /// Makes the file with this life void.
     fn make_void(&self, life: &Life) {
         if let Some(mark) = &self.mark {
-            // The file is empty, or has a life as long: nothing has to be allocated now.
+            // The file has the length of a life already, so the host needs no memory for it now.
             let _ = mark.write_all_at(life, 0);
         }
     }
@@ -676,7 +676,7 @@ impl Source {
     pub fn trim(&mut self, from: u64) -> Result<(u64, u64)> {
         self.ask(TRIM, [from, 0])?;
         match self.hear(Instant::now() + PATIENCE)? {
-            [TRIMMED, _, next, removed, ..] if next > from => Ok((next, removed)),
+            [TRIMMED, _, next, removed, ..] if next > from => Ok((next, removed.min(next - from))),
             _ => Err(no_answer("it has not looked for pages of zeros")),
         }
     }

@@ -364,14 +364,15 @@ impl Saved {
     /// If the file is not what its seal has said, or has more memory.
     pub fn fill(&self, memory: &Memory) -> Result<Vec<Range<u64>>> {
         let mut changed = Vec::new();
-        self.runs(|first, bytes| {
+        let mut put = |first: u64, bytes: &[u8]| {
             let end = first.checked_add(bytes.len() as u64 / PAGE)?;
             memory.write(first.checked_mul(PAGE)?, bytes)?;
             if end > memory.ram() / PAGE {
                 changed.push(first..end);
             }
             Some(())
-        })?;
+        };
+        self.runs(|first, bytes| Ok(put(first, bytes)))?;
         Ok(changed)
     }
 
@@ -379,25 +380,30 @@ impl Saved {
     /// pages are zero.
     ///
     /// # Errors
-    /// If the file is not what its seal has said, or the function returns nothing.
-    pub fn runs(&self, mut give: impl FnMut(u64, &[u8]) -> Option<()>) -> Result<()> {
+    /// If the file cannot be read or is not what its seal has said, or the function fails or returns nothing:
+    /// the machine has no such memory.
+    pub fn runs(&self, mut give: impl FnMut(u64, &[u8]) -> Result<Option<()>>) -> Result<()> {
         let wrong = || {
             Error::new(format!("{} has memory that the machine does not have", self.path.display()))
                 .hint("give it the memory and the disks that it had, `,private` ones as they were")
+        };
+        let unread = |error: io::Error| match error.kind() {
+            io::ErrorKind::UnexpectedEof => wrong(),
+            _ => Error::file("read", &self.path, error),
         };
         let mut at = (HEAD + self.state.len()) as u64;
         let mut piece = vec![0; (PIECE * PAGE) as usize];
         loop {
             let mut head = [0; 16];
-            self.file.read_exact_at(&mut head, at).map_err(|_| wrong())?;
+            self.file.read_exact_at(&mut head, at).map_err(unread)?;
             let [first, count] = [0, 8].map(|at| head[at..at + 8].try_into().map_or(0, u64::from_le_bytes));
             at += 16;
             if count == 0 {
                 return Ok(());
             }
             let bytes = piece.get_mut(..(count.min(PIECE + 1) * PAGE) as usize).ok_or_else(wrong)?;
-            self.file.read_exact_at(bytes, at).map_err(|_| wrong())?;
-            give(first, bytes).ok_or_else(wrong)?;
+            self.file.read_exact_at(bytes, at).map_err(unread)?;
+            give(first, bytes)?.ok_or_else(wrong)?;
             at += count * PAGE;
         }
     }

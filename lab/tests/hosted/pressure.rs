@@ -31,6 +31,12 @@ fn files(folder: &Path) -> usize {
     fs::read_dir(folder).expect("the folder").count()
 }
 
+/// Returns the files that are not whole.
+fn parts(folder: &Path) -> Vec<PathBuf> {
+    let all = fs::read_dir(folder).expect("the folder").flatten().map(|entry| entry.path());
+    all.filter(|path| path.extension().is_some_and(|end| end == "part")).collect()
+}
+
 fn kill(process: i64) {
     kill_process(Pid::from_raw(process as i32).expect("a number"), Signal::KILL).expect("its end");
 }
@@ -152,7 +158,7 @@ fn whatever_is_killed_leaves_a_machine_or_its_file() -> Result<()> {
     const TIMES: u64 = 12;
     let (place, archive) = place()?;
     save(&place, &archive, &[]);
-    folder(&place);
+    let folder = folder(&place);
     let template =
         ["template", "web", "saved", "--kernel", "vmlinux", "--memory", "128", "--sleep-in", "asleep"];
     done(disco(&place, &template));
@@ -181,6 +187,7 @@ fn whatever_is_killed_leaves_a_machine_or_its_file() -> Result<()> {
             "asleep" => {
                 asleep += 1;
                 done(disco(&place, &template));
+                assert!(parts(&folder).is_empty(), "nobody writes {:?}", parts(&folder));
             }
             "runs" => {
                 awake += 1;
@@ -205,6 +212,17 @@ fn whatever_is_killed_leaves_a_machine_or_its_file() -> Result<()> {
     }
     println!("the machine was awake {awake} times, and asleep {asleep} times");
     assert!(awake > 0 && asleep > 0);
+    // A machine that is killed while it is written has nothing but its file.
+    let mut command = disco(&place, &["sleep", "web-1"]);
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("the command");
+    let process = machines(&place)[0]["pid"].as_i64().expect("a number");
+    wait_until("the machine is being written", || !parts(&folder).is_empty());
+    kill(process);
+    let _ = child.wait();
+    wait_until("the machine is asleep", || state(&place, "web-1") == "asleep");
+    // It is not tried again for a while.
+    tell(&place, "web-1", "last\n");
+    assert_eq!(sum(&answer(&place, "web-1", "last")), sum(&first));
     done(disco(&place, &["rm", "web"]));
     Ok(())
 }
@@ -345,7 +363,7 @@ fn a_machine_is_made_smaller_and_larger() -> Result<()> {
     assert!(answer(&place, "web-1", "8").contains(&sum_of(8, 3_000_000)));
     // A copy is as small as the machine.
     done(disco(&place, &["fork", "web-1"]));
-    assert_eq!(machines(&place)[1]["balloon"]["given_bytes"], 48 << 20);
+    wait_until("the copy has its balloon", || machines(&place)[1]["balloon"]["given_bytes"] == 48 << 20);
     // Its programs need more than is left, so its kernel takes some back.
     done(disco(&place, &["resize", "web-1", "32"]));
     let smallest = balloon();

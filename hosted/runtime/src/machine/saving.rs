@@ -108,8 +108,8 @@ impl Machine {
             Ok((frozen, state)) => link.send(wanted, &frozen, &state, start.elapsed()),
             Err(why) => link.refuse(wanted, why),
         }
-        let is_over = || signal::is_end_wanted() || signal::is_child_gone();
-        if is_held && is_sent && link.await_end(wanted, is_over) {
+        // A child that is gone is seen when the machine goes on: the file may be all that is left of it.
+        if is_held && is_sent && link.await_end(wanted, signal::is_end_wanted) {
             self.end(End::Ended, "the machine is asleep, in a file");
         }
         if let Some(devices) = self.devices.own().filter(|_| is_held) {

@@ -6,7 +6,9 @@
 //! its file, and never both.
 
 use std::{
-    fs, io,
+    fs::{self, File},
+    io,
+    os::unix::fs::{FileExt, OpenOptionsExt},
     path::{Path, PathBuf},
 };
 
@@ -43,13 +45,19 @@ impl Folder {
     /// # Errors
     /// If the machine's folder cannot be read.
     pub fn file_of(&self, name: &Name) -> io::Result<Option<Asleep>> {
-        let folder = self.of(name);
-        let text = match fs::read(folder.join(ASLEEP)) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            text => text?,
-        };
-        let asleep: Asleep = serde_json::from_slice(&text)?;
-        Ok(Some(asleep).filter(|asleep| !is_void(&folder, &asleep.life)))
+        let asleep = self.named_file(name)?;
+        Ok(asleep.filter(|asleep| !is_void(&self.of(name), &asleep.life)))
+    }
+
+    /// Returns the file that the machine's folder names, whether it counts or not.
+    ///
+    /// # Errors
+    /// If the machine's folder cannot be read.
+    pub fn named_file(&self, name: &Name) -> io::Result<Option<Asleep>> {
+        match fs::read(self.of(name).join(ASLEEP)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            text => Ok(Some(serde_json::from_slice(&text?)?)),
+        }
     }
 
     /// Returns the machine if it is asleep.
@@ -80,10 +88,37 @@ impl Folder {
         fs::rename(folder.join(new), folder.join(ASLEEP))
     }
 
+    /// Opens the file in a machine's folder for the life that is void. It has the length of a life, so that
+    /// the machine can always write there, however full the file system is then.
+    ///
+    /// # Errors
+    /// If the file system has no room.
+    pub fn open_mark(&self, name: &Name) -> io::Result<File> {
+        let path = self.of(name).join(VOID);
+        let mark =
+            File::options().create(true).truncate(false).read(true).write(true).mode(0o600).open(path)?;
+        if mark.metadata()?.len() < size_of::<Life>() as u64 {
+            mark.write_all_at(&[0; size_of::<Life>()], 0)?;
+        }
+        Ok(mark)
+    }
+
     /// Removes a machine's file that does not count any more.
     pub fn forget_file(&self, asleep: &Asleep) {
         let _ = fs::remove_file(&asleep.file);
-        let _ = fs::remove_file(self.of(&asleep.name).join(ASLEEP));
+        // It may name a later file.
+        if self.named_file(&asleep.name).is_ok_and(|named| named.is_none_or(|one| one.life == asleep.life)) {
+            let _ = fs::remove_file(self.of(&asleep.name).join(ASLEEP));
+        }
+    }
+
+    /// Removes the file that a machine's folder names and that does not count.
+    pub(super) fn remove_void_file(&self, name: &Name) {
+        if let Ok(Some(asleep)) = self.named_file(name)
+            && self.has_left(name, &asleep.life)
+        {
+            let _ = fs::remove_file(asleep.file);
+        }
     }
 
     /// Returns true if the file with this life does not count.
@@ -116,6 +151,35 @@ mod tests {
         }
     }
 
+    /// A machine can always write that a file is void.
+    #[test]
+    fn a_mark_has_its_room_from_the_start() {
+        let directory = tempfile::tempdir().unwrap();
+        let folder = Folder::at(&directory.path().join("machines"));
+        let name: Name = "web-1".parse().unwrap();
+        let _lock = folder.claim(&name).unwrap().unwrap();
+        let void = || fs::read(folder.of(&name).join(VOID)).unwrap();
+        let mark = folder.open_mark(&name).unwrap();
+        assert_eq!(void(), [0; 16]);
+        mark.write_all_at(&[7; 16], 0).unwrap();
+        drop(folder.open_mark(&name).unwrap());
+        assert_eq!(void(), [7; 16], "what is void stays so");
+    }
+
+    #[test]
+    fn a_later_file_is_not_forgotten() {
+        let directory = tempfile::tempdir().unwrap();
+        let folder = Folder::at(&directory.path().join("machines"));
+        let (one, file) = (asleep(directory.path()), directory.path().join("later"));
+        let later = Asleep { life: [8; 16], file, ..one.clone() };
+        let _lock = folder.claim(&one.name).unwrap().unwrap();
+        folder.write_asleep(&later).unwrap();
+        folder.forget_file(&one);
+        assert_eq!(folder.file_of(&one.name).unwrap(), Some(later.clone()));
+        folder.forget_file(&later);
+        assert_eq!(folder.named_file(&one.name).unwrap(), None);
+    }
+
     /// Follows a machine through its lives, as processes leave the folder when they are killed.
     #[test]
     fn there_is_a_machine_or_its_file() {
@@ -142,7 +206,8 @@ mod tests {
         fs::write(folder.of(&one.name).join(VOID), one.life).unwrap();
         drop(lock);
         assert!(folder.all_asleep().unwrap().is_empty() && folder.has_left(&one.name, &one.life));
-        folder.forget_file(&one);
+        // What counts no longer goes with the folder.
+        folder.remove_ended(&one.name);
         assert!(!one.file.exists() && folder.claim(&one.name).unwrap().is_some());
     }
 }

@@ -219,8 +219,15 @@ fn discard(asleep: &asleep::Asleep) -> Result<()> {
     if Folder::templates().lives(&asleep.template).unwrap_or(false) {
         return ask(&asleep.template, &Request::Discard { machine: asleep.name.clone() }).map(drop);
     }
-    Folder::machines().forget_file(asleep);
-    Folder::machines().remove(&asleep.name);
+    let folder = Folder::machines();
+    let lock = folder.claim_asleep(&asleep.name).map_err(|error| unreadable(&folder, &error))?;
+    let is_it = folder.file_of(&asleep.name).ok().flatten().is_some_and(|one| one.life == asleep.life);
+    if lock.is_none() || !is_it {
+        return Err(Error::new(Exit::State, format!("{} is not asleep any more", asleep.name))
+            .hint("`mercury disco list` shows the machines"));
+    }
+    folder.forget_file(asleep);
+    folder.remove(&asleep.name);
     Ok(())
 }
 
@@ -479,7 +486,11 @@ pub fn stop(name: &Name) -> Result<Stopped> {
     }
     let machine = find(name)?;
     end(machine.pid, || Folder::machines().lives(name).unwrap_or(false), &format!("the machine {name}"))?;
-    Folder::machines().remove(name);
+    // It may have fallen asleep as it was told to end.
+    if let Some(asleep) = asleep(name)? {
+        discard(&asleep)?;
+    }
+    Folder::machines().remove_ended(name);
     Ok(Stopped { stopped: vec![name.clone()] })
 }
 

@@ -16,7 +16,8 @@
 
 use std::{
     fs::{self, File},
-    io,
+    io::{self, Write},
+    os::unix::fs::FileExt,
     path::{Path, PathBuf},
 };
 
@@ -27,14 +28,19 @@ use mercury_guests::{
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 const STATUS: &str = "status.json";
+/// The state before it has its name.
+const NEW_STATUS: &str = "status.new";
 pub const SOCKET: &str = "socket";
 pub const LOG: &str = "log";
 pub const CONSOLE_LOG: &str = "console.log";
 pub const CONSOLE_INPUT: &str = "console.in";
 pub const ASLEEP: &str = "asleep.json";
 pub const VOID: &str = "void";
+/// The size from which a machine's log is shortened, and what is kept of it.
+const LOG_MOST: u64 = 4 << 20;
+const LOG_KEPT: usize = 1 << 20;
 /// The files of a thing, besides its lock.
-const FILES: [&str; 7] = [STATUS, SOCKET, LOG, CONSOLE_LOG, CONSOLE_INPUT, ASLEEP, VOID];
+const FILES: [&str; 8] = [STATUS, NEW_STATUS, SOCKET, LOG, CONSOLE_LOG, CONSOLE_INPUT, ASLEEP, VOID];
 
 /// The image of a disk in machines' memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -114,6 +120,7 @@ impl Folder {
         if self.file_of(name)?.is_some() {
             return Ok(None);
         }
+        self.remove_void_file(name);
         for left in FILES {
             held::remove(&folder.join(left))?;
         }
@@ -128,8 +135,27 @@ impl Folder {
         take_lock(&self.of(name))
     }
 
-    /// Removes the folder of a thing, whose lock the caller has or nobody.
+    /// Takes the folder of a machine that has ended. Returns `None` if it lives, or is another machine's by
+    /// now, with another first process.
+    pub fn claim_ended(&self, name: &Name, pid: u32) -> Option<File> {
+        let lock = take_lock(&self.of(name)).ok().flatten()?;
+        let status = fs::read(self.of(name).join(STATUS)).ok()?;
+        let status: MachineStatus = serde_json::from_slice(&status).ok()?;
+        (status.pid == pid).then_some(lock)
+    }
+
+    /// Removes the folder of a thing that has ended, unless another one of its name lives or is asleep.
+    pub fn remove_ended(&self, name: &Name) {
+        if let Ok(Some(_lock)) = take_lock(&self.of(name))
+            && self.file_of(name).is_ok_and(|file| file.is_none())
+        {
+            self.remove(name);
+        }
+    }
+
+    /// Removes the folder of a thing, whose lock the caller has.
     pub fn remove(&self, name: &Name) {
+        self.remove_void_file(name);
         let folder = self.of(name);
         for left in FILES.into_iter().chain([held::LOCK]) {
             let _ = held::remove(&folder.join(left));
@@ -137,14 +163,26 @@ impl Folder {
         let _ = fs::remove_dir(folder);
     }
 
+    /// Makes room for the state of a thing that is about to begin. A state that is no longer can be written
+    /// then, however full the file system is.
+    ///
+    /// # Errors
+    /// If there is no room.
+    pub fn make_room(&self, name: &Name, status: &impl Serialize) -> io::Result<()> {
+        fs::write(self.of(name).join(NEW_STATUS), serde_json::to_vec(status)?)
+    }
+
     /// Writes the state of a thing.
     ///
     /// # Errors
     /// If it cannot be written.
     pub fn write(&self, name: &Name, status: &impl Serialize) -> io::Result<()> {
-        let (new, folder) = ("status.new", self.of(name));
-        fs::write(folder.join(new), serde_json::to_vec(status)?)?;
-        fs::rename(folder.join(new), folder.join(STATUS))
+        let (new, text) = (self.of(name).join(NEW_STATUS), serde_json::to_vec(status)?);
+        // The room that was made is used, and not given back first.
+        let file = File::options().create(true).truncate(false).write(true).open(&new)?;
+        file.write_all_at(&text, 0)?;
+        file.set_len(text.len() as u64)?;
+        fs::rename(new, self.of(name).join(STATUS))
     }
 
     /// Returns the state of a thing that lives.
@@ -186,6 +224,24 @@ impl Folder {
         Ok(of_template.map(|status| status.number).max().unwrap_or(0))
     }
 
+    /// Removes the older part of a machine's log if it is long: the host's memory holds it.
+    ///
+    /// # Errors
+    /// If the log cannot be read or written.
+    pub fn shorten_log(&self, name: &Name) -> io::Result<()> {
+        let mut file = File::options().read(true).append(true).open(self.of(name).join(CONSOLE_LOG))?;
+        let length = file.metadata()?.len();
+        if length <= LOG_MOST {
+            return Ok(());
+        }
+        let mut tail = vec![0; LOG_KEPT];
+        file.read_exact_at(&mut tail, length - LOG_KEPT as u64)?;
+        let line = tail.iter().position(|byte| *byte == b'\n').map_or(0, |at| at + 1);
+        file.set_len(0)?;
+        file.write_all(b"mercury disco: older lines were removed here\n")?;
+        file.write_all(&tail[line..])
+    }
+
     /// Returns all names in the folder, in order.
     ///
     /// # Errors
@@ -212,5 +268,70 @@ impl Folder {
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.0
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn folder() -> (tempfile::TempDir, Folder, Name) {
+        let directory = tempfile::tempdir().unwrap();
+        let folder = Folder::at(&directory.path().join("machines"));
+        (directory, folder, "web-1".parse().unwrap())
+    }
+
+    fn status(name: &Name, pid: u32) -> MachineStatus {
+        let (name, template) = (name.clone(), "web".parse().unwrap());
+        MachineStatus { name, template, number: 1, pid, is_detached: true, images: Vec::new(), since: 0 }
+    }
+
+    #[test]
+    fn the_room_for_a_state_is_used() {
+        let (_kept, folder, name) = folder();
+        let _lock = folder.claim(&name).unwrap().unwrap();
+        folder.make_room(&name, &status(&name, u32::MAX)).unwrap();
+        let room = fs::metadata(folder.of(&name).join(NEW_STATUS)).unwrap().len();
+        assert_eq!(folder.find::<MachineStatus>(&name).unwrap().map(|one| one.pid), None);
+        folder.write(&name, &status(&name, 7)).unwrap();
+        assert_eq!(folder.find::<MachineStatus>(&name).unwrap().unwrap().pid, 7);
+        assert!(room > fs::metadata(folder.of(&name).join(STATUS)).unwrap().len());
+    }
+
+    #[test]
+    fn the_folder_of_another_of_its_name_stays() {
+        let (_kept, folder, name) = folder();
+        let lock = folder.claim(&name).unwrap().unwrap();
+        folder.write(&name, &status(&name, 7)).unwrap();
+        folder.remove_ended(&name);
+        assert!(
+            folder.find::<MachineStatus>(&name).unwrap().is_some() && folder.claim_ended(&name, 7).is_none()
+        );
+        drop(lock);
+        assert!(folder.claim_ended(&name, 8).is_none() && folder.claim_ended(&name, 7).is_some());
+        folder.remove_ended(&name);
+        assert!(!folder.of(&name).exists());
+    }
+
+    #[test]
+    fn a_long_log_keeps_its_end() {
+        let (_kept, folder, name) = folder();
+        let _lock = folder.claim(&name).unwrap().unwrap();
+        let log = folder.of(&name).join(CONSOLE_LOG);
+        fs::write(&log, "a short line\n").unwrap();
+        folder.shorten_log(&name).unwrap();
+        assert_eq!(fs::read_to_string(&log).unwrap(), "a short line\n");
+        let lines: String = (0..500_000).map(|number| format!("line {number}\n")).collect();
+        fs::write(&log, &lines).unwrap();
+        folder.shorten_log(&name).unwrap();
+        let (first, rest) = fs::read_to_string(&log)
+            .unwrap()
+            .split_once('\n')
+            .map(|(a, b)| (a.to_owned(), b.to_owned()))
+            .unwrap();
+        assert_eq!(first, "mercury disco: older lines were removed here");
+        assert!(rest.len() <= LOG_KEPT && rest.len() > LOG_KEPT - 20 && lines.ends_with(&rest));
+        assert!(rest.starts_with("line "));
     }
 }

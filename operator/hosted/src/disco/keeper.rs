@@ -12,7 +12,7 @@ use std::{
         fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
         unix::{fs::OpenOptionsExt, net::UnixStream},
     },
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -41,7 +41,7 @@ use super::{
     map::Files,
     policy::{Action, Candidate, Need, plan},
     protocol::Answer,
-    server::{Beginning, Machine, Server, failed, note, open_console, reply, seconds},
+    server::{Beginning, Machine, Server, failed, note, open_console, reply, reply_all, seconds},
 };
 use crate::refused;
 
@@ -65,6 +65,8 @@ const WORKS: f64 = 0.05;
 const BALLOON_WORKS: Duration = Duration::from_secs(2);
 /// The time after which something is tried again that has failed.
 const AGAIN: Duration = Duration::from_secs(10);
+/// The time after which no more pages of zeros are looked for.
+const TRIM_MOST: Duration = Duration::from_secs(5);
 
 /// The state of the template's keeper.
 pub struct Keeper {
@@ -85,8 +87,8 @@ struct Sleeper {
     pipe: File,
     /// True if it is to wake.
     is_wanted: bool,
-    /// The client that has asked for it.
-    client: Option<UnixStream>,
+    /// The clients that have asked for it.
+    clients: Vec<UnixStream>,
     /// It is not tried before.
     not_before: Instant,
 }
@@ -109,8 +111,8 @@ pub struct Kept {
     falls_asleep: Option<(Asleep, File)>,
     /// The machine has begun from here, and may not go on yet.
     origin: Option<Asleep>,
-    /// The client that waits until the machine has woken or is asleep.
-    client: Option<UnixStream>,
+    /// The clients that wait until the machine has woken or is asleep.
+    clients: Vec<UnixStream>,
     /// True if it is to sleep whatever it does.
     must_sleep: bool,
     not_before: Option<Instant>,
@@ -138,8 +140,8 @@ struct Job {
 }
 
 enum Work {
-    /// Write a machine that stands still.
-    Sleep(Asleep, File),
+    /// Write a machine that stands still, with this first process.
+    Sleep(Asleep, File, Pid),
     /// Read a machine. Its folder is locked.
     Wake(Asleep, Room, File),
 }
@@ -148,6 +150,9 @@ impl Keeper {
     /// Takes over machines of the template that are asleep already.
     pub fn new(template: &Name, sleep_in: Option<PathBuf>) -> Result<Self> {
         let asleep = Folder::machines().all_asleep().map_err(|error| failed("find machines", error))?;
+        if let Some(folder) = &sleep_in {
+            remove_parts(folder).map_err(|error| failed("look into the folder for sleep", error))?;
+        }
         let of_template = asleep.into_iter().filter(|one| one.template == *template);
         let sleepers = of_template.map(Sleeper::new).collect::<io::Result<_>>();
         Ok(Self {
@@ -181,8 +186,23 @@ impl Keeper {
 impl Sleeper {
     fn new(asleep: Asleep) -> io::Result<Self> {
         let pipe = open_pipe(&asleep.name)?;
-        Ok(Self { asleep, pipe, is_wanted: false, client: None, not_before: Instant::now() })
+        Ok(Self { asleep, pipe, is_wanted: false, clients: Vec::new(), not_before: Instant::now() })
     }
+}
+
+/// Removes the parts of machines that were being written when their template was killed. Those machines go on,
+/// or have ended. A part that is being written is locked.
+fn remove_parts(folder: &Path) -> io::Result<()> {
+    for entry in std::fs::read_dir(folder)?.flatten() {
+        let is_part = entry.file_name().to_str().is_some_and(|name| name.ends_with(".asleep.part"));
+        if is_part
+            && entry.file_type().is_ok_and(|kind| kind.is_file())
+            && File::open(entry.path()).is_ok_and(|file| file.try_lock().is_ok())
+        {
+            std::fs::remove_file(entry.path())?;
+        }
+    }
+    Ok(())
 }
 
 /// Opens the pipe of a machine's keys, without taking any.
@@ -190,6 +210,20 @@ fn open_pipe(name: &Name) -> io::Result<File> {
     let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
     let path = Folder::machines().of(name).join(CONSOLE_INPUT);
     File::options().read(true).write(true).custom_flags(flags).open(path)
+}
+
+/// Removes pages of zeros, a part of all pages after the other, until the deadline. `trim` begins at a page, and
+/// returns the page at which it has ended, and how many pages it has removed.
+fn trim_all(pages: u64, deadline: Instant, mut trim: impl FnMut(u64) -> Option<(u64, u64)>) -> u64 {
+    let (mut at, mut removed) = (0, 0);
+    while at < pages
+        && Instant::now() < deadline
+        && let Some((next, some)) = trim(at)
+    {
+        removed += some;
+        at = next;
+    }
+    removed
 }
 
 /// Returns the time until the next look, after one that has taken so long.
@@ -228,6 +262,9 @@ impl Server {
             || now < self.keeper.next_look && !is_called
         {
             return;
+        }
+        for machine in self.machines.iter().filter(|one| one.is_detached) {
+            let _ = Folder::machines().shorten_log(&machine.name);
         }
         let memory = self.keeper.sources.memory();
         let purpose = self.keeper.sleepers.iter().find(|one| one.is_wanted).map(|one| one.asleep.own_bytes);
@@ -270,6 +307,9 @@ impl Server {
         let names: Vec<Name> = self.machines.iter().map(|one| one.name.clone()).collect();
         for action in &actions {
             match *action {
+                // A machine that stands still throws such orders away.
+                Action::Squeeze(index) | Action::Release(index)
+                    if self.falls_asleep(&self.machines[index]) => {}
                 Action::Squeeze(index) => self.squeeze(index),
                 Action::Release(index) => self.release(index),
                 Action::Sleep(_) => {}
@@ -279,7 +319,11 @@ impl Server {
             Action::Sleep(index) => Some(names[*index].clone()),
             _ => None,
         });
-        let ordered = self.machines.iter().find(|one| one.kept.must_sleep).map(|one| one.name.clone());
+        let ordered = self
+            .machines
+            .iter()
+            .find(|one| one.kept.must_sleep && one.kept.origin.is_none())
+            .map(|one| one.name.clone());
         if let Some(name) = ordered.or(chosen).filter(|_| !self.keeper.has_job()) {
             self.begin_to_sleep(&name);
         }
@@ -359,17 +403,11 @@ impl Server {
         }
     }
 
-    /// Removes a machine's pages of zeros. Returns their number.
+    /// Removes a machine's pages of zeros. Returns their number. A machine that takes long keeps the rest:
+    /// others wait for the template meanwhile.
     fn trim(&mut self, index: usize) -> u64 {
-        let (mut at, mut removed) = (0, 0);
-        while let Ok((next, some)) = self.machines[index].source.trim(at) {
-            removed += some;
-            if next >= self.memory_bytes / PAGE {
-                break;
-            }
-            at = next;
-        }
-        removed
+        let source = &mut self.machines[index].source;
+        trim_all(self.memory_bytes / PAGE, Instant::now() + TRIM_MOST, |from| source.trim(from).ok())
     }
 
     /// Lets a machine have so much memory.
@@ -393,21 +431,24 @@ impl Server {
 
     /// Returns true if a machine stands still to be written, or was told to end.
     pub(super) fn falls_asleep(&self, machine: &Machine) -> bool {
-        let is_written =
-            self.keeper.job.as_ref().is_some_and(
-                |job| matches!(&job.what, Work::Sleep(asleep, _) if asleep.name == machine.name),
-            );
+        let is_its = |job: &Job| matches!(&job.what, Work::Sleep(_, _, pid) if *pid == machine.pid);
+        let is_written = self.keeper.job.as_ref().is_some_and(is_its);
         is_written || machine.kept.falls_asleep.is_some()
     }
 
     /// Puts a machine to sleep for a client, who is told when that is done.
     pub(super) fn sleep_for(&mut self, client: UnixStream, name: &Name) {
         let found = self.find_at_work(name).and_then(|index| self.may_sleep(index).map(|()| index));
+        let found = found.and_then(|index| match self.machines[index].kept.origin {
+            None => Ok(index),
+            Some(_) => Err(Error::new(Exit::State, format!("{name} is waking up")).hint("try again")),
+        });
         match found {
             Err(error) => reply(&client, Err(error)),
             Ok(index) => {
                 let kept = &mut self.machines[index].kept;
-                (kept.client, kept.must_sleep) = (Some(client), true);
+                kept.clients.push(client);
+                kept.must_sleep = true;
                 self.keeper.next_look = Instant::now();
             }
         }
@@ -450,7 +491,8 @@ impl Server {
         let machine = &mut self.machines[index];
         let name = machine.name.clone();
         let pipe = open_pipe(&name).map_err(|error| failed("open the console", error))?;
-        let pid = machine.pid.as_raw_nonzero().get().cast_unsigned();
+        let first = machine.pid;
+        let pid = first.as_raw_nonzero().get().cast_unsigned();
         let life = new_life().map_err(refused)?;
         let number: String = life[..8].iter().map(|byte| format!("{byte:02x}")).collect();
         let asleep = Asleep {
@@ -470,7 +512,7 @@ impl Server {
         let kept = files.chain([image.state_file().as_raw_fd(), note.as_raw_fd()]);
         let work = || save_image_as(&image, &asleep.file, &asleep.life).map(drop);
         let started = start_helper(kept, work, |error| say_why(&note, error)).map_err(refused);
-        let job = started.and_then(|pid| Job::watch(pid, note, Work::Sleep(asleep, pipe)));
+        let job = started.and_then(|pid| Job::watch(pid, note, Work::Sleep(asleep, pipe, first)));
         self.keeper.job = Some(job.inspect_err(|_| self.machines[index].source.let_go())?);
         Ok(())
     }
@@ -480,10 +522,11 @@ impl Server {
         let kept = &mut self.machines[index].kept;
         let is_at_work = error.message == fork::AT_WORK;
         kept.not_before = Some(Instant::now() + if is_at_work { MEASURE } else { AGAIN });
-        match kept.client.take() {
-            Some(client) => reply(&client, Err(error)),
-            None if is_at_work => kept.idle_since = Some(Instant::now()),
-            None => {
+        let clients = std::mem::take(&mut kept.clients);
+        match clients[..] {
+            [_, ..] => reply_all(&clients, &Err(error)),
+            [] if is_at_work => kept.idle_since = Some(Instant::now()),
+            [] => {
                 let what = format!("cannot be put to sleep, and goes on: {}", error.message);
                 let _ = note(&self.machines[index].name, &what);
             }
@@ -500,7 +543,7 @@ impl Server {
         };
         self.keeper.next_look = Instant::now();
         match what {
-            Work::Sleep(asleep, pipe) => self.end_held(asleep, pipe, done),
+            Work::Sleep(asleep, pipe, pid) => self.end_held(asleep, pipe, pid, done),
             Work::Wake(asleep, room, lock) => {
                 let begun = done.and_then(|()| self.begin_again(&asleep, room, lock));
                 if let Err(error) = begun {
@@ -511,9 +554,9 @@ impl Server {
     }
 
     /// Ends a machine of which all is in a file, or lets it go on.
-    fn end_held(&mut self, asleep: Asleep, pipe: File, written: Result<()>) {
-        let Some(index) = self.machines.iter().position(|one| one.name == asleep.name) else {
-            let _ = std::fs::remove_file(&asleep.file);
+    fn end_held(&mut self, asleep: Asleep, pipe: File, pid: Pid, written: Result<()>) {
+        let Some(index) = self.machines.iter().position(|one| one.pid == pid) else {
+            self.keep_file(asleep, pipe, pid, written);
             return;
         };
         let machine = &mut self.machines[index];
@@ -533,9 +576,32 @@ impl Server {
         }
     }
 
+    /// Keeps the file of a machine whose process was killed while it was written: it is all that is left. A
+    /// machine that ends by itself, or was told to, makes the file void.
+    fn keep_file(&mut self, asleep: Asleep, pipe: File, pid: Pid, written: Result<()>) {
+        let folder = Folder::machines();
+        let kept = written.ok().and_then(|()| {
+            let _lock = folder.claim_ended(&asleep.name, pid.as_raw_nonzero().get().cast_unsigned())?;
+            (!folder.has_left(&asleep.name, &asleep.life)).then(|| folder.write_asleep(&asleep).ok())?
+        });
+        if kept.is_none() {
+            let _ = std::fs::remove_file(&asleep.file);
+            return;
+        }
+        let _ = note(&asleep.name, "was killed while it fell asleep, and is asleep");
+        let not_before = Instant::now() + AGAIN;
+        self.keeper.sleepers.push(Sleeper {
+            asleep,
+            pipe,
+            is_wanted: false,
+            clients: Vec::new(),
+            not_before,
+        });
+    }
+
     /// Returns true if a machine whose process has ended is in a file.
     pub(super) fn has_fallen_asleep(&mut self, machine: &mut Machine) -> bool {
-        let client = machine.kept.client.take();
+        let clients = std::mem::take(&mut machine.kept.clients);
         let folder = Folder::machines();
         let (asleep, pipe) = match (machine.kept.falls_asleep.take(), machine.kept.origin.take()) {
             (Some((asleep, pipe)), _) => (asleep, Some(pipe)),
@@ -551,18 +617,20 @@ impl Server {
         let not_before = Instant::now() + if has_failed { AGAIN } else { Duration::ZERO };
         let file = asleep.file.clone();
         self.keeper.sleepers.retain(|one| one.asleep.name != machine.name);
-        self.keeper.sleepers.push(Sleeper { asleep, pipe, is_wanted: false, client: None, not_before });
+        self.keeper.sleepers.push(Sleeper {
+            asleep,
+            pipe,
+            is_wanted: false,
+            clients: Vec::new(),
+            not_before,
+        });
         self.keeper.next_look = Instant::now();
-        if let Some(client) = client {
-            let answer = match has_failed {
-                false => Ok(Answer::Asleep { file }),
-                true => {
-                    Err(Error::new(Exit::Failed, format!("{} could not go on, and sleeps", machine.name))
-                        .hint(format!("the end of its console.log says why ({})", file.display())))
-                }
-            };
-            reply(&client, answer);
-        }
+        let answer = match has_failed {
+            false => Ok(Answer::Asleep { file }),
+            true => Err(Error::new(Exit::Failed, format!("{} could not go on, and sleeps", machine.name))
+                .hint(format!("the end of its console.log says why ({})", file.display()))),
+        };
+        reply_all(&clients, &answer);
         true
     }
 
@@ -571,7 +639,8 @@ impl Server {
         let on_its_way = self.machines.iter().any(|one| one.name == *name && self.falls_asleep(one));
         match self.keeper.sleeper(name) {
             Some(sleeper) => {
-                (sleeper.is_wanted, sleeper.client) = (true, Some(client));
+                sleeper.is_wanted = true;
+                sleeper.clients.push(client);
                 self.keeper.next_look = Instant::now();
             }
             None if on_its_way => reply(
@@ -599,8 +668,12 @@ impl Server {
             let _ = waitpid(Some(job.pid), WaitOptions::empty());
         }
         let sleeper = self.keeper.sleepers.remove(index);
-        Folder::machines().forget_file(&sleeper.asleep);
-        Folder::machines().remove(name);
+        let folder = Folder::machines();
+        let lock = folder.claim_asleep(name).map_err(|error| failed("lock the machine's folder", error))?;
+        folder.forget_file(&sleeper.asleep);
+        if lock.is_some() {
+            folder.remove(name);
+        }
         Ok(Answer::Gone)
     }
 
@@ -642,9 +715,9 @@ impl Server {
         };
         self.start((asleep.name.clone(), lock), console, beginning)?;
         let index = self.keeper.sleepers.iter().position(|one| one.asleep.name == asleep.name);
-        let client = index.and_then(|index| self.keeper.sleepers.remove(index).client);
+        let clients = index.map(|index| self.keeper.sleepers.remove(index).clients);
         if let Some(machine) = self.machines.last_mut() {
-            machine.kept.client = client;
+            machine.kept.clients = clients.unwrap_or_default();
         }
         Ok(())
     }
@@ -654,9 +727,7 @@ impl Server {
         let Some(sleeper) = self.keeper.sleeper(name) else { return };
         (sleeper.is_wanted, sleeper.not_before) = (false, Instant::now() + AGAIN);
         let _ = note(name, &format!("sleeps on: {}", error.message));
-        if let Some(client) = sleeper.client.take() {
-            reply(&client, Err(error));
-        }
+        reply_all(&std::mem::take(&mut sleeper.clients), &Err(error));
     }
 
     /// Finds machines that have gone on, whose files do not count any more.
@@ -668,9 +739,8 @@ impl Server {
             folder.forget_file(&asleep);
             self.keeper.sleepers.retain(|one| one.asleep.name != machine.name);
             let _ = machine.source.set_balloon(machine.kept.balloon);
-            if let Some(client) = machine.kept.client.take() {
-                reply(&client, Ok(Answer::Started { machines: vec![machine.name.clone()], pause_us: None }));
-            }
+            let answer = Ok(Answer::Started { machines: vec![machine.name.clone()], pause_us: None });
+            reply_all(&std::mem::take(&mut machine.kept.clients), &answer);
         }
     }
 }
@@ -698,7 +768,7 @@ impl Job {
     }
 
     fn is_of(&self, name: &Name) -> bool {
-        let (Work::Sleep(asleep, _) | Work::Wake(asleep, ..)) = &self.what;
+        let (Work::Sleep(asleep, ..) | Work::Wake(asleep, ..)) = &self.what;
         asleep.name == *name
     }
 }
@@ -725,6 +795,7 @@ fn why(mut note: File) -> Error {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
@@ -733,6 +804,32 @@ mod tests {
         let ms = Duration::from_millis;
         assert_eq!([1, 5, 20].map(|spent| pause(true, ms(spent))), [100, 100, 400].map(ms));
         assert_eq!((pause(true, ms(90)), pause(false, ms(1))), (USUALLY, USUALLY));
+    }
+
+    #[test]
+    fn a_machine_that_trims_slowly_or_not_at_all_holds_nobody_up() {
+        let later = Instant::now() + Duration::from_secs(60);
+        assert_eq!(trim_all(10, later, |from| Some((from + 4, 2))), 6);
+        assert_eq!(trim_all(10, later, |from| (from < 4).then_some((from + 4, 2))), 2);
+        let (soon, mut asked) = (Instant::now() + Duration::from_millis(50), 0);
+        let slow = |from| {
+            std::thread::sleep(Duration::from_millis(20));
+            asked += 1;
+            Some((from + 1, 0))
+        };
+        assert_eq!(trim_all(1 << 20, soon, slow), 0);
+        assert!((1..=3).contains(&asked));
+    }
+
+    #[test]
+    fn parts_that_nobody_writes_are_removed() {
+        let directory = tempfile::tempdir().unwrap();
+        let [left, written, whole] =
+            ["a-1.asleep.part", "a-2.asleep.part", "a-3.asleep"].map(|name| directory.path().join(name));
+        let [_, locked, _] = [&left, &written, &whole].map(|path| File::create(path).unwrap());
+        locked.lock().unwrap();
+        remove_parts(directory.path()).unwrap();
+        assert_eq!([left, written, whole].map(|path| path.exists()), [false, true, true]);
     }
 
     #[test]

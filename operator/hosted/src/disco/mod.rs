@@ -146,7 +146,8 @@ fn start(args: &TemplateArgs) -> Result<Ready> {
     if status.is_err() {
         let _ = child.kill();
         let _ = child.wait();
-        Folder::templates().remove(&args.name);
+        // Another template may have taken the name meanwhile.
+        Folder::templates().remove_ended(&args.name);
     }
     let _ = std::fs::remove_file(path);
     status.map(|status| Ready { status })

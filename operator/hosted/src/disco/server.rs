@@ -45,7 +45,7 @@ use rustix::{
 
 use super::{
     asleep::Asleep,
-    folder::{CONSOLE_INPUT, CONSOLE_LOG, Folder, ImageStatus, MachineStatus, SOCKET, TemplateStatus, VOID},
+    folder::{CONSOLE_INPUT, CONSOLE_LOG, Folder, ImageStatus, MachineStatus, SOCKET, TemplateStatus},
     keeper::{Keeper, Kept},
     protocol::{self, Answer, CONSOLE, Request},
 };
@@ -231,7 +231,7 @@ impl Server {
         }
         match machine.client {
             Some(client) => {
-                Folder::machines().remove(&machine.name);
+                Folder::machines().remove_ended(&machine.name);
                 // The client may be gone.
                 let _ = protocol::send(&client, &ended);
             }
@@ -433,23 +433,29 @@ impl Server {
         };
         let begin = |options: &mut Options| begin(options, &console, forwards, identity);
         let in_clone = |error| fail(&refused(error), Format::Text, "disco run") as i32;
-        let mark = open_mark(&name).map_err(|error| failed("make the machine's files", error))?;
+        let folder = Folder::machines();
+        let mark = folder.open_mark(&name).map_err(|error| failed("make the machine's files", error))?;
         let life = asleep.as_ref().map(|asleep| asleep.life);
         let origin = Origin { image, own, mark, life };
-        let started = self.template.start(origin, lock.as_raw_fd(), begin, in_clone).map_err(refused)?;
-        self.last_number = self.last_number.max(number);
-        let Started { process, source } = started;
-        let pid = Pid::from_raw(process).ok_or_else(|| failed("start a machine", "it has no number"))?;
-        let end = pidfd_open(pid, PidfdFlags::empty()).map_err(|error| failed("watch the machine", error))?;
-        let status = MachineStatus {
+        let mut status = MachineStatus {
             name: name.clone(),
             template: self.name.clone(),
             number,
-            pid: pid.as_raw_nonzero().get().cast_unsigned(),
+            pid: u32::MAX,
             is_detached: !is_attached,
             images: images(&self.template),
             since: seconds(),
         };
+        // Nothing may fail once the machine has begun: it would run, and nobody would know it.
+        folder.make_room(&name, &status).map_err(|error| failed("write the machine's state", error))?;
+        let spare = lock.try_clone().map_err(|error| failed("watch the machine", error))?;
+        let started = self.template.start(origin, lock.as_raw_fd(), begin, in_clone).map_err(refused)?;
+        self.last_number = self.last_number.max(number);
+        let Started { process, source } = started;
+        let pid = Pid::from_raw(process).ok_or_else(|| failed("start a machine", "it has no number"))?;
+        drop(spare);
+        let end = pidfd_open(pid, PidfdFlags::empty()).map_err(|error| failed("watch the machine", error))?;
+        status.pid = pid.as_raw_nonzero().get().cast_unsigned();
         self.machines.push(Machine {
             name,
             number,
@@ -462,7 +468,7 @@ impl Server {
             forward: forward.to_vec(),
             kept: Kept::new(asleep),
         });
-        let written = Folder::machines().write(&status.name, &status);
+        let written = folder.write(&status.name, &status);
         written.map_err(|error| failed("write the machine's state", error))
     }
 
@@ -480,18 +486,22 @@ fn images(template: &Template) -> Vec<ImageStatus> {
 
 /// Sends an answer or the reason for which there is none. The client may be gone.
 pub(super) fn reply(client: &UnixStream, answer: Result<Answer>) {
-    let answer = answer.unwrap_or_else(|Error { message, hint, .. }| Answer::Refused {
-        message,
-        hint,
-        machines: Vec::new(),
-    });
-    let _ = protocol::send(client, &answer);
+    reply_all(std::slice::from_ref(client), &answer);
 }
 
-/// Opens the file in a machine's folder for lives that are void.
-fn open_mark(name: &Name) -> io::Result<File> {
-    let path = Folder::machines().of(name).join(VOID);
-    OpenOptions::new().create(true).truncate(false).read(true).write(true).mode(0o600).open(path)
+/// Does the same for several clients.
+pub(super) fn reply_all(clients: &[UnixStream], answer: &Result<Answer>) {
+    let refused;
+    let answer = match answer {
+        Ok(answer) => answer,
+        Err(Error { message, hint, .. }) => {
+            refused = Answer::Refused { message: message.clone(), hint: hint.clone(), machines: Vec::new() };
+            &refused
+        }
+    };
+    for client in clients {
+        let _ = protocol::send(client, answer);
+    }
 }
 
 /// Gives a new machine its console, its ports and its identity. It is called in the machine's process.
