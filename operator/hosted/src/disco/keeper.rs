@@ -55,8 +55,6 @@ const IDLE_PART: u64 = 4;
 const USUALLY: Duration = Duration::from_secs(1);
 const SOON: Duration = Duration::from_millis(100);
 const AT_ONCE: Duration = Duration::from_millis(10);
-/// The time between two looks is so many times longer than a look takes. Looks at many machines take long.
-const PAUSE: u32 = 20;
 /// The time between two measurements of machines' work.
 const MEASURE: Duration = Duration::from_millis(500);
 /// A machine works if it uses more than this part of a processor's time.
@@ -76,7 +74,6 @@ pub struct Keeper {
     sleepers: Vec<Sleeper>,
     job: Option<Job>,
     next_look: Instant,
-    look_took: Duration,
     measured: Option<Instant>,
 }
 
@@ -161,7 +158,6 @@ impl Keeper {
             sleepers: sleepers.map_err(|error| failed("open a console", error))?,
             job: None,
             next_look: Instant::now(),
-            look_took: Duration::ZERO,
             measured: None,
         })
     }
@@ -226,11 +222,6 @@ fn trim_all(pages: u64, deadline: Instant, mut trim: impl FnMut(u64) -> Option<(
     removed
 }
 
-/// Returns the time until the next look, after one that has taken so long.
-fn pause(is_busy: bool, spent: Duration) -> Duration {
-    if is_busy { (spent * PAUSE).clamp(SOON, USUALLY) } else { USUALLY }
-}
-
 fn has_input(pipe: &File) -> bool {
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
     poll(&mut [PollFd::new(pipe, PollFlags::IN)], Some(&now)).is_ok_and(|count| count > 0)
@@ -270,9 +261,8 @@ impl Server {
         let purpose = self.keeper.sleepers.iter().find(|one| one.is_wanted).map(|one| one.asleep.own_bytes);
         let missing = memory.map_or(0, |memory| memory.missing(purpose.unwrap_or(0)));
         let is_busy = missing > 0 || purpose.is_some() || self.keeper.has_job();
-        self.keeper.next_look = now + pause(is_busy, self.keeper.look_took);
+        self.keeper.next_look = now + if is_busy { SOON } else { USUALLY };
         let is_sleepy = self.obey_plan(memory, missing);
-        self.keeper.look_took = now.elapsed();
         if purpose.is_some() && !self.keeper.has_job() && may_wake(memory, missing, is_sleepy) {
             self.begin_to_wake();
         }
@@ -798,13 +788,6 @@ fn why(mut note: File) -> Error {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn looks_take_a_twentieth_of_the_time_at_most() {
-        let ms = Duration::from_millis;
-        assert_eq!([1, 5, 20].map(|spent| pause(true, ms(spent))), [100, 100, 400].map(ms));
-        assert_eq!((pause(true, ms(90)), pause(false, ms(1))), (USUALLY, USUALLY));
-    }
 
     #[test]
     fn a_machine_that_trims_slowly_or_not_at_all_holds_nobody_up() {
