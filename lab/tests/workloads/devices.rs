@@ -33,8 +33,9 @@ while test ! -e /run/end; do
 done
 "#;
 
-const NETWORK_UP: &str = "card=$(ls /sys/class/net | grep -v lo | head -1); ip address add 10.0.2.15/24 dev \
-     $card && ip link set $card up; until ping -c 1 -W 1 10.0.2.2 > /dev/null; do sleep 0.2; done";
+const NETWORK_UP: &str = "card=$(cd /sys/class/net; ls -d */device | cut -d/ -f1 | head -1); \
+     ip address add 10.0.2.15/24 dev $card && ip link set $card up; \
+     until ping -c 1 -W 1 10.0.2.2 > /dev/null; do sleep 0.2; done";
 
 /// A function that waits until a card has received a mebibyte more.
 const RECEIVES: &str = "received() { cat /sys/class/net/*/statistics/rx_bytes | sort -n | tail -1; }; \
@@ -42,8 +43,8 @@ const RECEIVES: &str = "received() { cat /sys/class/net/*/statistics/rx_bytes | 
 
 /// A command that restarts a card: QEMU's e1000e may receive nothing after a snapshot
 /// (docs/limits.md).
-const FRESH_CARD: &str =
-    "card=$(ls /sys/class/net | grep -v lo | head -1); ip link set $card down; ip link set $card up";
+const FRESH_CARD: &str = "card=$(cd /sys/class/net; ls -d */device | cut -d/ -f1 | head -1); \
+     ip link set $card down; ip link set $card up";
 
 /// The work of one device.
 pub struct Load {

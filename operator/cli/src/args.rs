@@ -135,7 +135,8 @@ pub enum Command {
         identity` \
         prints here.\n\nWith --beside this system stays as it is and in use, and the machine goes on in \
         it as a virtual machine. It need not be equal then: its processor must be one that this host's KVM \
-        can offer, and no file system may be mounted from a local disk. The command ends with the guest; \
+        can offer. File systems on NVMe and AHCI come along (`migrate --with-disk`, and --disk-folder \
+        here). No other local one may be mounted. The command ends with the guest; \
         `mercury guests` shows and stops it.")]
     Receive(ReceiveArgs),
     /// Move this machine, with everything that runs on it, to another one

@@ -6,8 +6,8 @@
  * meanwhile with the same keys, two packets are encrypted with one nonce, which gives away both, and for
  * AES-GCM the key that authenticates. So IPsec's security associations are ended: the daemon that
  * negotiates keys makes new ones. MACsec's cannot be ended by a module, and even ARP counts, so that a
- * machine with MACsec has no snapshot. WireGuard forgets its keys by itself before each hibernation, and
- * so before each instant.
+ * machine with MACsec has no snapshot. WireGuard forgets its keys when the freeze begins. A tunnel at work
+ * can agree on new ones before all stands still: those run twice.
  */
 #define pr_fmt(fmt) "mercury: " fmt
 

@@ -59,14 +59,14 @@ pub enum GuestsCommand {
     Adopt(AdoptArgs),
     /// Discard a machine that arrives; it goes on at its source
     Discard(DiscardArgs),
-    /// Move a guest back to its hardware
+    /// Move a guest back to its hardware, or on to another host in use
     #[command(
-        long_about = "Moves a guest that runs to the hardware that it came from, or to equal hardware, \
-        which waits in `mercury receive`. It starts `mercury migrate` in the guest, says what that says, and \
-        returns when the machine runs at the destination. Until the destination is told to start the \
-        machine, any failure lets the guest go on here. Ctrl-C ends the wait, and not the move. If the \
-        destination falls silent in between, the guest stands still, and `mercury guests console` asks what \
-        to do."
+        long_about = "Moves a guest that runs to the hardware that it came from, to equal hardware, or to \
+        another host in use, which waits in `mercury receive`. It starts `mercury migrate` in the guest, \
+        says what that says, and returns when the machine runs at the destination. Until the destination is \
+        told to start the machine, any failure lets the guest go on here. Ctrl-C ends the wait, and not the \
+        move. If the destination falls silent in between, the guest stands still, and `mercury guests \
+        console` asks what to do."
     )]
     Migrate(migrate::MigrateArgs),
     /// End a guest at once, as a power cut would
