@@ -257,12 +257,12 @@ static unsigned long rivals_present;
  */
 static void decide(void)
 {
-	bool hold = IS_ENABLED(MERCURY_EMERGENCY_SLOT) && slot_wanted && !kvm_present;
+	bool hold = IS_ENABLED(CONFIG_MERCURY_EMERGENCY_SLOT) && slot_wanted && !kvm_present;
 
 	lockdep_assert_held(&slot_lock);
 	mercury_kvm_allow(kvm_present && !rivals_present && crash_is_told && mercury_vendor &&
 			  mercury_vendor->shares);
-#ifdef MERCURY_EMERGENCY_SLOT
+#ifdef CONFIG_MERCURY_EMERGENCY_SLOT
 	if (hold && !slot_held)
 		cpu_emergency_register_virt_callback(emergency);
 	if (!hold && slot_held)
@@ -283,7 +283,7 @@ void mercury_emergency_want(bool wanted)
 /* Returns true if the driver is told of an emergency, provided that the kernel tells any module. */
 bool mercury_emergency_is_ours(void)
 {
-	return !IS_ENABLED(MERCURY_EMERGENCY_SLOT) || READ_ONCE(slot_held);
+	return !IS_ENABLED(CONFIG_MERCURY_EMERGENCY_SLOT) || READ_ONCE(slot_held);
 }
 
 static void kvm_changes(bool there)
