@@ -14,13 +14,13 @@
 //! root. Only the user may open the folder.
 
 use std::{
-    fs::{DirBuilder, File, OpenOptions},
+    fs::{File, OpenOptions},
     io::{self, IoSlice, IoSliceMut},
     mem::MaybeUninit,
     os::{
         fd::{AsFd, OwnedFd},
         unix::{
-            fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
+            fs::OpenOptionsExt,
             net::{UnixListener, UnixStream},
         },
     },
@@ -29,6 +29,7 @@ use std::{
 };
 
 use mercury_hosted_options::region::RegionOption;
+use mercury_subnet::place;
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     fs::{FlockOperation, MemfdFlags, SealFlags, fcntl_add_seals, flock, memfd_create},
@@ -76,21 +77,18 @@ impl Folder {
     /// Returns the folder of this process's user.
     #[must_use]
     pub fn own() -> Self {
-        Self(mercury_subnet::place::run_folder().join("regions"))
+        Self(place::run_folder().join("regions"))
     }
 
     /// Makes the folder if it is missing, and checks that only this user may open it.
     fn make(&self) -> Result<()> {
-        let hint = "set XDG_RUNTIME_DIR to a folder that is yours, as pam_systemd does at login";
-        let made = DirBuilder::new().recursive(true).mode(0o700).create(&self.0);
-        made.map_err(|error| Error::file("make", &self.0, error).hint(hint))?;
-        let found = self.0.symlink_metadata().map_err(|error| Error::file("read", &self.0, error))?;
-        let is_own = found.is_dir() && found.uid() == rustix::process::geteuid().as_raw();
-        if !is_own || found.mode() & 0o077 != 0 {
-            let text = format!("{} is open to other users", self.0.display());
-            return Err(Error::new(text).hint("make it yours alone: chmod 700, chown"));
-        }
-        Ok(())
+        place::make_own(&self.0).map_err(|error| {
+            let plain = Error::new(error.message());
+            match error.remedy() {
+                Some(hint) => plain.hint(hint),
+                None => plain,
+            }
+        })
     }
 
     fn socket(&self, name: &str) -> PathBuf {
@@ -189,7 +187,7 @@ pub struct Keeper {
 }
 
 impl Keeper {
-    /// Makes the region, and its socket. The caller's caller has the lock.
+    /// Makes the region, and its socket. The machine that starts the keeper has the lock.
     ///
     /// # Errors
     /// If the host refuses.

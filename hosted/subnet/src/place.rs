@@ -34,6 +34,23 @@ pub fn run_folder() -> PathBuf {
     run.join("mercury")
 }
 
+/// Makes a folder if it is missing, and checks that only this user may open it.
+///
+/// # Errors
+/// If it cannot be made, or belongs to others.
+pub fn make_own(folder: &Path) -> Result<()> {
+    let hint = "set XDG_RUNTIME_DIR to a folder that is yours, as pam_systemd does at login";
+    let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);
+    made.map_err(|error| Error::file("make", folder, error).hint(hint))?;
+    let found = folder.symlink_metadata().map_err(|error| Error::file("read", folder, error))?;
+    let is_own = found.is_dir() && found.uid() == rustix::process::geteuid().as_raw();
+    if !is_own || found.mode() & 0o077 != 0 {
+        let text = format!("{} is open to other users", folder.display());
+        return Err(Error::new(text).hint("make it yours alone: chmod 700, chown"));
+    }
+    Ok(())
+}
+
 /// The folder of a user's subnets.
 #[derive(Clone, Debug)]
 pub struct Folder(PathBuf);
@@ -56,16 +73,7 @@ impl Folder {
     /// # Errors
     /// If it cannot be made, or belongs to others.
     pub fn make(&self) -> Result<()> {
-        let hint = "set XDG_RUNTIME_DIR to a folder that is yours, as pam_systemd does at login";
-        let made = DirBuilder::new().recursive(true).mode(0o700).create(&self.0);
-        made.map_err(|error| Error::file("make", &self.0, error).hint(hint))?;
-        let found = self.0.symlink_metadata().map_err(|error| Error::file("read", &self.0, error))?;
-        let is_own = found.is_dir() && found.uid() == rustix::process::geteuid().as_raw();
-        if !is_own || found.mode() & 0o077 != 0 {
-            let text = format!("{} is open to other users", self.0.display());
-            return Err(Error::new(text).hint("make it yours alone: chmod 700, chown"));
-        }
-        Ok(())
+        make_own(&self.0)
     }
 
     /// Returns the subnets that have a socket.
