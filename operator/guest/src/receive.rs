@@ -130,8 +130,8 @@ fn begin(args: &ReceiveArgs, door: Door, means: Means, to: Sender<News>) -> Resu
         .map_err(|error| Error::new(Exit::Failed, format!("cannot start a thread: {error}")))
 }
 
-/// Returns the warnings for a machine that runs, whatever has failed: no source asks any more, and the machine's
-/// end is the only other news.
+/// Returns the warnings for a machine that runs, whatever has failed: no source asks any more, and the
+/// machine's end is the only other news.
 fn warnings(served: Result<()>, confined: Result<()>) -> Vec<String> {
     let served = served.err().map(|error| format!("the connection to the source has failed: {error}"));
     let confined = confined

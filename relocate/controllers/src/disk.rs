@@ -60,8 +60,8 @@ impl Lasting {
         Self { disk, lost: None, is_in_answer: false }
     }
 
-    /// Makes all earlier writes last. Fails as well if writes were lost before, and the driver has not learned
-    /// of a failure.
+    /// Makes all earlier writes last. Fails as well if writes were lost before, and the driver has not
+    /// learned of a failure.
     pub fn flush(&mut self) -> io::Result<()> {
         if self.disk.is_read_only() {
             return Ok(());

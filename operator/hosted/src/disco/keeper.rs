@@ -186,8 +186,8 @@ impl Sleeper {
     }
 }
 
-/// Removes the parts of machines that were being written when their template was killed. Those machines go on,
-/// or have ended. A part that is being written is locked.
+/// Removes the parts of machines that were being written when their template was killed. Those machines go
+/// on, or have ended. A part that is being written is locked.
 fn remove_parts(folder: &Path) -> io::Result<()> {
     for entry in std::fs::read_dir(folder)?.flatten() {
         let is_part = entry.file_name().to_str().is_some_and(|name| name.ends_with(".asleep.part"));
@@ -208,8 +208,8 @@ fn open_pipe(name: &Name) -> io::Result<File> {
     File::options().read(true).write(true).custom_flags(flags).open(path)
 }
 
-/// Removes pages of zeros, a part of all pages after the other, until the deadline. `trim` begins at a page, and
-/// returns the page at which it has ended, and how many pages it has removed.
+/// Removes pages of zeros, a part of all pages after the other, until the deadline. `trim` begins at a page,
+/// and returns the page at which it has ended, and how many pages it has removed.
 fn trim_all(pages: u64, deadline: Instant, mut trim: impl FnMut(u64) -> Option<(u64, u64)>) -> u64 {
     let (mut at, mut removed) = (0, 0);
     while at < pages

@@ -528,8 +528,8 @@ fn a_command_of_a_port_that_was_stopped_leaves_no_trace() {
     assert_eq!(driver.get(COMMAND) & 0xC000, 0);
 }
 
-/// A reset of the link, a stop of the port, a reset of the controller, one of the function, and the end of its
-/// leave to reach memory.
+/// A reset of the link, a stop of the port, a reset of the controller, one of the function, and the end of
+/// its leave to reach memory.
 const TAKES_MEMORY: [fn(&super::Registers<Raised>); 6] = [
     |registers| {
         for value in [0x301_u32, 0x300] {

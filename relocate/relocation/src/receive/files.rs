@@ -126,7 +126,7 @@ impl Files {
     /// Returns the reason if they do not.
     pub fn complete(&mut self, offered: &[OfferedDisk], attempt: Attempt) -> std::result::Result<(), String> {
         self.targets.complete(offered, attempt)?;
-        // The source ends when it hears of this. The names must then outlast a power cut, as the content does.
+        // The source ends when it hears of this. The names must then outlast a power cut like the content.
         let done = File::open(&self.folder).and_then(|folder| folder.sync_all());
         done.map_err(|error| format!("{}: {error}", self.folder.display()))
     }

@@ -7,8 +7,8 @@
 //!
 //! [`beside`] is the start of a destination that stays in use: the machine goes on as a guest of it.
 
-/// Prints a line for the operator, without control characters: a part may be the source's. A reader that is gone
-/// is no reason to fail.
+/// Prints a line for the operator, without control characters: a part may be the source's. A reader that is
+/// gone is no reason to fail.
 macro_rules! note {
     ($($text:tt)*) => {{
         let text = $crate::plain::plain(&format!($($text)*));
