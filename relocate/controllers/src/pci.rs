@@ -86,6 +86,8 @@ pub struct Function {
     table: Option<Table>,
     /// Place of the capability MSI.
     msi: Option<usize>,
+    /// Vectors of MSI whose messages wait.
+    msi_pending: u32,
     /// Place of the control of the capability for PCI Express.
     express_control: Option<usize>,
 }
@@ -110,6 +112,7 @@ impl Function {
             bars: Vec::new(),
             table: None,
             msi: None,
+            msi_pending: 0,
             express_control: None,
         };
         function.permit(header::COMMAND, &COMMAND_BITS);
@@ -174,8 +177,8 @@ impl Function {
                 capability::MSI => {
                     self.msi = Some(at);
                     self.permit(at + 2, &[0x71]);
-                    let is_wide = self.word(at + 2) & 0x80 != 0;
-                    let length = if is_wide { 10 } else { 6 } + if self.has_mask(at) { 6 } else { 0 };
+                    let length = if self.has_wide_messages(at) { 10 } else { 6 }
+                        + if self.has_mask(at) { 6 } else { 0 };
                     self.permit(at + 4, &vec![0xFF; length]);
                     self.permit(at + 4, &[0xFC]);
                 }
@@ -237,6 +240,7 @@ impl Function {
         if let Some(msi) = self.msi {
             self.space[msi + 2] &= !1;
         }
+        self.set_msi_pending(0);
         let Some(table) = &mut self.table else { return };
         self.space[table.capability + 3] &= !0xC0;
         table.pending.fill(false);
@@ -308,6 +312,9 @@ impl Function {
             self.space[header::COMMAND] &= !COMMAND_BITS[0];
             self.reset();
         }
+        if self.enabled_msi().is_none() {
+            self.set_msi_pending(0);
+        }
         effects.messages = self.deliverable();
         effects
     }
@@ -346,23 +353,45 @@ impl Function {
         Some(Effects { messages: self.deliverable(), resets: false })
     }
 
-    /// Raises a vector. Returns its message, if it can be sent at once.
+    /// Raises a vector. Returns its message, if it can be sent at once. Otherwise the vector is pending, and
+    /// a later write returns the message.
     pub fn raise(&mut self, vector: u16) -> Option<Message> {
         if self.has_table() {
             let pending = self.table.as_mut()?.pending.get_mut(usize::from(vector))?;
             *pending = true;
-            return self.deliverable().pop();
+        } else {
+            let vector = vector & (self.granted(self.enabled_msi()?) - 1);
+            self.set_msi_pending(self.msi_pending | 1 << vector);
         }
-        let msi = self.msi.filter(|msi| self.word(msi + 2) & 1 != 0)?;
-        let is_wide = self.word(msi + 2) & 0x80 != 0;
-        let high = if is_wide { u64::from(self.long(msi + 8)) << 32 } else { 0 };
-        let data = self.word(msi + if is_wide { 12 } else { 8 });
-        let granted = 1_u16 << (self.word(msi + 2) >> 4 & 7).min(5);
-        let vector = vector & (granted - 1);
-        Some(Message {
-            address: high | u64::from(self.long(msi + 4)),
-            data: u32::from(data & !(granted - 1) | vector),
-        })
+        self.deliverable().pop()
+    }
+
+    /// Returns the place of the capability MSI, if the driver uses it.
+    fn enabled_msi(&self) -> Option<usize> {
+        self.msi.filter(|msi| self.word(msi + 2) & 1 != 0)
+    }
+
+    /// Returns the number of vectors that the driver grants by MSI.
+    fn granted(&self, msi: usize) -> u16 {
+        1 << (self.word(msi + 2) >> 4 & 7).min(5)
+    }
+
+    /// Returns the place of MSI's mask bits, if it has them. Its pending bits follow them.
+    fn msi_masks(&self, msi: usize) -> Option<usize> {
+        self.has_mask(msi).then_some(msi + if self.has_wide_messages(msi) { 0x10 } else { 0x0C })
+    }
+
+    fn has_wide_messages(&self, msi: usize) -> bool {
+        self.word(msi + 2) & 0x80 != 0
+    }
+
+    /// Notes the vectors of MSI that are pending, where the driver can see them.
+    fn set_msi_pending(&mut self, pending: u32) {
+        self.msi_pending = pending;
+        let place = self.msi.and_then(|msi| self.msi_masks(msi)).map(|masks| masks + 4);
+        if let Some(place) = place.and_then(|at| self.space.get_mut(at..at + 4)) {
+            place.copy_from_slice(&pending.to_le_bytes());
+        }
     }
 
     /// Returns true if the driver lets the function reach memory (Bus Master Enable).
@@ -375,7 +404,7 @@ impl Function {
     /// disabled.
     #[must_use]
     pub fn uses_line(&self) -> bool {
-        let has_messages = self.msi.is_some_and(|msi| self.word(msi + 2) & 1 != 0) || self.has_table();
+        let has_messages = self.enabled_msi().is_some() || self.has_table();
         !has_messages && self.word(header::COMMAND) & NO_LINE == 0
     }
 
@@ -385,8 +414,16 @@ impl Function {
         self.table.as_ref().is_some_and(|table| self.space[table.capability + 3] & 0x80 != 0)
     }
 
-    /// Takes the messages that are pending and not masked.
+    /// Takes the messages that are pending and not masked. A message is a write to memory: without Bus Master
+    /// Enable it is not sent (PCI Express Base 7.5.1.1.3), and stays pending.
     fn deliverable(&mut self) -> Vec<Message> {
+        if !self.is_master() {
+            return Vec::new();
+        }
+        if self.has_table() { self.deliverable_of_table() } else { self.deliverable_of_msi() }
+    }
+
+    fn deliverable_of_table(&mut self) -> Vec<Message> {
         let is_masked = |table: &Table, space: &[u8]| space[table.capability + 3] & 0xC0 != 0x80;
         let Some(table) = &mut self.table else { return Vec::new() };
         if is_masked(table, &self.space) {
@@ -403,6 +440,27 @@ impl Function {
             }
         }
         messages
+    }
+
+    fn deliverable_of_msi(&mut self) -> Vec<Message> {
+        let Some(msi) = self.enabled_msi() else { return Vec::new() };
+        let masked = self.msi_masks(msi).map_or(0, |masks| self.long(masks));
+        let ready = self.msi_pending & !masked;
+        if ready == 0 {
+            return Vec::new();
+        }
+        self.set_msi_pending(self.msi_pending & masked);
+        let is_wide = self.has_wide_messages(msi);
+        let high = if is_wide { u64::from(self.long(msi + 8)) << 32 } else { 0 };
+        let address = high | u64::from(self.long(msi + 4));
+        let data = self.word(msi + if is_wide { 12 } else { 8 });
+        let granted = self.granted(msi);
+        let vectors = (0_u16..32).filter(|vector| ready & 1 << vector != 0);
+        let message = |vector: u16| {
+            let data = data & !(granted - 1) | vector & (granted - 1);
+            Message { address, data: u32::from(data) }
+        };
+        vectors.map(message).collect()
     }
 }
 
@@ -535,6 +593,83 @@ pub(crate) mod tests {
         assert!(!function.uses_line());
         assert_eq!(function.raise(2), Some(Message { address: 0xFEE0_3000, data: 0x4146 }));
         assert_eq!(function.raise(7), Some(Message { address: 0xFEE0_3000, data: 0x4147 }));
+    }
+
+    /// Returns a function with MSI of four vectors for addresses of 64 bits, with mask bits if wanted. Its
+    /// driver has enabled two vectors.
+    fn with_msi(has_masks: bool) -> Function {
+        let mut space = space();
+        space[0x40] = capability::MSI;
+        space[0x42..0x44].copy_from_slice(&[0x84, u8::from(has_masks)]);
+        space[0x48..0x58].fill(0);
+        let mut function = Function::new(&space, &[(0, 0x4000)]).unwrap();
+        function.write(0x44, &0xFEE0_3000_u32.to_le_bytes());
+        function.write(0x4C, &[0x40, 0x41]);
+        function.write(4, &[7, 0]);
+        function.write(0x42, &[0x95, 0]);
+        function
+    }
+
+    const fn msi(data: u32) -> Message {
+        Message { address: 0xFEE0_3000, data }
+    }
+
+    #[test]
+    fn no_message_is_sent_while_the_function_is_no_master() {
+        let mut function = function();
+        let message = |vector: u32| Message { address: 0xFEE0_1000, data: 0x4000 + vector };
+        function.write(0x42, &[0x40, 0x80]);
+        for vector in [0, 3] {
+            program(&mut function, vector, message(vector as u32), 0);
+        }
+        assert_eq!(function.raise(0), Some(message(0)));
+        assert_eq!(function.write(4, &[3, 0]).messages, []);
+        assert_eq!((function.raise(0), function.raise(3), function.raise(3)), (None, None, None));
+        assert!(!function.uses_line(), "the line does not stand in");
+        let mut bits = [0; 8];
+        assert!(function.read_table(0, PENDING, &mut bits));
+        assert_eq!(bits[0], 9, "the driver sees what waits");
+        // Neither the table nor another bit of the command lets one out.
+        assert_eq!(program(&mut function, 3, message(3), 0), []);
+        assert_eq!(function.write(4, &[3, 4]).messages, []);
+        assert_eq!(function.write(4, &[7, 4]).messages, [message(0), message(3)]);
+        assert!(function.read_table(0, PENDING, &mut bits) && bits == [0; 8]);
+        assert_eq!(function.write(4, &[7, 0]).messages, [], "each is sent once");
+    }
+
+    #[test]
+    fn messages_without_a_table_wait_for_the_master_too() {
+        for has_masks in [false, true] {
+            let mut function = with_msi(has_masks);
+            assert_eq!(function.raise(1), Some(msi(0x4141)));
+            function.write(4, &[3, 0]);
+            assert_eq!((function.raise(1), function.raise(1), function.raise(0)), (None, None, None));
+            assert_eq!(long(&function, 0x54), if has_masks { 3 } else { 0 });
+            assert_eq!(function.write(4, &[7, 0]).messages, [msi(0x4140), msi(0x4141)]);
+            assert_eq!((function.write(4, &[7, 0]).messages, long(&function, 0x54)), (vec![], 0));
+            // Nothing waits for a driver that has switched the messages off meanwhile.
+            function.write(4, &[3, 0]);
+            assert_eq!(function.raise(1), None);
+            function.write(0x42, &[0x94, 0]);
+            assert_eq!((function.write(4, &[7, 0]).messages, long(&function, 0x54)), (vec![], 0));
+            assert_eq!(function.write(0x42, &[0x95, 0]).messages, []);
+            function.write(4, &[3, 0]);
+            assert_eq!(function.raise(1), None);
+            function.reset();
+            function.write(4, &[7, 0]);
+            assert_eq!(function.write(0x42, &[0x95, 0]).messages, []);
+        }
+    }
+
+    #[test]
+    fn masked_messages_without_a_table_are_pending() {
+        let mut function = with_msi(true);
+        function.write(0x50, &[2, 0, 0, 0]);
+        assert_eq!((function.raise(0), function.raise(1)), (Some(msi(0x4140)), None));
+        function.write(0x54, &[0; 4]);
+        assert_eq!(long(&function, 0x54), 2, "the driver reads it and cannot write it");
+        assert_eq!(function.write(0x50, &[0; 4]).messages, [msi(0x4141)]);
+        assert_eq!(long(&function, 0x54), 0);
     }
 
     #[test]

@@ -160,9 +160,8 @@ impl Interrupts for Vectors {
     fn raise(&self, vector: u16) {
         let mut function = lock(&self.function);
         let shares = self.shares_table && function.has_table();
-        let message = function.raise(if shares { 0 } else { vector });
-        drop(function);
-        if let Some(message) = message {
+        // The lock is held: a driver that has taken Bus Master Enable away gets no message after that.
+        if let Some(message) = function.raise(if shares { 0 } else { vector }) {
             self.lines.message(message.address, message.data);
         }
     }
@@ -267,12 +266,17 @@ impl Local {
         let effects = function.write(at, data);
         // The last write of two processors decides.
         self.registers.set_master(function.is_master());
+        self.send(&effects);
         drop(function);
         self.follow(&effects);
     }
 
-    fn follow(&self, effects: &Effects) {
+    /// Sends messages that have waited, before another processor can take Bus Master Enable away.
+    fn send(&self, effects: &Effects) {
         effects.messages.iter().for_each(|one| self.lines.message(one.address, one.data));
+    }
+
+    fn follow(&self, effects: &Effects) {
         if effects.resets {
             self.registers.reset();
             self.bell.ring();
@@ -299,6 +303,7 @@ impl Local {
         let mut function = lock(&self.function);
         let Some((bar, offset)) = function.decode(phys) else { return false };
         let effects = function.write_table(bar, offset, data);
+        effects.iter().for_each(|effects| self.send(effects));
         drop(function);
         match effects {
             Some(effects) => self.follow(&effects),
@@ -416,6 +421,36 @@ mod tests {
         write(0x1000, 1);
         wait_for(|| memory::read(&view, DATA + 24, &mut model).is_some() && &model == b"MODEL");
         assert_eq!(worker.finish(), None);
+    }
+
+    /// A vector is raised while Bus Master Enable is off: its message is sent when the driver sets the bit.
+    #[test]
+    fn a_message_waits_for_bus_master_enable() {
+        let (_file, controller) = planned();
+        let function = Arc::new(Mutex::new(controller.function));
+        let sent = Arc::new(Sent::default());
+        let lines: Arc<dyn Lines> = sent.clone();
+        let vectors = Vectors {
+            function: Arc::clone(&function),
+            lines,
+            shares_table: false,
+            line: None,
+            is_high: AtomicBool::new(false),
+        };
+        {
+            let mut function = lock(&function);
+            for (at, word) in [(0, 0xFEE0_0000_u32), (8, 0x41), (12, 0)] {
+                function.write_table(0, 0x2000 + at, &word.to_le_bytes()).unwrap();
+            }
+            function.write(0x42, &[7, 0x80]);
+            function.write(4, &[2, 0]);
+        }
+        vectors.raise(0);
+        assert_eq!(*sent.0.lock().unwrap(), []);
+        let effects = lock(&function).write(4, &[6, 0]);
+        assert_eq!(effects.messages.len(), 1);
+        vectors.raise(0);
+        assert_eq!(*sent.0.lock().unwrap(), [(0xFEE0_0000, 0x41)]);
     }
 
     /// A guest that does not start leaves no thread, and its disk is free again.
