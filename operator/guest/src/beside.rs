@@ -86,8 +86,8 @@ pub struct Beside {
     /// Takes the machine that runs. Returns false if nobody waits for it.
     take: Box<dyn Fn(Arrived) -> bool + Send>,
     arrival: Option<Arrival>,
-    /// The machine that was started.
-    started: Option<Handle>,
+    /// The machine that was started, and its name.
+    started: Option<(Handle, Name)>,
     packets: Option<Packets>,
     cards: Vec<Card>,
     /// Announcements that the guest has sent.
@@ -215,6 +215,12 @@ impl Spare for Beside {
         files.write(chunks)
     }
 
+    fn begin_sync(&mut self) {
+        if let Some(files) = self.arrival.as_mut().and_then(|arrival| arrival.files.as_mut()) {
+            files.begin_sync();
+        }
+    }
+
     fn complete_disks(
         &mut self,
         offered: &[OfferedDisk],
@@ -249,7 +255,7 @@ impl Spare for Beside {
             files.keep();
         }
         held.hand_over(running.handle());
-        self.started = Some(running.handle());
+        self.started = Some((running.handle(), name.clone()));
         status.phase = Phase::Running;
         tell_of_running(&folder, &status);
         if !(self.take)(Arrived { running, folder, name }) {
@@ -264,11 +270,15 @@ impl Spare for Beside {
 
     fn progress(&self) -> Progress {
         match &self.started {
-            Some(machine) if machine.has_ended() => Progress::Ended,
+            Some((machine, _)) if machine.has_ended() => Progress::Ended,
             // With a card, the machine announces that its applications go on.
-            Some(machine) if self.life.net.is_none() && machine.is_awake() => Progress::Running,
+            Some((machine, _)) if self.life.net.is_none() && machine.is_awake() => Progress::Running,
             _ => Progress::Starting,
         }
+    }
+
+    fn stage(&self) -> String {
+        self.started.as_ref().map_or_else(String::new, |(machine, name)| stage(name, machine.is_awake()))
     }
 
     fn release(&mut self) -> Result<()> {
@@ -303,6 +313,16 @@ impl Spare for Beside {
     fn ear(&self) -> Option<BorrowedFd<'_>> {
         self.packets.as_ref().map(AsFd::as_fd)
     }
+}
+
+/// Describes the wait in which a guest is whose kernel is awake or not, and names its console.
+fn stage(name: &Name, is_awake: bool) -> String {
+    let wait = if is_awake {
+        "its kernel has found the monitor's devices, and the command in it sets the network up"
+    } else {
+        "its CPUs or its own devices have not woken up yet"
+    };
+    format!("{wait} (`mercury guests console {name}` shows more, `mercury guests stop {name}` ends it)")
 }
 
 /// The memory of a guest that has not begun.
@@ -363,6 +383,16 @@ mod tests {
         }
         let frames = frames.lock().expect("no panic");
         assert_eq!((frames.len(), frames[63].clone()), (64, vec![99]));
+    }
+
+    #[test]
+    fn each_wait_of_a_start_has_a_name_and_the_guest_s() {
+        let name = Name::of_machine("node7");
+        let [asleep, awake] = [false, true].map(|is_awake| stage(&name, is_awake));
+        assert!(asleep.contains("own devices") && awake.contains("sets the network up"), "{asleep}; {awake}");
+        for text in [asleep, awake] {
+            assert!(text.contains("guests console node7") && text.contains("guests stop node7"), "{text}");
+        }
     }
 
     #[test]

@@ -16,7 +16,7 @@
 //! - A *message* is a word of the [protocol](crate::protocol) (1 byte), its digest (32, zeros if it
 //!   has none), and at most [`TEXT_MAX`] bytes of text. Long texts are [packed](pack_text).
 //! - A *round* is the number of the round that begins (8 bytes), from 0, each one more than the one
-//!   before.
+//!   before. Either end sends one as well as a sign of life, while it works and has no word to say.
 //! - *Pages* are the length before compression (4 bytes) and a zstd frame of: the number of entries
 //!   (4), the entries (8 each), and 4,096 bytes for each entry that has data. An entry is a page's
 //!   physical address, with the kind of its content in the low twelve bits: 1 the next page of

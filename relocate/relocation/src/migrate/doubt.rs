@@ -39,6 +39,9 @@ use std::{
 /// Time for an answer before the operator is told. A large machine with many devices takes a while
 /// to start.
 pub const PATIENCE: Duration = Duration::from_secs(10);
+/// Limit of a start in times of patience: a quarter of an hour. Each wait of it that ends by itself is
+/// shorter.
+pub const OVERDUE: u32 = 90;
 /// Pause between two announcements when nothing else can be done.
 const AGAIN: Duration = Duration::from_millis(500);
 /// Time for which the other end is told that the move is off, if it does not answer.
@@ -153,6 +156,39 @@ pub fn decision(operator: &mut Operator) -> Option<Decision> {
     operator
         .word(&["resume", "abandon"])
         .map(|word| if word == "resume" { Decision::Resume } else { Decision::Abandon })
+}
+
+/// The limit of all waits between `Commit` and `Started`. Some of them have none of their own. The limit ends
+/// in advice: this end cannot know if the machine runs elsewhere.
+#[derive(Debug)]
+pub struct Overdue {
+    end: Instant,
+    is_told: bool,
+}
+
+impl Overdue {
+    /// Begins with the commit, for a source with this patience.
+    #[must_use]
+    pub fn begin(patience: Duration) -> Self {
+        Self { end: Instant::now() + patience * OVERDUE, is_told: false }
+    }
+
+    /// Returns the advice to the operator, once.
+    pub fn news(&mut self) -> Option<&'static str> {
+        if self.is_told || Instant::now() < self.end {
+            return None;
+        }
+        self.is_told = true;
+        Some(
+            "The start at the destination is overdue. Every wait of it that ends by itself would have ended: \
+             20 s for its own processes, some two minutes for each of its disks, eleven minutes for the \
+             network of a guest. One without an end of its own may hang: a driver that stops or wakes a \
+             device, CPUs that wait for each other, or an interrupt that was pending. Look at the \
+             destination's console and at what clients have seen. If the machine works there, type `abandon` \
+             here. If it does not, switch the destination off. A guest you end with `mercury guests stop` on \
+             its host. Then type `resume` here. This end keeps asking meanwhile.",
+        )
+    }
 }
 
 /// The silence of this machine after the commit: it does not answer for its addresses, because the
@@ -427,6 +463,7 @@ impl Ask for AtConsole {
 fn ask(attempt: Attempt, asker: &mut impl Ask, patience: Duration) -> Ended {
     let (mut source, begin) = Source::restart(attempt, Tombstone::Committed, Memory::Kept);
     let mut todo = VecDeque::from(begin);
+    let mut overdue = Overdue::begin(patience);
     asker.say(Word::Commit);
     loop {
         while let Some(action) = todo.pop_front() {
@@ -441,7 +478,7 @@ fn ask(attempt: Attempt, asker: &mut impl Ask, patience: Duration) -> Ended {
         match source.state() {
             State::Resumed => return Ended::GoesOn,
             State::GivenUp => return Ended::Elsewhere,
-            _ => todo.extend(source.on(next(asker, patience))),
+            _ => todo.extend(source.on(next(asker, patience, &mut overdue))),
         }
     }
 }
@@ -466,9 +503,12 @@ fn call_off(attempt: Attempt, asker: &mut impl Ask, patience: Duration) {
 }
 
 /// Waits for the next event.
-fn next(asker: &mut impl Ask, patience: Duration) -> Event {
+fn next(asker: &mut impl Ask, patience: Duration, overdue: &mut Overdue) -> Event {
     let begun = Instant::now();
     loop {
+        if let Some(text) = overdue.news() {
+            asker.tell(text);
+        }
         if let Some(message) = asker.hear() {
             return Event::Heard(message);
         }
@@ -566,9 +606,24 @@ mod tests {
     fn the_operator_is_told_when_no_answer_comes() {
         let mut script = Script { decides: Some((20, Decision::Resume)), ..Script::default() };
         assert_eq!(ask(ATTEMPT, &mut script, MOMENT), Ended::GoesOn);
-        assert_eq!(script.told.len(), 1, "once: {:?}", script.told);
-        assert!(script.told[0].contains("does not answer"));
+        let told = script.told.iter().filter(|text| text.contains("does not answer")).count();
+        assert_eq!(told, 1, "once: {:?}", script.told);
         assert!(script.said.len() > 1, "and it was asked again");
+    }
+
+    /// A start without an end of its own has a limit, which is told once. It decides nothing.
+    #[test]
+    fn a_start_that_is_overdue_is_told_once_and_decides_nothing() {
+        let mut script = Script { decides: Some((600, Decision::Resume)), ..Script::default() };
+        assert_eq!(ask(ATTEMPT, &mut script, MOMENT), Ended::GoesOn);
+        let overdue: Vec<_> = script.told.iter().filter(|text| text.contains("is overdue")).collect();
+        assert_eq!(overdue.len(), 1, "{:?}", script.told);
+        for named in ["20 s", "two minutes", "eleven minutes", "stops or wakes", "`abandon`", "`resume`"] {
+            assert!(overdue[0].contains(named), "{named}: {}", overdue[0]);
+        }
+        assert_eq!(script.tombstones, [Tombstone::Cleared], "only the operator's word has an effect");
+        let mut early = Overdue::begin(PATIENCE);
+        assert_eq!(early.news(), None);
     }
 
     /// A source that has not committed says so, and does not wait for an answer for ever.

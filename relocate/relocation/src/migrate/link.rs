@@ -126,6 +126,8 @@ pub struct Link {
     reader: Option<Reader<Shared>>,
     attempt: Option<Attempt>,
     due: Due,
+    /// Number of signs of life that were sent.
+    signs: u64,
     /// Bytes of pages that were written.
     pub sent: u64,
 }
@@ -156,7 +158,7 @@ fn prepare(socket: &TcpStream, patience: Duration) -> io::Result<OwnedFd> {
 impl Link {
     fn new(session: Box<dyn Session>, socket: OwnedFd, due: Due) -> Self {
         let session = Shared(Rc::new(RefCell::new(session)));
-        Self { session, socket, writer: None, reader: None, attempt: None, due, sent: 0 }
+        Self { session, socket, writer: None, reader: None, attempt: None, due, signs: 0, sent: 0 }
     }
 
     /// Connects the source to the receiver that has printed the pairing token.
@@ -310,6 +312,14 @@ impl Link {
     pub fn round(&mut self, number: u64) -> io::Result<()> {
         let writer = self.writer.as_mut().ok_or(io::ErrorKind::NotConnected)?;
         writer.round(number).map_err(io_error)
+    }
+
+    /// Tells the source that this end works and has no word to say yet: the destination's end. If the
+    /// connection is gone, the next read reports that.
+    pub fn sign_of_life(&mut self) {
+        let number = self.signs;
+        self.signs += 1;
+        let _ = self.round(number).and_then(|()| self.flush());
     }
 
     /// Sends packed pages.

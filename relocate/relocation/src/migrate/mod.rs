@@ -34,7 +34,7 @@ pub mod pause;
 pub mod report;
 mod system;
 #[cfg(test)]
-mod trial;
+pub(crate) mod trial;
 #[cfg(test)]
 mod turns;
 

@@ -24,7 +24,8 @@ use std::{
     io,
     os::unix::fs::FileExt,
     path::PathBuf,
-    thread,
+    sync::Arc,
+    thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
@@ -67,7 +68,8 @@ pub fn give(paths: &[PathBuf], force: bool, sysroot: &Sysroot) -> Result<Vec<Dis
 #[derive(Debug)]
 pub(super) struct Target {
     disk: Disk,
-    file: File,
+    /// Shared with the thread that makes writes last.
+    file: Arc<File>,
     ledger: DiskLedger,
     /// The first chunk, which is held back.
     first: Option<Vec<u8>>,
@@ -81,18 +83,63 @@ pub struct Targets {
     given: Vec<Disk>,
     open: Vec<Target>,
     buffer: Buffer,
+    sync: Sync,
+}
+
+/// The thread that makes writes last while more arrive, and what it has found. The kernel reports an error to
+/// one caller alone, so the error is kept.
+#[derive(Debug, Default)]
+struct Sync {
+    thread: Option<JoinHandle<io::Result<()>>>,
+    error: Option<io::Error>,
+}
+
+impl Sync {
+    /// Syncs files in a thread. Does nothing while an earlier thread is at work: the next call is for what
+    /// arrives meanwhile. Without a thread, all is left to be done at the end.
+    fn begin(&mut self, files: Vec<Arc<File>>) {
+        if self.thread.as_ref().is_some_and(|thread| !thread.is_finished()) {
+            return;
+        }
+        self.wait();
+        let sync = move || files.iter().try_for_each(|file| file.sync_data());
+        self.thread = thread::Builder::new().name("sync".into()).spawn(sync).ok();
+    }
+
+    /// Waits for the thread's end.
+    fn wait(&mut self) {
+        let ended = self.thread.take().map(JoinHandle::join);
+        if let Some(Err(error)) = ended.map(|ended| ended.unwrap_or_else(|_| Err(failed_thread()))) {
+            self.error.get_or_insert(error);
+        }
+    }
+
+    /// Refuses more work after an error.
+    fn refuse_failed(&mut self) -> std::result::Result<(), String> {
+        if self.thread.as_ref().is_some_and(JoinHandle::is_finished) {
+            self.wait();
+        }
+        match &self.error {
+            Some(error) => Err(format!("a disk of this machine does not take what has arrived: {error}")),
+            None => Ok(()),
+        }
+    }
+}
+
+fn failed_thread() -> io::Error {
+    io::Error::other("the thread that syncs has failed: this is a bug")
 }
 
 impl Targets {
     /// Makes the targets of these disks.
     #[must_use]
     pub fn new(given: Vec<Disk>) -> Self {
-        Self { given, open: Vec::new(), buffer: Buffer::new(CHUNKS_BYTES_MAX) }
+        Self { given, open: Vec::new(), buffer: Buffer::new(CHUNKS_BYTES_MAX), sync: Sync::default() }
     }
 
     /// Makes the targets of an offer, which are open already.
     pub(super) fn opened(open: Vec<Target>) -> Self {
-        Self { given: Vec::new(), open, buffer: Buffer::new(CHUNKS_BYTES_MAX) }
+        Self { open, ..Self::new(Vec::new()) }
     }
 
     /// Checks if the offered disks fit; nothing is written yet.
@@ -102,6 +149,7 @@ impl Targets {
     /// Returns every reason why they do not.
     pub fn prepare(&mut self, offered: &[OfferedDisk], sysroot: &Sysroot) -> Result<(), Vec<String>> {
         self.open.clear();
+        self.sync = Sync::default();
         let mut reasons = Vec::new();
         for OfferedDisk { disk, .. } in offered {
             match self.open_for(disk, sysroot) {
@@ -151,6 +199,7 @@ impl Targets {
     /// Returns an error if the disk was not offered, or cannot be written.
     pub fn write(&mut self, chunks: &Chunks) -> Result<()> {
         let failed = |why: String| Error::fault(why);
+        self.sync.refuse_failed().map_err(|why| Error::new(Exit::Failed, why))?;
         let target = self.open.get_mut(chunks.disk as usize);
         let target =
             target.ok_or_else(|| failed("a chunk of a disk that was not offered has arrived".into()))?;
@@ -162,6 +211,12 @@ impl Targets {
         Ok(())
     }
 
+    /// Begins to make what was written last, in the background.
+    pub fn begin_sync(&mut self) {
+        let touched = self.open.iter().filter(|target| target.is_touched);
+        self.sync.begin(touched.map(|target| Arc::clone(&target.file)).collect());
+    }
+
     /// Checks if all disks hold the data that was sent, and completes them.
     ///
     /// # Errors
@@ -171,6 +226,8 @@ impl Targets {
         if offered.len() != self.open.len() {
             return Err("these are other disks than those that were offered".into());
         }
+        self.sync.wait();
+        self.sync.refuse_failed()?;
         for (target, OfferedDisk { digest, disk, .. }) in self.open.iter_mut().zip(offered) {
             let name = disk.path.display();
             if target.disk.place != disk.place || target.disk.bytes != disk.bytes {
@@ -214,7 +271,7 @@ impl Target {
     /// Takes the open file of a disk that has nothing on it.
     pub(super) fn new(disk: Disk, file: File) -> Self {
         let ledger = DiskLedger::new(disk.bytes);
-        Self { disk, file, ledger, first: None, is_touched: false }
+        Self { disk, file: Arc::new(file), ledger, first: None, is_touched: false }
     }
 
     fn put(&mut self, chunk: &Chunk<'_>, buffer: &mut Buffer) -> io::Result<()> {
@@ -290,7 +347,7 @@ mod tests {
         std::fs::write(&disk.path, vec![7; 2 * CHUNK + 512]).expect("a file");
         let file = OpenOptions::new().read(true).write(true).open(&disk.path).expect("a file");
         let target = Target::new(disk.clone(), file);
-        Targets { given: vec![disk], open: vec![target], buffer: Buffer::new(CHUNKS_BYTES_MAX) }
+        Targets { given: vec![disk], ..Targets::opened(vec![target]) }
     }
 
     fn chunks(of: &[(u64, &[u8])]) -> Chunks {
@@ -337,6 +394,33 @@ mod tests {
         assert_eq!(found(), wanted);
         targets.release();
         assert_eq!(found()[..CHUNK], [0; CHUNK]);
+    }
+
+    /// Writes are made to last while more arrive. An error that the kernel reports to that thread alone ends
+    /// the arrival.
+    #[test]
+    fn writes_last_early_and_their_loss_is_not_forgotten() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let mut all = targets(folder.path());
+        all.begin_sync();
+        assert_eq!(all.sync.refuse_failed(), Ok(()), "nothing was written");
+        all.write(&chunks(&[(0, &[1; CHUNK]), (CHUNK as u64, &[1; CHUNK])])).expect("written");
+        all.begin_sync();
+        all.write(&chunks(&[(2 * CHUNK as u64, &[1; 512])])).expect("written");
+        let offered = offered(&all, &digest(&vec![1; 2 * CHUNK + 512]));
+        assert_eq!(all.complete(&offered, Attempt([1; 16])), Ok(()));
+
+        let mut all = targets(folder.path());
+        all.write(&chunks(&[(0, &[1; CHUNK]), (CHUNK as u64, &[1; CHUNK])])).expect("written");
+        // A file that cannot be synced stands in for a disk that loses what was written.
+        let (end, _other) = io::pipe().expect("a pipe");
+        all.sync.begin(vec![Arc::new(File::from(std::os::fd::OwnedFd::from(end)))]);
+        all.sync.wait();
+        let error = all.write(&chunks(&[(2 * CHUNK as u64, &[1; 512])])).expect_err("refused");
+        assert!(error.message.contains("does not take what has arrived"), "{error}");
+        all.begin_sync();
+        let why = all.complete(&offered, Attempt([1; 16])).expect_err("refused");
+        assert!(why.contains("does not take what has arrived"), "{why}");
     }
 
     #[test]

@@ -119,6 +119,11 @@ impl Files {
         self.targets.write(chunks)
     }
 
+    /// Begins to make what was written last, without waiting for the end.
+    pub fn begin_sync(&mut self) {
+        self.targets.begin_sync();
+    }
+
     /// Checks if the files hold the data that was sent, and completes them.
     ///
     /// # Errors

@@ -32,7 +32,10 @@ mod hostile;
 mod intake;
 mod room;
 mod serve;
+#[cfg(test)]
+mod slow;
 pub mod spare;
+mod start;
 #[cfg(test)]
 mod streams;
 

@@ -4,6 +4,7 @@
 use super::{
     intake::{Broken, ExpectedStreams, Intake, State},
     spare::{Progress, Spare},
+    start::Start,
 };
 use crate::{
     migrate::{
@@ -36,6 +37,7 @@ use std::{
     collections::VecDeque,
     net::{SocketAddr, TcpListener, TcpStream},
     os::fd::AsFd,
+    sync::mpsc::{self, RecvTimeoutError},
     thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
@@ -48,6 +50,10 @@ const FRAMES: usize = 64;
 const STARTING: Duration = Duration::from_millis(10);
 /// Time for which a source that asks is answered after the machine has gone on beside this system.
 const ANSWERED: Duration = Duration::from_secs(600);
+/// Signs of life that the source gets in the time for which it waits in silence.
+const SIGNS: u32 = 5;
+/// Interval at which the operator is told that the disks are slow.
+const SLOW: Duration = Duration::from_secs(10);
 /// Reason for turning a peer away that has the pairing token.
 pub(super) const TAKEN: &str = "another machine is on its way there";
 
@@ -83,6 +89,8 @@ struct Arrival {
     round: u64,
     /// The last word of the first stream, which is handled when all streams have ended.
     last: Option<Message>,
+    /// True if chunks of disks were written that no sync was begun for.
+    has_chunks: bool,
 }
 
 impl Host {
@@ -120,18 +128,28 @@ impl Host {
         Self { pause, eat, ..self }
     }
 
-    /// Waits, receives, and starts the machine that has arrived beside this system. Then answers its source,
-    /// until that cannot ask any more. Returns early if the machine has ended.
+    /// Waits, receives, and starts the machine that has arrived beside this system. Then answers its source:
+    /// while the machine is being started, and until the source cannot ask any more. Returns early if the
+    /// machine has ended.
     ///
     /// # Errors
     ///
     /// Returns an error if nothing can be received any more.
-    pub fn serve_beside(mut self) -> Result<()> {
-        let mut answered = None;
-        while answered.is_none_or(|end| Instant::now() < end) {
+    pub fn serve_beside(self) -> Result<()> {
+        self.serve_while(&|| true)
+    }
+
+    /// Does the same for as long as the caller wants it.
+    pub(super) fn serve_while(mut self, is_wanted: &dyn Fn() -> bool) -> Result<()> {
+        let (mut answered, mut start) = (None, None);
+        while is_wanted() && answered.is_none_or(|end| Instant::now() < end) {
             self.turn(if self.is_starting() { STARTING } else { Duration::from_secs(1) })?;
             if self.begun.is_some() {
-                answered.get_or_insert_with(|| Instant::now() + ANSWERED);
+                let start: &mut Start = start.get_or_insert_default();
+                let is_over = !self.is_starting() || self.watch(start);
+                if is_over {
+                    answered.get_or_insert_with(|| Instant::now() + ANSWERED);
+                }
             }
             if self.begun.is_some() && self.spare.progress() == Progress::Ended {
                 self.lose();
@@ -140,6 +158,18 @@ impl Host {
         }
         self.dismiss_doorman();
         Ok(())
+    }
+
+    /// Tells the source that the machine is being started, and the operator if that takes long. Returns true
+    /// if it has taken longer than anything that ends by itself.
+    fn watch(&mut self, start: &mut Start) -> bool {
+        if let Some(link) = self.link.as_mut().filter(|_| start.owes_sign()) {
+            link.sign_of_life();
+        }
+        if let Some(text) = start.news(&self.spare.stage()) {
+            note!("mercury: {text}");
+        }
+        start.is_overdue()
     }
 
     /// Ends the thread that turns another peer away.
@@ -308,6 +338,7 @@ impl Host {
                 }
             }
             Frame::Round(number) => {
+                self.begin_sync();
                 if let Some(arrival) = &mut self.arrival {
                     arrival.round = number;
                     // Settling while the machine still runs keeps the computation of the digest
@@ -328,6 +359,7 @@ impl Host {
                 Some(Event::Failed)
             }
             Frame::Pages(pages) => {
+                self.begin_sync();
                 let loaded = self.load(&pages);
                 self.has_taken(loaded)
             }
@@ -350,13 +382,24 @@ impl Host {
         if is_over || !self.destination.accepts_pages() {
             return Err(Error::fault("chunks of disks have arrived that were not asked for"));
         }
+        if let Some(arrival) = &mut self.arrival {
+            arrival.has_chunks = true;
+        }
         self.spare.write_disk(chunks)
+    }
+
+    /// Begins to make a round's chunks last, while the round's pages arrive.
+    fn begin_sync(&mut self) {
+        if self.arrival.as_mut().is_some_and(|arrival| std::mem::take(&mut arrival.has_chunks)) {
+            self.spare.begin_sync();
+        }
     }
 
     fn note_text(&mut self, message: Message, text: Vec<u8>) {
         if message.word == Word::Offer && self.destination.phase().is_none() {
-            self.arrival =
-                Some(Arrival { offer: Offer::default(), intake: None, text, round: 0, last: None });
+            let offer = Offer::default();
+            let arrival = Arrival { offer, intake: None, text, round: 0, last: None, has_chunks: false };
+            self.arrival = Some(arrival);
         } else if let Some(arrival) = &mut self.arrival {
             arrival.text = text;
         }
@@ -604,13 +647,21 @@ impl Host {
 
     /// Checks if the whole machine has arrived, and if its disks are as they were at the instant.
     fn verify(&mut self, digest: Digest) -> Event {
-        match self.is_right(digest) {
+        let begun = Instant::now();
+        let right = self.is_right(digest);
+        let was_slow = begun.elapsed() >= self.patience.frozen / SIGNS;
+        let event = match right {
+            // A source that has not waited so long has said so, or is gone.
+            Ok(()) if was_slow => self.listen().unwrap_or(Event::Verified),
             Ok(()) => Event::Verified,
             Err(reason) => {
                 self.reason = reason;
                 Event::Failed
             }
-        }
+        };
+        // The source has had to wait for this end.
+        self.heard = Instant::now();
+        event
     }
 
     fn is_right(&mut self, digest: Digest) -> Result<(), String> {
@@ -639,8 +690,12 @@ impl Host {
             return Err("its disks are others than the offered ones".into());
         }
         self.spare.describe(&last.machine);
-        self.spare.complete_disks(&last.disks, attempt)?;
-        let changed = self.spare.changed_disks(&last.machine.file_systems);
+        let spare = &mut *self.spare;
+        let complete = || {
+            spare.complete_disks(&last.disks, attempt)?;
+            Ok(spare.changed_disks(&last.machine.file_systems))
+        };
+        let changed = with_signs(complete, self.link.as_mut(), self.patience.frozen / SIGNS)?;
         if !changed.is_empty() {
             return Err(format!(
                 "the disks here are not as they were at the instant: {}",
@@ -650,4 +705,42 @@ impl Host {
         note!("mercury: the machine is here: {} of memory", bytes(ledger.len() as u64 * PAGE as u64));
         Ok(())
     }
+}
+
+/// Does work that a disk may hold up, in a thread. Meanwhile the source gets a sign of life at each interval.
+fn with_signs<T: Send>(
+    work: impl FnOnce() -> Result<T, String> + Send,
+    mut link: Option<&mut Link>,
+    interval: Duration,
+) -> Result<T, String> {
+    let (begun, mut told) = (Instant::now(), Instant::now());
+    thread::scope(|scope| {
+        let (to, done) = mpsc::channel();
+        let spawned = thread::Builder::new().name("disks".into()).spawn_scoped(scope, move || {
+            // The receiver waits until this is sent.
+            let _ = to.send(work());
+        });
+        spawned.map_err(|error| format!("no thread can be started for its disks: {error}"))?;
+        loop {
+            match done.recv_timeout(interval) {
+                Ok(result) => return result,
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err("the thread for its disks has failed: this is a bug".into());
+                }
+                Err(RecvTimeoutError::Timeout) => {
+                    if let Some(link) = &mut link {
+                        link.sign_of_life();
+                    }
+                }
+            }
+            if told.elapsed() > SLOW {
+                told = Instant::now();
+                note!(
+                    "mercury: the machine is here, and its disks have not answered for {} s. If one does not \
+                     answer at all, `dmesg` here names it; the source gives up by itself, and goes on",
+                    begun.elapsed().as_secs()
+                );
+            }
+        }
+    })
 }

@@ -72,8 +72,8 @@ pub enum Progress {
     Ended,
 }
 
-/// A machine that can receive another one.
-pub trait Spare {
+/// A machine that can receive another one. A thread of its own completes the disks.
+pub trait Spare: Send {
     /// Prepares memory and disks for the offered machine.
     ///
     /// # Errors
@@ -90,6 +90,10 @@ pub trait Spare {
     ///
     /// Returns an error if their disk was not offered, or cannot be written.
     fn write_disk(&mut self, chunks: &Chunks) -> Result<()>;
+
+    /// Begins to make what was written to disks last, without waiting for the end. Little is left to wait for
+    /// when applications stand still.
+    fn begin_sync(&mut self) {}
 
     /// Checks if all offered disks hold the data that was sent, and completes them.
     ///
@@ -117,6 +121,12 @@ pub trait Spare {
     /// Returns the progress of a machine that was started beside this system.
     fn progress(&self) -> Progress {
         Progress::Starting
+    }
+
+    /// Returns the wait in which a machine is that was started beside this system, and advice to the
+    /// operator.
+    fn stage(&self) -> String {
+        "nothing is known of its progress".into()
     }
 
     /// Discards the machine.
@@ -204,6 +214,10 @@ impl Spare for Here {
 
     fn write_disk(&mut self, chunks: &Chunks) -> Result<()> {
         self.disks.write(chunks)
+    }
+
+    fn begin_sync(&mut self) {
+        self.disks.begin_sync();
     }
 
     fn complete_disks(&mut self, offered: &[OfferedDisk], attempt: Attempt) -> Result<(), String> {

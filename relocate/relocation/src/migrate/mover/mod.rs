@@ -8,8 +8,8 @@ mod rounds;
 use super::{
     arrival::Arrival,
     copy::Proof,
-    doubt::{self, Announcements, Doubt},
-    link::{self, Link, Taking},
+    doubt::{self, Announcements, Doubt, Overdue},
+    link::{self, Heard, Link, Taking},
     log::Log,
     mirror::Mirror,
     offer::Offer,
@@ -27,10 +27,10 @@ use mercury_control::{
 use mercury_migration::{
     protocol::{
         Attempt, Message, Patience, Source, Tombstone, Word,
-        source::{Action, Event, State},
+        source::{Action, Advice, Event, State},
     },
     session::PairingToken,
-    wire::Ledger,
+    wire::{Frame, Ledger},
 };
 use mercury_quiesce::{
     ethernet::{Card, Mac},
@@ -45,8 +45,16 @@ use std::{
 
 /// Time for the other end to say why it has ended a stream.
 const LAST_WORD: Duration = Duration::from_secs(2);
-/// Time for which a connection is kept after the commit.
+/// Time for which a connection is kept after the commit, or after the destination's last sign of life.
 const LINK_PATIENCE: Duration = Duration::from_secs(5);
+/// Times of silence for which this end waits in all, while the destination gives signs of life.
+const SIGNS_MAX: u32 = 6;
+/// What the operator is told of a destination that gives signs of life, and has no answer yet.
+const STILL_STARTING: &str = "The destination starts this machine as a guest, and the guest does not say yet \
+    that it runs. Nothing runs here. This end waits on, and goes on by itself as soon as an answer comes. \
+    Look at the guest's console on its host (`mercury guests console NAME`). If the machine works there, type \
+    `abandon` here. If it does not and never will, end it there (`mercury guests stop NAME`). This end then \
+    hears that it is lost, and says what can be done.";
 /// Longest delay until an event is noticed.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
@@ -136,6 +144,10 @@ pub struct Mover<'a> {
     /// Bridges that were given an address.
     bridges: Vec<(String, Mac)>,
     heard: Instant,
+    /// First and last sign of life of a destination that has no word to say.
+    signed: Option<(Instant, Instant)>,
+    /// Limit of the start, after the commit.
+    overdue: Option<Overdue>,
     operator: Operator,
     workers: usize,
     begun: Instant,
@@ -204,6 +216,8 @@ impl<'a> Mover<'a> {
             theirs: Vec::new(),
             bridges,
             heard: Instant::now(),
+            signed: None,
+            overdue: None,
             operator,
             workers: thread::available_parallelism().map_or(1, usize::from),
             begun: Instant::now(),
@@ -280,13 +294,13 @@ impl<'a> Mover<'a> {
                 return event;
             }
             if let Some(mut link) = self.link.take() {
-                match link.hear_message(POLL_INTERVAL) {
-                    Ok(None) => self.link = Some(link),
-                    Ok(Some((message, text))) => {
-                        self.link = Some(link);
-                        return self.understand(message, &text);
-                    }
-                    Err(why) => return self.is_gone(&why),
+                let heard = link.hear(POLL_INTERVAL);
+                self.link = Some(link);
+                match heard {
+                    Heard::Frame(Frame::Message(message, text)) => return self.understand(message, &text),
+                    Heard::Frame(Frame::Round(_)) => self.hear_sign(),
+                    Heard::Frame(_) | Heard::Nothing => {}
+                    Heard::Gone(why) => return self.is_gone(&why),
                 }
             } else {
                 thread::sleep(POLL_INTERVAL);
@@ -296,11 +310,55 @@ impl<'a> Mover<'a> {
                 self.heard = Instant::now();
             }
             if self.source.patience(&self.patience).is_some_and(|limit| self.heard.elapsed() > limit) {
-                let silent = Error::new(Exit::Failed, "the destination does not answer");
-                self.failure.get_or_insert(silent.hint("look at its console"));
+                self.failure.get_or_insert(self.silence());
                 return Event::TimedOut;
             }
         }
+    }
+
+    /// Returns the reason for a move that ends because the destination has no word to say.
+    fn silence(&self) -> Error {
+        match self.signed {
+            Some((first, _)) => Error::new(
+                Exit::Failed,
+                format!(
+                    "the destination has all of the machine, and has not verified its disks for {} s",
+                    first.elapsed().as_secs()
+                ),
+            )
+            .hint("look at its kernel's log (`dmesg`) and for a faster disk there"),
+            None => Error::new(Exit::Failed, "the destination does not answer").hint("look at its console"),
+        }
+    }
+
+    /// Waits on for a destination that works: for as long as it verifies and starts the machine, within
+    /// limits.
+    fn hear_sign(&mut self) {
+        let now = Instant::now();
+        let (first, _) = self.signed.unwrap_or((now, now));
+        self.signed = Some((first, now));
+        let limit = match self.source.state() {
+            State::Asking(_) => first + self.patience.frozen * SIGNS_MAX,
+            State::InDoubt(..) => {
+                // What the destination confirms keeps the kernel from asking all machines for its address. A
+                // word that has come already is read first: nothing can be read after a write has failed.
+                if let Some(link) = &mut self.link
+                    && !link.is_readable()
+                {
+                    let _ = link.say(Word::Commit, &[]);
+                }
+                self.committed.unwrap_or(first) + self.patience.doubt * SIGNS_MAX
+            }
+            _ => return,
+        };
+        if now < limit {
+            self.heard = now;
+        }
+    }
+
+    /// Returns true if the destination has given a sign of life a moment ago.
+    fn is_signed(&self) -> bool {
+        self.signed.is_some_and(|(_, last)| last.elapsed() <= LINK_PATIENCE)
     }
 
     /// Returns the number of bytes that were sent and that the destination has not taken yet.
@@ -328,6 +386,7 @@ impl<'a> Mover<'a> {
         // A connection without answers makes the kernel ask for the other end's address by ARP,
         // which tells all machines this machine's own address.
         if self.committed.is_some_and(|since| since.elapsed() > LINK_PATIENCE)
+            && !self.is_signed()
             && let Some(link) = self.link.take()
         {
             link.abandon();
@@ -337,6 +396,9 @@ impl<'a> Mover<'a> {
         }
         if matches!(self.source.state(), State::InDoubt(..)) {
             self.announcements.say_again(Word::Commit);
+            if let Some(text) = self.overdue.as_mut().and_then(Overdue::news) {
+                self.advise(text);
+            }
         }
         doubt::decision(&mut self.operator).map(Event::Operator)
     }
@@ -420,12 +482,20 @@ impl<'a> Mover<'a> {
                 after.seconds = self.begun.elapsed().as_secs_f64();
                 Step::None
             }
+            Action::Tell(Advice::NoAnswer) if self.is_signed() => {
+                self.advise(STILL_STARTING);
+                Step::None
+            }
             Action::Tell(advice) => {
-                self.operator.tell(&advice.to_string());
-                self.system.tell(&MoveEvent::Doubt { advice: advice.to_string() });
+                self.advise(&advice.to_string());
                 Step::None
             }
         }
+    }
+
+    fn advise(&mut self, text: &str) {
+        self.operator.tell(text);
+        self.system.tell(&MoveEvent::Doubt { advice: text.to_owned() });
     }
 
     /// Writes a tombstone that survives a power cut.
@@ -442,6 +512,7 @@ impl<'a> Mover<'a> {
         }
         if tombstone == Tombstone::Committed {
             self.committed = Some(Instant::now());
+            self.overdue = Some(Overdue::begin(self.patience.doubt));
         }
         Step::Event(Event::Recorded(self.attempt, tombstone))
     }
