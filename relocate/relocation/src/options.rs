@@ -90,7 +90,7 @@ pub struct RestoreOptions {
     /// the folder
     pub boot_menu: bool,
     /// Memory for the restore environment: 128M, 1G
-    pub memory: u64,
+    pub memory: Option<u64>,
     /// Bring the machine back now: this is the restore environment
     pub here: bool,
     /// Restore although disks are not as they were at the instant. This destroys file systems

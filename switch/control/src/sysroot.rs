@@ -98,6 +98,12 @@ impl Sysroot {
         self.cpu_list("sys/devices/system/cpu/online")
     }
 
+    /// Returns the CPUs that may ever be there.
+    #[must_use]
+    pub fn possible_cpus(&self) -> CpuSet {
+        self.cpu_list("sys/devices/system/cpu/possible")
+    }
+
     /// Returns the CPUs that are present and offline.
     #[must_use]
     pub fn offline_cpus(&self) -> CpuSet {

@@ -28,8 +28,8 @@ pub const TARGET: Target = Target {
 fn run(input: &[u8]) -> u64 {
     let running = String::from_utf8_lossy(input);
     let words = vec!["mercury.restore=/dev/vdb".to_owned(), "mercury.force-disks".to_owned()];
-    let purpose = Purpose { memory: 96, words, ..Purpose::default() };
-    let line = command_line_after(&running, &purpose);
+    let purpose = Purpose { words, ..Purpose::default() };
+    let line = command_line_after(&running, &purpose, 96);
     let (read, made) = (Task::of(&running), Task::of(&line));
     assert!(line.ends_with(" mercury.restore=/dev/vdb mercury.force-disks"), "{line:?}");
     assert!(made.force_disks && made.image.is_some(), "{line:?}");

@@ -23,14 +23,9 @@ pub struct RestoreArgs {
     /// the folder
     #[arg(long, requires = "prepare")]
     pub boot_menu: bool,
-    /// Memory for the restore environment: 128M, 1G
-    #[arg(
-        long,
-        value_name = "SIZE",
-        default_value = "128M",
-        value_parser = mebibytes(MEMORY_LEAST_MIB..=1024)
-    )]
-    pub memory: u64,
+    /// Memory for the restore environment: 256M, 1G [default: what it needs, and at least 128M]
+    #[arg(long, value_name = "SIZE", value_parser = mebibytes(MEMORY_LEAST_MIB..=1024))]
+    pub memory: Option<u64>,
     /// Bring the machine back now: this is the restore environment
     #[arg(long)]
     pub here: bool,

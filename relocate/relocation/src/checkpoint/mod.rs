@@ -33,7 +33,7 @@ use crate::{
     options::CheckpointOptions,
     random::random,
     refusals::{self, Lifted, Operation},
-    restore::{MEMORY_LEAST_MIB, fit::Room},
+    restore::{MEMORY_LEAST_MIB, environment, fit::Room},
     values::Name,
 };
 use fenced::{Fenced, raise_fence};
@@ -252,6 +252,8 @@ struct Instant {
     restored: bool,
     pause: time::Duration,
     phases: Phases,
+    /// The least memory of an environment that could restore the machine, in MiB.
+    environment_mib: u64,
     still: Option<Stillness>,
     /// Switched on again when file systems can be written to.
     swap: Option<swap::Off>,
@@ -389,6 +391,10 @@ fn reach(
     if args.poweroff && !args.force_devices {
         refuse_unrestorable(&machine, sysroot)?;
     }
+    let environment_mib = MEMORY_LEAST_MIB.max(match args.poweroff {
+        true => environment::least_memory(None, sysroot).unwrap_or(0),
+        false => 0,
+    });
     disks::sync(&mounts, sysroot)?;
     let mut fenced = raise_fence(args, device, target, sysroot)?;
     let begun = time::Instant::now();
@@ -431,7 +437,18 @@ fn reach(
         swap::end_if_swap_changed(device, &swap)?;
     }
     let phases = Phases::of(held, &begin, device)?;
-    Ok(Instant { machine, restored, pause, phases, still, swap: Some(swap), fenced, readiness, missing })
+    Ok(Instant {
+        machine,
+        restored,
+        pause,
+        phases,
+        environment_mib,
+        still,
+        swap: Some(swap),
+        fenced,
+        readiness,
+        missing,
+    })
 }
 
 fn write(
@@ -460,7 +477,7 @@ fn write(
         false => Ok(()),
     };
     let mut watch = Watch { progress: &mut progress, stop: &stop };
-    let mut room = Room::new(&instant.machine.ranges, MEMORY_LEAST_MIB);
+    let mut room = Room::new(&instant.machine.ranges, instant.environment_mib);
     let hashes = args.hashes.as_ref().map(File::create).transpose();
     let hashes = hashes.map_err(|error| {
         Error::new(Exit::Failed, format!("--hashes: {error}")).hint("name a file that can be written")

@@ -207,7 +207,8 @@ pub fn run(args: &ReceiveOptions, say: Say<'_>) -> Result<Exit> {
     let file = serde_json::to_vec(&configuration)
         .map_err(|error| Error::fault(format!("the configuration cannot be written as JSON: {error}")))?;
     let purpose = Purpose {
-        memory: args.memory.unwrap_or_else(|| memory(&sysroot) + more),
+        memory: args.memory,
+        usual_memory: memory(&sysroot) + more,
         module: args.module.as_deref(),
         words: vec![init::RECEIVE.to_owned()],
         // A machine that arrives may have a file system on a disk that this machine only reaches,
@@ -231,7 +232,7 @@ pub fn run(args: &ReceiveOptions, say: Say<'_>) -> Result<Exit> {
         return Ok(Exit::Done);
     }
     let deferred = Deferred::begin();
-    let ready = environment::load(&purpose, &sysroot)?;
+    let ready = environment::load(&environment::make(&purpose, &sysroot)?, &sysroot)?;
     say.done(&report);
     eprintln!("this system and everything on it ends in {} s; Ctrl-C keeps it", args.delay.0.as_secs());
     let end = Instant::now() + args.delay.0;

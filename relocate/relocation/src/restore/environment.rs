@@ -6,6 +6,7 @@ use super::{
     Prepared,
     beside::{Beside, Folders, Readers},
     init, kernel, menu,
+    size::Need,
 };
 use mercury_control::{
     error::{Error, Result},
@@ -70,8 +71,10 @@ const DROPPED: [&str; 28] = [
 /// The purpose of a restore environment.
 #[derive(Debug, Default)]
 pub struct Purpose<'a> {
-    /// Memory for its kernel, in MiB.
-    pub memory: u64,
+    /// Memory for its kernel in MiB, if the operator wants a certain size.
+    pub memory: Option<u64>,
+    /// The memory that it gets at least otherwise, in MiB.
+    pub usual_memory: u64,
     /// The driver's file, if modprobe does not find it.
     pub module: Option<&'a Path>,
     /// Words for its command line that set its task.
@@ -92,6 +95,34 @@ fn failed(what: &str, error: &io::Error) -> Error {
     Error::new(Exit::Failed, format!("{what}: {error}")).hint("nothing was changed")
 }
 
+/// An environment that is neither on a disk nor loaded yet.
+#[derive(Debug)]
+pub struct Made {
+    archive: Vec<u8>,
+    /// Memory for its kernel, in MiB.
+    pub memory: u64,
+    command_line: String,
+}
+
+/// Makes an environment's initial RAM disk and command line.
+///
+/// # Errors
+///
+/// Returns an error if a file that they need is missing, or the operator wants less memory than they need.
+pub fn make(purpose: &Purpose<'_>, sysroot: &Sysroot) -> Result<Made> {
+    let archive = archive(purpose, sysroot)?;
+    let memory = Need::of(archive.len() as u64, sysroot).choose(purpose.memory, purpose.usual_memory)?;
+    Ok(Made { archive, memory, command_line: command_line(purpose, memory, sysroot) })
+}
+
+/// Returns the memory in MiB without which no environment of this system can start, whatever disk the image
+/// is on. `None` if there can be none.
+#[must_use]
+pub fn least_memory(module: Option<&Path>, sysroot: &Sysroot) -> Option<u64> {
+    let archive = archive(&Purpose { module, ..Purpose::default() }, sysroot).ok()?;
+    Some(Need::of(archive.len() as u64, sysroot).least_mib())
+}
+
 /// Writes kernel and initial RAM disk into a folder. Older files stay until the new ones are
 /// complete.
 ///
@@ -100,19 +131,14 @@ fn failed(what: &str, error: &io::Error) -> Error {
 /// Returns an error if a file that they need is missing.
 pub fn write(purpose: &Purpose<'_>, folder: &Path, sysroot: &Sysroot) -> Result<Prepared> {
     let from = kernel::image(sysroot)?;
-    let archive = archive(purpose, sysroot)?;
+    let Made { archive, command_line, .. } = make(purpose, sysroot)?;
     let image = fs::read(&from).map_err(|error| failed(&from.display().to_string(), &error))?;
     let _folders = Folders::make(folder).map_err(|error| failed(&folder.display().to_string(), &error))?;
     let title = purpose.menu_title.clone();
     let loader = title.as_ref().map(|_| menu::Loader::find(folder, sysroot)).transpose()?;
     let (kernel, initramfs) = (folder.join("vmlinuz"), folder.join("initramfs"));
     put([(&kernel, &image), (&initramfs, &archive)])?;
-    let entry = menu::Entry {
-        title: title.unwrap_or_default(),
-        kernel,
-        initramfs,
-        command_line: command_line(purpose, sysroot),
-    };
+    let entry = menu::Entry { title: title.unwrap_or_default(), kernel, initramfs, command_line };
     let boot_menu = loader.map(|loader| loader.write(&entry)).transpose()?;
     if let Some(made) = &boot_menu {
         disks::settle(&made.file, sysroot)?;
@@ -146,13 +172,12 @@ pub struct Ready(());
 /// # Errors
 ///
 /// Returns an error if the kernel refuses.
-pub fn load(purpose: &Purpose<'_>, sysroot: &Sysroot) -> Result<Ready> {
+pub fn load(made: &Made, sysroot: &Sysroot) -> Result<Ready> {
     let kernel = kernel::image(sysroot)?;
-    let archive = archive(purpose, sysroot)?;
     let named = |error: io::Error| failed("the restore environment could not be prepared", &error);
     let kernel = File::open(&kernel).map_err(named)?;
-    let initramfs = memory_file(&archive).map_err(named)?;
-    let mut line = command_line(purpose, sysroot).into_bytes();
+    let initramfs = memory_file(&made.archive).map_err(named)?;
+    let mut line = made.command_line.clone().into_bytes();
     line.push(0);
     // SAFETY: the descriptors are open, and the command line has the given length, with its NUL.
     let result = unsafe {
@@ -199,14 +224,14 @@ fn memory_file(bytes: &[u8]) -> io::Result<File> {
     Ok(file)
 }
 
-fn command_line(purpose: &Purpose<'_>, sysroot: &Sysroot) -> String {
-    command_line_after(&sysroot.text("proc/cmdline").unwrap_or_default(), purpose)
+fn command_line(purpose: &Purpose<'_>, memory: u64, sysroot: &Sysroot) -> String {
+    command_line_after(&sysroot.text("proc/cmdline").unwrap_or_default(), purpose, memory)
 }
 
 /// Returns the command line: the running kernel's options, because they set how its hardware is
 /// used, without those that set its task.
 #[must_use]
-pub fn command_line_after(running: &str, purpose: &Purpose<'_>) -> String {
+pub fn command_line_after(running: &str, purpose: &Purpose<'_>, memory: u64) -> String {
     // Words after "--" are for the first process.
     let kept = running.split_whitespace().take_while(|word| *word != "--").filter(|word| {
         let name = word.split('=').next().unwrap_or(word);
@@ -215,7 +240,9 @@ pub fn command_line_after(running: &str, purpose: &Purpose<'_>) -> String {
         !is_dropped && !name.starts_with("systemd.") && !name.starts_with("rd.")
     });
     let mut words: Vec<String> = kept.map(str::to_owned).collect();
-    words.push(format!("mem={}M", purpose.memory));
+    words.push(format!("mem={memory}M"));
+    // A root in tmpfs, the kernel's choice, has room for half of the memory that is free.
+    words.push("rootfstype=ramfs".to_owned());
     words.extend(["swiotlb=noforce", "numa=off", "panic=10", "nmi_watchdog=0", "quiet"].map(str::to_owned));
     words.extend(purpose.words.iter().cloned());
     words.join(" ")
@@ -480,7 +507,7 @@ mod tests {
         fs::create_dir(folder.path().join("proc")).expect("a folder");
         fs::write(folder.path().join("proc/cmdline"), running).expect("a file");
         let words = words.iter().map(ToString::to_string).collect();
-        command_line(&Purpose { memory: 96, words, ..Purpose::default() }, &Sysroot::at(folder.path()))
+        command_line(&Purpose { words, ..Purpose::default() }, 96, &Sysroot::at(folder.path()))
     }
 
     #[test]

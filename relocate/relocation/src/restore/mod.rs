@@ -12,6 +12,7 @@ pub mod init;
 pub mod kernel;
 pub mod menu;
 pub mod place;
+mod size;
 
 use crate::{
     images::{self, Image},
@@ -41,6 +42,8 @@ use std::path::{Path, PathBuf};
 
 /// Least memory of a restore environment, in MiB.
 pub const MEMORY_LEAST_MIB: u64 = 64;
+/// The memory of a restore environment that does not need more, in MiB.
+const USUAL_MEMORY_MIB: u64 = 128;
 /// Time for disks besides the image's to appear in the restore environment.
 const DISKS_PATIENCE: std::time::Duration = std::time::Duration::from_secs(30);
 
@@ -89,7 +92,8 @@ pub fn run(args: &RestoreOptions, say: Say<'_>) -> Result<Exit> {
         say.done(&prepared);
         return Ok(Exit::Done);
     }
-    let (machine, room) = verify(image, args.memory)?;
+    let made = environment::make(&purpose, &sysroot)?;
+    let (machine, room) = verify(image, made.memory)?;
     let mut reasons = fit::differences(&machine, &describe::describe(&sysroot));
     reasons.extend(room.lacking());
     let offline = sysroot.offline_cpus();
@@ -102,7 +106,7 @@ pub fn run(args: &RestoreOptions, say: Say<'_>) -> Result<Exit> {
     }
     refuse(image, reasons)?;
     refuse_disks(args, &machine)?;
-    environment::start(environment::load(&purpose, &sysroot)?)?;
+    environment::start(environment::load(&made, &sysroot)?)?;
     Ok(Exit::Done)
 }
 
@@ -113,6 +117,7 @@ fn purpose<'a>(args: &'a RestoreOptions, place: &Place) -> Result<Purpose<'a>> {
         .map_err(|error| Error::fault(format!("the image's place cannot be encoded: {error}")))?;
     Ok(Purpose {
         memory: args.memory,
+        usual_memory: USUAL_MEMORY_MIB,
         module: args.module.as_deref(),
         words: [format!("{}={}", init::WORD, place.word())].into_iter().chain(force).collect(),
         disks: place.disk().into_iter().collect(),
