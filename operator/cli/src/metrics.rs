@@ -23,7 +23,7 @@ use std::{
     fmt,
     fs::{self, OpenOptions},
     io::{self, Write},
-    os::unix::fs::{OpenOptionsExt, fchown},
+    os::unix::fs::{OpenOptionsExt, PermissionsExt, fchown},
     path::{Path, PathBuf},
     sync::atomic::AtomicU64,
 };
@@ -473,6 +473,8 @@ fn write_new(path: &Path, group: Option<u32>, text: &str) -> io::Result<()> {
     if group.is_some() {
         fchown(&file, None, group)?;
     }
+    // Whatever the caller's umask has taken away.
+    file.set_permissions(fs::Permissions::from_mode(mode))?;
     file.write_all(text.as_bytes())
 }
 
@@ -552,12 +554,9 @@ mod tests {
         Guarded { watch: None, daemon: serde_json::from_str(report).ok(), integrity: None }
     }
 
-    /// Every sample belongs to a family that is described and typed under the same name, as the
-    /// text format requires.
-    #[test]
-    fn the_guard_has_its_counters() {
+    fn watch() -> Watch {
         let used = |used| mercury_control::watch::Source { used, code: None };
-        let watch = Watch {
+        Watch {
             state: "on",
             cpus: 4,
             hpet: used(true),
@@ -568,10 +567,16 @@ mod tests {
             alarms: 2,
             longest_frozen_ms: 1500,
             last_alarm: String::new(),
-        };
+        }
+    }
+
+    /// Every sample belongs to a family that is described and typed under the same name, as the
+    /// text format requires.
+    #[test]
+    fn the_guard_has_its_counters() {
         let compared =
             integrity::report::State { found: 3, mended: 2, stores: 4, bytes: 7, ..Default::default() };
-        let guarded = Guarded { watch: Some(watch), integrity: Some(compared), ..guarded() };
+        let guarded = Guarded { watch: Some(watch()), integrity: Some(compared), ..guarded() };
         let text = exposition(&attached(), &guarded, &past()).expect("text");
         for line in [
             "mercury_guard_integrity_changes_total 3",
@@ -606,6 +611,19 @@ mod tests {
                 assert!(line.rsplit(' ').next().is_some_and(|value| value.parse::<f64>().is_ok()), "{line}");
             }
         }
+    }
+
+    /// The table in docs/command.md has each metric.
+    #[test]
+    fn the_manual_has_each_metric() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/command.md");
+        let manual = fs::read_to_string(path).expect("the page");
+        let compared = integrity::report::State::default();
+        let guarded = Guarded { integrity: Some(compared), watch: Some(watch()), ..guarded() };
+        let text = exposition(&attached(), &guarded, &past()).expect("text");
+        let names = text.lines().filter_map(|line| line.strip_prefix("# TYPE mercury_")?.split(' ').next());
+        let missing: Vec<&str> = names.filter(|name| !manual.contains(&format!("`{name}`"))).collect();
+        assert!(missing.is_empty(), "{missing:?}");
     }
 
     #[test]
