@@ -99,6 +99,8 @@ fn documentation_is_there(operator: &Operator) -> Result<()> {
         -a -s /usr/share/fish/vendor_completions.d/mercury.fish -a -s /usr/share/doc/mercury/copyright")?;
     operator
         .sh("zcat /usr/share/man/man1/afterburner-verify.1.gz | grep -q '^.TH' && afterburner --version")?;
+    // An ordinary user finds the command.
+    operator.sh("env -i PATH=/usr/local/bin:/usr/bin:/bin setpriv --reuid=65534 mercury --version")?;
     // Every file is as it was packed.
     operator.sh("cd / && md5sum --quiet -c /var/lib/dpkg/info/mercury.md5sums").map(drop)
 }
