@@ -64,11 +64,28 @@ const SPARE: &str = "to an equal spare";
 const THERE: &str = "to the host in use";
 const BACK: &str = "back to the hardware";
 
-/// Measures a move to an equal spare, and round trips.
+/// The figures of a run that has not ended. Losses are counted at its end alone.
+#[derive(Clone, Debug, Serialize)]
+pub struct SoFar {
+    round_trips: u64,
+    monitor_bytes: u64,
+    /// Missing until the machine has been at the host.
+    downtime_over_spare: Option<f64>,
+    moves: Vec<Move>,
+}
+
+impl SoFar {
+    fn of(round_trips: u64, monitor_bytes: u64, moves: &[Move]) -> Self {
+        let downtime_over_spare = Some(ratio(moves)).filter(|ratio| ratio.is_finite());
+        Self { round_trips, monitor_bytes, downtime_over_spare, moves: moves.to_vec() }
+    }
+}
+
+/// Measures a move to an equal spare, and round trips. `keep` gets the figures after each of them.
 ///
 /// # Errors
 /// If a machine does not move, or is not well.
-pub fn measure(depth: Depth) -> Result<Figures> {
+pub fn measure(depth: Depth, keep: impl Fn(&SoFar) -> Result<()>) -> Result<Figures> {
     const CPUS: u32 = 1;
     let count = if depth == Depth::Full { TRIPS[0] } else { TRIPS[1] };
     live::say("A machine like metal with PostgreSQL moves to an equal spare");
@@ -76,6 +93,7 @@ pub fn measure(depth: Depth) -> Result<Figures> {
     let mut moves = vec![Move::of(SPARE, &trips.to_spare()?)];
     println!("    {:?}", moves[0]);
     let mut monitor_bytes = 0;
+    keep(&SoFar::of(0, monitor_bytes, &moves))?;
     for number in 1..=count {
         live::say(&format!("Round trip {number} of {count}, to a host in use and back"));
         let trip = trips.there_and_back()?;
@@ -83,7 +101,9 @@ pub fn measure(depth: Depth) -> Result<Figures> {
         let both = [Move::of(THERE, &trip.there), Move::of(BACK, &trip.back)];
         println!("    {both:?}");
         moves.extend(both);
+        keep(&SoFar::of(number, monitor_bytes, &moves))?;
     }
+    live::say("The database is compared with what its clients were told");
     let ledger = trips.finish()?;
     if ledger.acknowledged == 0 {
         return Err(Error::Host("the clients of PostgreSQL have done nothing".into()));
@@ -188,6 +208,15 @@ mod tests {
             emulator: "QEMU".into(),
             moves,
         }
+    }
+
+    #[test]
+    fn a_run_that_does_not_end_leaves_its_figures() {
+        let spare = [Move { way: SPARE, client_seconds: 4.0 }];
+        let text = serde_json::to_string(&SoFar::of(0, 0, &spare)).unwrap();
+        assert!(text.contains(r#""downtime_over_spare":null"#) && text.contains(SPARE), "{text}");
+        let text = serde_json::to_string(&SoFar::of(2, 7, &figures().moves)).unwrap();
+        assert!(text.contains(r#""round_trips":2,"monitor_bytes":7,"downtime_over_spare":1.1"#), "{text}");
     }
 
     #[test]

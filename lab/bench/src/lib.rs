@@ -294,7 +294,9 @@ pub fn run(part: Part, depth: Depth) -> Result<()> {
             report::judge(&guard::promises(&figures))
         }
         Part::Guest => {
-            let figures = guest::measure(depth)?;
+            // A run is long, and what has been measured outlasts its failure.
+            let so_far = paths::lab_dir("bench")?.join("guest-so-far.json");
+            let figures = guest::measure(depth, |figures| write(so_far.clone(), &pretty(figures)?))?;
             replace(guest::HEADING, &guest::section(&figures), guest::KEY, &pretty(&figures)?)?;
             report::judge(&guest::promises(&figures))
         }

@@ -52,9 +52,9 @@ const SIGNS_MAX: u32 = 6;
 /// What the operator is told of a destination that gives signs of life, and has no answer yet.
 const STILL_STARTING: &str = "The destination starts this machine as a guest, and the guest does not say yet \
     that it runs. Nothing runs here. This end waits on, and goes on by itself as soon as an answer comes. \
-    Look at the guest's console on its host (`mercury guests console NAME`). If the machine works there, type \
-    `abandon` here. If it does not and never will, end it there (`mercury guests stop NAME`). This end then \
-    hears that it is lost, and says what can be done.";
+    Look at the guest's console on its host (`mercury guests console NAME`). If the machine works there, \
+    type `abandon` here. If it does not and never will, end it there (`mercury guests stop NAME`). This end \
+    then hears that it is lost, and says what can be done.";
 /// Longest delay until an event is noticed.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
