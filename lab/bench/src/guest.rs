@@ -213,9 +213,9 @@ mod tests {
     #[test]
     fn a_run_that_does_not_end_leaves_its_figures() {
         let spare = [Move { way: SPARE, client_seconds: 4.0 }];
-        let text = serde_json::to_string(&SoFar::of(0, 0, &spare)).unwrap();
+        let text = serde_json::to_string(&SoFar::of(0, 0, &spare)).expect("JSON");
         assert!(text.contains(r#""downtime_over_spare":null"#) && text.contains(SPARE), "{text}");
-        let text = serde_json::to_string(&SoFar::of(2, 7, &figures().moves)).unwrap();
+        let text = serde_json::to_string(&SoFar::of(2, 7, &figures().moves)).expect("JSON");
         assert!(text.contains(r#""round_trips":2,"monitor_bytes":7,"downtime_over_spare":1.1"#), "{text}");
     }
 
