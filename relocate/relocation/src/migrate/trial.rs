@@ -400,6 +400,8 @@ pub enum Act {
     Close,
     /// Waits in silence for so many milliseconds.
     Wait(u64),
+    /// Does this for a minute, or until the source's end.
+    Flood(Box<Self>),
     /// Ctrl-C at the source.
     Interrupt,
     /// The operator at the source types this.
@@ -435,6 +437,8 @@ struct Peer {
     session: Option<Shared>,
     reader: Option<Reader<Shared>>,
     writer: Writer<Vec<u8>>,
+    /// Number of the next round.
+    round: u64,
     announcer: Announcer,
     console: UnixStream,
     came: HashMap<u64, [u8; PAGE]>,
@@ -470,7 +474,8 @@ impl Peer {
                 self.stage.seen().from_all.push_back(frame.to_vec());
             }
             Act::Round => {
-                self.writer.round(0).expect("written");
+                self.writer.round(self.round).expect("written");
+                self.round += 1;
                 self.flush();
             }
             Act::Pages => {
@@ -483,6 +488,13 @@ impl Peer {
             Act::Damage(at, bit) => self.damage = Some((*at, *bit)),
             Act::Close => (self.session, self.reader) = (None, None),
             Act::Wait(ms) => thread::sleep(Duration::from_millis(*ms)),
+            Act::Flood(act) => {
+                let end = Instant::now() + LIMIT;
+                while !self.is_over() && Instant::now() < end {
+                    self.act(act);
+                    thread::sleep(SILENCE / 4);
+                }
+            }
             Act::Interrupt => self.stage.seen().is_interrupted = true,
             Act::Type(word) => self.types(word),
         }
@@ -622,6 +634,7 @@ pub fn plays_by(
                 session: Some(Shared(Rc::new(RefCell::new(session)))),
                 reader: None,
                 writer: Writer::begin(Vec::new(), OURS, 0).expect("begun"),
+                round: 0,
                 announcer,
                 console: terminal,
                 came: HashMap::new(),

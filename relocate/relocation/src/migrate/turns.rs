@@ -3,6 +3,7 @@
 
 use super::trial::{Act, Ended, LIMIT, SILENCE, Stage, honest, plays};
 use mercury_migration::protocol::{Digest, Tombstone, Word};
+use std::time::Instant;
 
 const LAST: Word = Word::Final(Digest([0; 32]));
 
@@ -32,6 +33,20 @@ fn ctrl_c_between_the_last_word_and_the_verdict() {
         let seen = stage.seen();
         assert!(!seen.has_done("commit") && seen.to_all.is_empty(), "{:?}", seen.did);
         assert_eq!(seen.said.len(), words);
+    }
+}
+
+/// A destination that only says that it works, or says again what had its effect, cannot keep the machine
+/// standing still. Its words come for a minute, and six times of silence are its limit.
+#[test]
+fn signs_of_life_without_end_are_not_waited_for() {
+    for sign in [Act::Round, Act::Say(Word::Accept, 0)] {
+        let stage = Stage::new();
+        let flood = Act::Flood(Box::new(sign.clone()));
+        let begun = Instant::now();
+        resumed(&plays(&stage, &after(LAST, &[flood]), SILENCE, "abandon"), "the destination");
+        assert!(begun.elapsed() < LIMIT / 2, "{sign:?}");
+        assert!(!stage.seen().has_done("commit") && stage.seen().typed.is_empty());
     }
 }
 

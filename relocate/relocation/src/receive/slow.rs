@@ -236,7 +236,7 @@ fn a_slow_start_is_heard_on_the_connection() {
 /// A guest never says that it runs: the operator is told where to look, and decides.
 #[test]
 fn a_start_without_end_asks_the_operator() {
-    let played = plays(Slow::default(), SILENCE / 5, (SILENCE * 3, "abandon"));
+    let played = plays(Slow::default(), SILENCE / 2, (SILENCE * 5, "abandon"));
     assert!(played.ended == Ended::GivenUp && played.is_started, "{:?}", played.ended);
     assert!(played.told.contains("does not say yet that it runs"), "{}", played.told);
     assert!(played.told.contains("mercury guests stop NAME"), "{}", played.told);

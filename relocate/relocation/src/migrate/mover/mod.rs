@@ -297,6 +297,9 @@ impl<'a> Mover<'a> {
                 let heard = link.hear(POLL_INTERVAL);
                 self.link = Some(link);
                 match heard {
+                    // A word that has had its effect is no answer to wait on for.
+                    Heard::Frame(Frame::Message(Message { word: Word::Accept, .. }, _))
+                        if self.source.state() != State::Offering => {}
                     Heard::Frame(Frame::Message(message, text)) => return self.understand(message, &text),
                     Heard::Frame(Frame::Round(_)) => self.hear_sign(),
                     Heard::Frame(_) | Heard::Nothing => {}
