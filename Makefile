@@ -28,7 +28,7 @@ help:
 	@echo 'make test FULL=1   the long ones as well, those in Bochs, and make check: some hours'
 	@echo 'make test MINUTES=40   no test begins later than that; those left out are named'
 	@echo 'make check     formatting, lints, style of the driver, a minute of each fuzz target'
-	@echo 'make bench     the tables of both papers and of this project, on this machine'
+	@echo 'make bench     the tables of this project; `lab bench papers` has those of both papers'
 	@echo 'make soak      for hours; make soak LAB=intel CYCLES=1000'
 	@echo 'make campaign  faults into a machine that has to go back each time; LOAD=postgres CPUS=4 COUNT=50'
 	@echo 'make deb       the Debian packages'

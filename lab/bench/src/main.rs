@@ -137,7 +137,7 @@ enum Command {
         #[arg(value_parser = times::names())]
         targets: Vec<String>,
     },
-    /// Measure the paper's tables, and the numbers that Mercury promises
+    /// Measure the numbers that Mercury promises; the part `papers` has the tables of both papers
     Bench {
         /// Measure only this part, and replace only its section in docs/
         #[arg(value_parser = parts())]

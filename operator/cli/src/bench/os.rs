@@ -13,6 +13,7 @@ use mercury_control::{
     output::{Render, Text, duration},
     progress,
     stats::Summary,
+    sysroot::Sysroot,
 };
 use serde::Serialize;
 use std::time::{Duration, Instant};
@@ -43,6 +44,8 @@ pub struct Result1 {
 /// The results of all benchmarks.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
+    /// The CPUs that were online.
+    pub cpus: usize,
     /// Results in the order of the papers' tables.
     pub benchmarks: Vec<Result1>,
 }
@@ -82,7 +85,7 @@ pub fn measure(samples: u32, only: Option<&str>, stop: &dyn Fn() -> bool) -> Res
         benchmarks.push(run(benchmark, samples, stop)?);
     }
     progress::line("");
-    Ok(Report { benchmarks })
+    Ok(Report { cpus: Sysroot::default().online_cpus().iter().count(), benchmarks })
 }
 
 fn run(benchmark: &Benchmark, samples: u32, stop: &dyn Fn() -> bool) -> Result<Result1> {
@@ -125,30 +128,45 @@ fn sample(workload: &mut Workload, rounds: u64) -> std::io::Result<f64> {
     Ok((per_operation - workload.overhead_us).max(0.0))
 }
 
+/// The columns of a paper's table.
+const COLUMNS: [&str; 4] = ["N-L", "M-N", "M-V", "X-U"];
+
 impl Render for Report {
     fn render(&self, to: &mut Text) {
-        let heading = ["", "median", "min", "max", "N-L", "M-N", "M-V", "X-U"];
-        let mut rows = vec![heading.map(String::from).to_vec()];
-        rows.extend(self.benchmarks.iter().map(row));
-        to.table(&rows);
+        let is_single = self.cpus == 1;
+        let jcst = |figures: Figures| if is_single { figures.jcst_2012_up } else { figures.jcst_2012_smp };
+        let measured = |result: &Result1| [result.us.median, result.us.min, result.us.max].map(duration);
+        let heading = ["", "median", "min", "max"].into_iter().chain(COLUMNS).map(String::from).collect();
+        let rows = self.benchmarks.iter().map(|result| {
+            let figures = result.paper.into_iter().flat_map(|figures| columns(jcst(figures)));
+            [result.name.to_string()].into_iter().chain(measured(result)).chain(figures).collect()
+        });
+        to.table(&[heading].into_iter().chain(rows).collect::<Vec<Vec<String>>>());
         to.line("");
-        to.line(
-            "N-L and further columns are from JCST 2012, table 2 (two 3.0 GHz Xeons, Linux 2.6.16): native \
-             Linux, Mercury in native mode, Mercury attached, and a Xen guest. Compare ratios, not times.",
-        );
+        let (table, machine) = if is_single { ("1", "one 3.0 GHz Xeon") } else { ("2", "two 3.0 GHz Xeons") };
+        to.line(&format!(
+            "N-L and further columns are from JCST 2012, table {table} ({machine}, Linux 2.6.16): native Linux, \
+             Mercury in native mode, Mercury attached, and a Xen guest. Compare ratios, not times."
+        ));
         to.line("protection-fault includes the signal, which lmbench takes off.");
+        let older = self.benchmarks.iter().filter_map(|result| Some((result.name, result.paper?)));
+        let older = older.map(|(name, figures)| {
+            [name.to_owned()].into_iter().chain(columns(figures.cluster_2007)).collect::<Vec<String>>()
+        });
+        let older: Vec<_> = older.collect();
+        if older.is_empty() {
+            return;
+        }
+        to.line("");
+        to.line("The same columns from CLUSTER 2007, table 1 (one 3.0 GHz Pentium 4, Linux 2.6.16):");
+        to.line("");
+        let heading = [""].into_iter().chain(COLUMNS).map(String::from).collect();
+        to.table(&[heading].into_iter().chain(older).collect::<Vec<_>>());
     }
 }
 
-fn row(result: &Result1) -> Vec<String> {
-    let mut row = vec![result.name.to_string()];
-    row.extend([result.us.median, result.us.min, result.us.max].map(duration));
-    let paper = result.paper.map(|figures| figures.jcst_2012_smp);
-    let columns = |row: paper::Row| {
-        [row.native_us, row.mercury_native_us, row.mercury_attached_us, row.xen_domain_u_us]
-    };
-    row.extend(paper.into_iter().flat_map(columns).map(duration));
-    row
+fn columns(row: paper::Row) -> [String; 4] {
+    [row.native_us, row.mercury_native_us, row.mercury_attached_us, row.xen_domain_u_us].map(duration)
 }
 
 #[cfg(test)]
@@ -175,14 +193,19 @@ mod tests {
     #[test]
     fn rendered() {
         let us = Summary { count: 3, min: 50.0, median: 55.5, p99: 70.0, max: 70.0 };
-        let report = Report {
+        let report = |cpus| Report {
+            cpus,
             benchmarks: vec![
                 Result1 { name: "null-call", us: us.scaled(0.001), paper: None },
                 Result1 { name: "fork", us, paper: paper::figures("fork") },
             ],
         };
-        let mut text = Text::new(false);
-        report.render(&mut text);
-        insta::assert_snapshot!(text.finish());
+        let rendered = |cpus| {
+            let mut text = Text::new(false);
+            report(cpus).render(&mut text);
+            text.finish()
+        };
+        insta::assert_snapshot!(rendered(2));
+        assert!(rendered(1).contains("table 1 (one 3.0 GHz Xeon,"));
     }
 }
