@@ -43,8 +43,8 @@ const LIMIT: Duration = Duration::from_secs(3600);
 
 /// Time after which a virtual machine stands still, in wall time. A benchmark takes less than half of it.
 const STILL: Duration = Duration::from_secs(240);
-/// The most virtual machines for a pass.
-const GUESTS_MOST: u32 = 12;
+/// The virtual machines that may stand still at the same benchmark, in all passes. It is then left out.
+const STANDSTILLS_MOST: u32 = 2;
 /// The end of the suite's output.
 const END: &str = "== end";
 
@@ -196,8 +196,8 @@ pub struct Papers {
     pub kernel: String,
     /// Passes in each column.
     pub rounds: u32,
-    /// Virtual machines of KVM that have stood still and were started again.
-    pub stopped: u32,
+    /// Virtual machines of KVM that have stood still, by benchmark.
+    pub stopped: BTreeMap<&'static str, u32>,
     /// The part of a kernel that was built.
     pub part: String,
     /// The benchmarks, in the order of the suite.
@@ -226,7 +226,7 @@ pub fn measure(plan: Plan) -> Result<Papers> {
     let mut os = Value::Null;
     let suite = |plan: &Plan| -> Result<Pass> {
         let command = format!("/root/papers/suite {}", plan.words());
-        read(&machine.command(&command).timeout(LIMIT).run()?.check()?.stdout, plan)
+        read(&machine.command(&command).timeout(LIMIT).run()?.check()?.stdout, plan, &|_| false)
     };
     line.show("a pass to warm up");
     suite(&Plan::QUICK)?;
@@ -238,7 +238,7 @@ pub fn measure(plan: Plan) -> Result<Papers> {
         os = report;
     }
     leave_disks(&machine)?;
-    let mut stopped = 0;
+    let mut stopped = BTreeMap::new();
     for (round, column) in rounds(plan, &Column::GUEST) {
         begin(&machine, column)?;
         let mut show = |part: &str| line.show(&format!("round {round}: {}: {part}", column.name()));
@@ -317,37 +317,51 @@ fn leave_disks(machine: &Machine) -> Result<()> {
 ///
 /// In an emulator that counts instructions a virtual machine of KVM may stand still, with Mercury or without:
 /// its only processor waits for a lock that it holds. Then another one is started for the benchmarks that are
-/// left.
-fn guest_pass(machine: &Machine, plan: &Plan, stopped: &mut u32, show: &mut dyn FnMut(&str)) -> Result<Pass> {
-    let mut left: Vec<&str> = ["os"].into_iter().chain(APPLICATIONS.map(|(name, ..)| name)).collect();
+/// left. A benchmark at which that happens again is left out. `stopped` counts them.
+fn guest_pass(
+    machine: &Machine,
+    plan: &Plan,
+    stopped: &mut BTreeMap<&'static str, u32>,
+    show: &mut dyn FnMut(&str),
+) -> Result<Pass> {
+    let is_out = |stopped: &BTreeMap<&str, u32>, name: &str| {
+        stopped.get(name).is_some_and(|count| *count >= STANDSTILLS_MOST)
+    };
+    let all = ["os"].into_iter().chain(APPLICATIONS.map(|(name, ..)| name));
+    let mut left: Vec<&'static str> = all.filter(|name| !is_out(stopped, name)).collect();
     let mut said = String::new();
-    for _ in 0..GUESTS_MOST {
+    loop {
         show("a virtual machine starts");
         let mut guest = machine.spawn(&format!("exec /root/papers/guest {GUEST_MEMORY_MIB}"))?;
         match run_left(&mut guest, plan, &mut left, &mut said, show) {
             Ok(()) => {
                 guest.write_stdin(b"\n")?;
                 guest.wait(LIMIT)?.check()?;
-                return read(&said, plan);
+                return read(&said, plan, &|name| is_out(stopped, name));
             }
             Err(error) => {
                 // The machine itself must be well.
                 machine.sh("true")?;
-                show(&format!("the virtual machine stands still ({error})").replace('\n', " "));
-                *stopped += 1;
+                // One that has not even started is no matter of a benchmark.
+                let has_begun = guest.output_so_far().is_ok_and(|text| text.contains("ready"));
                 guest.kill(9)?;
                 let _ = guest.wait(STILL);
+                let Some(name) = left.first().copied().filter(|_| has_begun) else {
+                    return Err(error);
+                };
+                show(&format!("{name}: the virtual machine stands still"));
+                *stopped.entry(name).or_default() += 1;
+                left.retain(|name| !is_out(stopped, name));
             }
         }
     }
-    Err(Error::Host(format!("{GUESTS_MOST} virtual machines have stood still, before {left:?}")))
 }
 
 /// Runs each benchmark that is left twice: to warm up, and to measure it.
 fn run_left(
     guest: &mut Background,
     plan: &Plan,
-    left: &mut Vec<&str>,
+    left: &mut Vec<&'static str>,
     said: &mut String,
     show: &mut dyn FnMut(&str),
 ) -> Result<()> {
@@ -395,8 +409,8 @@ const APPLICATIONS: [(&str, &str, &str, &str); 6] = [
 
 const PINGS: f64 = 1000.0;
 
-/// Reads the output of the suite.
-fn read(said: &str, plan: &Plan) -> Result<Pass> {
+/// Reads the output of the suite, but for benchmarks that are left out.
+fn read(said: &str, plan: &Plan, is_out: &dyn Fn(&str) -> bool) -> Result<Pass> {
     let part = |name: &str| {
         let part = said.split_once(&format!("== {name}")).map_or("", |(_, rest)| rest);
         part.split_once("\n== ").map_or(part, |(part, _)| part).trim_start_matches(['\r', '\n'])
@@ -413,7 +427,7 @@ fn read(said: &str, plan: &Plan) -> Result<Pass> {
         let us = benchmark["us"]["median"].as_f64().ok_or_else(|| unexpected("bench os", &report))?;
         costs.insert(name.to_owned(), us * 1e3);
     }
-    for (name, ..) in APPLICATIONS {
+    for (name, ..) in APPLICATIONS.into_iter().filter(|(name, ..)| !is_out(name)) {
         let cost = match name {
             "postgres-read" => word_after(part(name), "tps = ").map(|tps| 1e9 / tps),
             "dbench-disk" => match dbench_operations(&part(name).replace('\r', "")) {
@@ -455,12 +469,15 @@ fn summarize(passes: &[(Column, Costs)], os: &Value) -> Vec<Measured> {
     let measured = |(name, paper): (&str, &Value)| {
         let native = of(Column::NativeLinux, name);
         let median = stats::median(&native);
-        let over = |column: Column| (column.name(), four(stats::median(&of(column, name)) / median));
+        let over = |column: Column| {
+            let costs = of(column, name);
+            (!costs.is_empty()).then(|| (column.name(), four(stats::median(&costs) / median)))
+        };
         Measured {
             name: name.to_owned(),
             operation: operation(name),
             native_instructions: median,
-            over_native: Column::COMPARED.map(over).into_iter().collect(),
+            over_native: Column::COMPARED.into_iter().filter_map(over).collect(),
             noise: native.iter().map(|cost| (cost / median - 1.0).abs()).fold(0.0, f64::max),
             cluster_2007: paper_ratios(&paper["cluster_2007"]),
             jcst_2012: paper_ratios(&paper["jcst_2012_up"]),
@@ -507,8 +524,7 @@ pub fn section(figures: &Papers) -> String {
         processor X-U and M-U are larger for that. Xen of the papers had no nested page tables. Its cost of\n\
         fork, mmap and page faults is code, and would be counted here.\n\n\
         In this emulator a virtual machine may stand still, with Mercury or without: its only processor\n\
-        waits for a lock that it holds. Then another one runs the benchmarks that are left. {} did so in\n\
-        this run.\n\n\
+        waits for a lock that it holds. Then another one runs the benchmarks that are left. {}\n\n\
         {}\n\
         The applications are:\n\n\
         - PostgreSQL, with pgbench's reading transactions;\n\
@@ -523,10 +539,22 @@ pub fn section(figures: &Papers) -> String {
         figures.machine,
         figures.kernel,
         if figures.rounds == 1 { "one pass".to_owned() } else { format!("{} passes", figures.rounds) },
-        figures.stopped,
+        standstills(&figures.stopped),
         operations_table(&operations),
         figures.part,
         applications_table(&applications),
+    )
+}
+
+/// Says where virtual machines have stood still.
+fn standstills(stopped: &BTreeMap<&str, u32>) -> String {
+    if stopped.is_empty() {
+        return "None did so in\nthis run.".to_owned();
+    }
+    let all: Vec<String> = stopped.iter().map(|(name, count)| format!("{count} in {name}")).collect();
+    format!(
+        "In this\nrun {} did so. A benchmark with {STANDSTILLS_MOST} of them is left out from then on.",
+        all.join(", ")
     )
 }
 
@@ -599,7 +627,7 @@ mod tests {
     #[test]
     fn a_pass_is_read_also_from_a_console() {
         for said in [said(), said().replace('\n', "\r\n")] {
-            let Pass { costs, .. } = read(&said, &Plan::QUICK).unwrap();
+            let Pass { costs, .. } = read(&said, &Plan::QUICK, &|_| false).unwrap();
             let all: Vec<(&str, f64)> = costs.iter().map(|(name, cost)| (name.as_str(), *cost)).collect();
             assert_eq!(
                 all,
@@ -621,19 +649,35 @@ mod tests {
         for (from, to) in
             [("elapsed_us 2000000", "make: ***"), ("tps = ", "failed: postgres-read "), ("8388608.0", "0.0")]
         {
-            assert!(read(&said().replace(from, to), &Plan::QUICK).is_err(), "{to}");
+            assert!(read(&said().replace(from, to), &Plan::QUICK, &|_| false).is_err(), "{to}");
         }
     }
 
+    /// What a virtual machine cannot do has no column, and a sentence.
+    #[test]
+    fn a_benchmark_that_is_left_out_has_no_figure() {
+        let without = said().replace("== build-kernel\nelapsed_us 2000000\n", "");
+        assert!(read(&without, &Plan::QUICK, &|_| false).is_err());
+        let Pass { costs, report } = read(&without, &Plan::QUICK, &|name| name == "build-kernel").unwrap();
+        let native = read(&said(), &Plan::QUICK, &|_| false).unwrap().costs;
+        let passes = [(Column::NativeLinux, native.clone()), (Column::MercuryAttached, native)];
+        let passes: Vec<_> = passes.into_iter().chain([(Column::Guest, costs)]).collect();
+        let all = summarize(&passes, &report);
+        let build = all.iter().find(|one| one.name == "build-kernel").unwrap();
+        assert_eq!(build.over_native, BTreeMap::from([("M-V", 1.0)]));
+        let figures = Papers { stopped: BTreeMap::from([("build-kernel", 2)]), benchmarks: all, ..figures() };
+        assert!(section(&figures).contains("2 in build-kernel did so"), "{}", section(&figures));
+    }
+
     fn figures() -> Papers {
-        let Pass { costs, report } = read(&said(), &Plan::QUICK).unwrap();
+        let Pass { costs, report } = read(&said(), &Plan::QUICK, &|_| false).unwrap();
         let times =
             |factor: f64| costs.iter().map(|(name, cost)| (name.clone(), cost * factor)).collect::<Costs>();
         let columns = Column::HOST.into_iter().chain(Column::GUEST);
         let passes: Vec<_> =
             columns.zip([1.0, 1.0, 1.01, 1.5, 1.6]).map(|(column, by)| (column, times(by))).collect();
         Papers {
-            stopped: 0,
+            stopped: BTreeMap::new(),
             is_quick: true,
             machine: "a machine".into(),
             kernel: "6.1".into(),
