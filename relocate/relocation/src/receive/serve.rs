@@ -533,6 +533,10 @@ impl Host {
             }
             Action::Start => {
                 note!("mercury: going on in the machine that has arrived");
+                // From here on a bare destination has no process that could say anything.
+                if let Some(link) = &mut self.link {
+                    link.sign_of_life();
+                }
                 match self.spare.go() {
                     Ok(()) => None,
                     Err(error) => {

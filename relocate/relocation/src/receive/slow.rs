@@ -49,6 +49,8 @@ struct Slow {
     start: Option<Duration>,
     /// Time until the started machine ends; `None`: never.
     end: Option<Duration>,
+    /// Time for which a bare destination stands still in a start that fails; `None`: the host is in use.
+    bare: Option<Duration>,
 }
 
 /// The memory that has arrived.
@@ -105,6 +107,10 @@ impl Spare for Fake {
     }
 
     fn go(&mut self) -> Result<()> {
+        if let Some(time) = self.slow.bare {
+            thread::sleep(time);
+            return Err(Error::fault("its CPUs have not met"));
+        }
         *self.started.lock().expect("no panic") = Some(Instant::now());
         self.stage.seen().said.push(Word::Started);
         Ok(())
@@ -249,4 +255,14 @@ fn a_guest_that_ends_in_its_start_is_lost() {
     let played = plays(slow, SILENCE, (SILENCE * 2, "resume"));
     assert!(matches!(played.ended, Ended::Resumed(_)) && played.is_started, "{:?}", played.ended);
     assert!(played.told.contains("was then restarted"), "{}", played.told);
+}
+
+/// A bare destination hangs in the start for longer than the connection is kept. The operator is told that it
+/// has begun, and decides. The start fails then, so nothing runs there.
+#[test]
+fn a_bare_destination_that_hangs_in_its_start_is_told_of() {
+    let slow = Slow { bare: Some(Duration::from_secs(9)), ..Slow::default() };
+    let played = plays(slow, SILENCE * 3, (Duration::from_secs(15), "resume"));
+    assert!(matches!(played.ended, Ended::Resumed(_)) && !played.is_started, "{:?}", played.ended);
+    assert!(played.told.contains("has confirmed that it begins the start"), "{}", played.told);
 }

@@ -49,6 +49,8 @@ const LAST_WORD: Duration = Duration::from_secs(2);
 const LINK_PATIENCE: Duration = Duration::from_secs(5);
 /// Times of silence for which this end waits in all, while the destination gives signs of life.
 const SIGNS_MAX: u32 = 6;
+/// What the operator is told besides, if the destination has begun the start and then fallen silent.
+const BEGUN: &str = "The destination has confirmed that it begins the start.";
 /// What the operator is told of a destination that gives signs of life, and has no answer yet.
 const STILL_STARTING: &str = "The destination starts this machine as a guest, and the guest does not say yet \
     that it runs. Nothing runs here. This end waits on, and goes on by itself as soon as an answer comes. \
@@ -359,6 +361,12 @@ impl<'a> Mover<'a> {
         }
     }
 
+    /// Returns true if the destination has given a sign of life since the commit.
+    fn has_begun(&self) -> bool {
+        let last = self.signed.map(|(_, last)| last);
+        self.committed.zip(last).is_some_and(|(committed, last)| last > committed)
+    }
+
     /// Returns true if the destination has given a sign of life a moment ago.
     fn is_signed(&self) -> bool {
         self.signed.is_some_and(|(_, last)| last.elapsed() <= LINK_PATIENCE)
@@ -487,6 +495,10 @@ impl<'a> Mover<'a> {
             }
             Action::Tell(Advice::NoAnswer) if self.is_signed() => {
                 self.advise(STILL_STARTING);
+                Step::None
+            }
+            Action::Tell(advice @ Advice::NoAnswer) if self.has_begun() => {
+                self.advise(&format!("{advice} {BEGUN}"));
                 Step::None
             }
             Action::Tell(advice) => {
