@@ -1351,7 +1351,30 @@ fn swapped_out_memory_is_read_back(machine: &Machine) -> Result<()> {
     for name in ["swapped", "again"] {
         assert_eq!(number(machine, &format!("/run/{name}"))?, 2);
     }
+    limited_groups_keep_their_programs(machine)?;
     machine.sh(&format!("swapoff {DISK}")).map(drop)
+}
+
+/// Refuses by name if a control group has no room for its swapped-out pages: the kernel would end its
+/// program. With room, the pages are read back.
+fn limited_groups_keep_their_programs(machine: &Machine) -> Result<()> {
+    const GROUP: &str = "/sys/fs/cgroup/limited";
+    machine
+        .sh(&format!("rm /run/look; echo +memory > /sys/fs/cgroup/cgroup.subtree_control; mkdir {GROUP}"))?;
+    let enter = format!("open('{GROUP}/cgroup.procs', 'w').write('0')\n");
+    start(machine, "limited", &format!("{enter}{SWAPPED}"), "")?;
+    machine.sh(&format!(
+        "cd {GROUP}; test $(cat memory.swap.current) -ge 8000000; \
+         echo $(($(cat memory.current) + 4194304)) > memory.max"
+    ))?;
+    let said = machine.run("mercury doctor")?;
+    assert!(said.stdout.contains("control group /limited may have"), "{}", said.stdout);
+    fails_with(machine, "mercury checkpoint /run/x", "control group /limited may have")?;
+    assert_eq!(number(machine, "/run/limited")?, 1, "the program lives");
+    machine.sh(&format!("echo max > {GROUP}/memory.max; mercury checkpoint /run/x && rm /run/x"))?;
+    machine.sh("touch /run/look; until grep -q '[23]' /run/limited; do sleep 0.1; done")?;
+    assert_eq!(number(machine, "/run/limited")?, 2);
+    machine.sh(&format!("grep -q '^oom_kill 0' {GROUP}/memory.events; sleep 1; rmdir {GROUP}")).map(drop)
 }
 
 /// A thread with a mount namespace of its own, and a file system mounted in it.

@@ -1,7 +1,7 @@
 //! Holding a machine still, so that its memory and its disks agree at one instant.
 //!
 //! * [`applications`], [`arrays`], [`disks`], [`swap`], [`watchdogs`]: programs and devices that are held,
-//!   and go on afterwards;
+//!   and go on afterwards; [`control_groups`]: the room for swapped-out pages;
 //! * [`mounts`], [`block_devices`]: what is mounted, and reads of the devices below;
 //! * [`file_systems`]: the table of types, with what changes in each of them;
 //! * [`fence`], [`stale`], [`ethernet`]: the network, on which no peer may hear two machines;
@@ -23,6 +23,7 @@ pub mod attached;
 pub mod block_devices;
 mod boot_map;
 mod claims;
+mod control_groups;
 mod cpuid;
 pub mod culprit;
 pub mod describe;

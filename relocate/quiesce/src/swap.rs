@@ -6,7 +6,12 @@
 //! number of free swap slots when no CPU runs anything else ([`Off::pages`]), and a change in
 //! between is noticed here ([`Off::refuse_changes`]).
 
-use super::{layers, mounts::unescaped, patient, reachable};
+use super::{
+    control_groups::{self, Kills},
+    layers,
+    mounts::unescaped,
+    patient, reachable,
+};
 use crate::undo::{Area, Undo, UndoProcess};
 use mercury_abi::code::Code;
 use mercury_abi::ioctl::MERCURY_SWAP_IN_MEMORY;
@@ -60,21 +65,28 @@ impl Area {
         }
     }
 
-    /// Switches the area off, which reads back its pages, as long as that makes progress and no
-    /// signal asks for an end.
-    fn switch_off(&self, sysroot: &Sysroot) -> io::Result<()> {
+    /// Switches the area off, which reads back its pages, as long as that makes progress, the kernel
+    /// ends no task for it, and no signal asks for an end.
+    fn switch_off(&self, kills: &Kills, sysroot: &Sysroot) -> io::Result<()> {
         let mut left = Remains::default();
         let get_on = |elapsed: Duration| {
             let used = self.left(sysroot);
             if elapsed > QUIET {
                 progress::line(&format!("reading back {} from {}", bytes(used), self.path.display()));
             }
-            left.goes_on(used, elapsed) && !interrupt::requested()
+            left.goes_on(used, elapsed) && !interrupt::requested() && !kills.rose(sysroot)
         };
         let result = patient::swap_off(&self.path, get_on);
         progress::line("");
         match result {
             Err(_) if interrupt::requested() => Err(io::ErrorKind::Interrupted.into()),
+            _ if kills.rose(sysroot) => {
+                let text = format!(
+                    "the kernel ended a program{} for lack of memory meanwhile",
+                    kills.named(sysroot)
+                );
+                Err(io::Error::new(io::ErrorKind::OutOfMemory, text))
+            }
             Err(error) if error.kind() == io::ErrorKind::TimedOut => {
                 let (left, patience) = (bytes(self.left(sysroot)), PATIENCE.as_secs());
                 let text = format!("its disk has given none of the last {left} for {patience} s");
@@ -141,14 +153,18 @@ fn named(areas: &[Area]) -> String {
 ///
 /// # Errors
 ///
-/// Returns an error if reading them back would leave hardly any memory.
+/// Returns an error if reading them back would leave hardly any memory, to the machine or to a control
+/// group with a limit.
 pub fn refuse(sysroot: &Sysroot) -> Result<()> {
     let mut found = on_disks(&sysroot.text(TABLE).unwrap_or_default(), sysroot);
     found.retain(|area| area.used > 0);
     let used: u64 = found.iter().map(|area| area.used).sum();
     let available = sysroot.available_memory().unwrap_or(0);
-    if used == 0 || used + RESERVE <= available {
+    if used == 0 {
         return Ok(());
+    }
+    if used + RESERVE <= available {
+        return refuse_tight(used, sysroot);
     }
     let text = format!(
         "{} of memory are swapped out to {}, which is in no image, and only {} are available to read it back",
@@ -158,6 +174,22 @@ pub fn refuse(sysroot: &Sysroot) -> Result<()> {
     );
     Err(Error::coded(Code::SwapInUse, text)
         .hint("stop programs until there is room for these pages in memory, and try again"))
+}
+
+/// Refuses a machine on which the kernel would end a task of a control group whose limit is too low.
+fn refuse_tight(used: u64, sysroot: &Sysroot) -> Result<()> {
+    let tight = control_groups::tight(used, sysroot);
+    let Some(first) = tight.first() else { return Ok(()) };
+    let described: Vec<_> = tight.iter().map(control_groups::Tight::describe).collect();
+    let text = format!(
+        "reading back what is swapped out would have the kernel end programs: {}",
+        described.join("; ")
+    );
+    Err(Error::coded(Code::SwapInUse, text).hint(format!(
+        "for the time of the command, raise each limit (the first one to {} in {}; a unit of systemd by \
+         `systemctl set-property --runtime UNIT MemoryMax=…`), or stop programs of the group",
+        first.wanted, first.file
+    )))
 }
 
 /// Swap areas on disks that are off until this is dropped.
@@ -188,15 +220,22 @@ impl Off {
             );
         }
         let mut off = Self { areas: Vec::new(), table: None };
+        let kills = Kills::now(sysroot);
         for area in found {
             let failed = |error: io::Error| {
                 let is_interrupted = error.kind() == io::ErrorKind::Interrupted;
                 let exit = if is_interrupted { Exit::Interrupted } else { Exit::Failed };
                 let text = format!("swap on {} could not be switched off: {error}", area.path.display());
-                Error::new(exit, text).hint("nothing was changed; free some memory, or try `swapoff -a`")
+                let hint = if kills.rose(sysroot) {
+                    "nothing else was changed; `dmesg` names the program; raise the limit of its group, and \
+                     try again"
+                } else {
+                    "nothing was changed; free some memory, or try `swapoff -a`"
+                };
+                Error::new(exit, text).hint(hint)
             };
             guard.will(&Undo::SwapOn(area.clone())).map_err(failed)?;
-            if let Err(error) = area.switch_off(sysroot) {
+            if let Err(error) = area.switch_off(&kills, sysroot) {
                 // The kernel may have come to the end just now. An area that is on is no error.
                 let _ = area.switch_on();
                 return Err(failed(error));
@@ -331,6 +370,29 @@ mod tests {
         assert_eq!(refuse(&with(&unused, 0, None).1), Ok(()));
     }
 
+    /// swapoff(2) charges what it reads back to control groups, and the kernel ends tasks of those
+    /// without room.
+    #[test]
+    fn room_is_wanted_in_control_groups() {
+        use crate::control_groups::tests::{group, mount, put};
+        let (_root, sysroot) = with(&BOTH.replace(" 12 ", " 524288 "), 1 << 20, None);
+        mount(&sysroot);
+        group(&sysroot, "/db.slice", [512, 212, 300]);
+        let error = refuse(&sysroot).expect_err("refused");
+        assert_eq!(error.code, Some(Code::SwapInUse));
+        assert!(error.message.contains("control group /db.slice may have 512 MiB, cannot"), "{error}");
+        let hint = error.hint.expect("a hint");
+        assert!(hint.contains("the first one to 570425344 in /sys/fs/cgroup/db.slice/memory.max"), "{hint}");
+        group(&sysroot, "/db.slice", [544, 212, 298]);
+        assert_eq!(refuse(&sysroot), Ok(()));
+        // A task that is ended all the same is told.
+        put(&sysroot, &[("proc/vmstat", "oom_kill 1\n".into())]);
+        let kills = Kills::now(&sysroot);
+        put(&sysroot, &[("proc/vmstat", "oom_kill 2\n".into())]);
+        let error = areas(BOTH)[1].switch_off(&kills, &sysroot).expect_err("no such area");
+        assert!(error.to_string().contains("ended a program for lack of memory"), "{error}");
+    }
+
     #[test]
     fn a_disk_that_gives_nothing_back_is_given_up() {
         let mut left = Remains::default();
@@ -341,7 +403,7 @@ mod tests {
         let (_root, sysroot) = with(BOTH, 0, None);
         let area = &areas(BOTH)[1];
         assert_eq!(area.left(&sysroot), 12 << 10);
-        let error = area.switch_off(&sysroot).expect_err("no such area");
+        let error = area.switch_off(&Kills::now(&sysroot), &sysroot).expect_err("no such area");
         assert!(matches!(error.raw_os_error(), Some(libc::EPERM | libc::EINVAL | libc::ENOENT)), "{error}");
     }
 

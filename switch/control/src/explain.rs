@@ -840,8 +840,10 @@ pub const TABLE: &[Entry] = &[
         Code::SwapInUse,
         "memory is swapped out, and there is no room to read it back",
         "An image, or a move, has only the contents of memory. Pages that are swapped out lie on a disk \
-         and would be missing.",
-        "stop programs until there is room for it in memory, and try again",
+         and would be missing. So they are read back, which needs room in memory, and below the limits of \
+         the control groups that they belong to: the kernel would end programs there.",
+        "stop programs until there is room for it in memory, or raise the limit of the named control group; \
+         try again",
     ),
     entry_of(
         Code::DevicesUnseen,
