@@ -3,8 +3,10 @@
 //! The files `frames.c`, `landing.c` and `places.c` of `switch/driver/snapshot/`, and `judge.c` of
 //! `switch/driver/watch/`, know nothing of the kernel. This crate compiles them for the host and compares
 //! them with models: for random input, and for all input up to a small size. `ioctls.rs` reads the driver's
-//! table of ioctls. Nothing uses the crate but its tests.
+//! table of ioctls, and `banks.rs` its list of registers. Nothing uses the crate but its tests.
 
+#[cfg(test)]
+mod banks;
 #[cfg(test)]
 mod frames;
 #[cfg(test)]

@@ -39,12 +39,12 @@ static const u32 kept_msrs[] = {
 	0x000006a0, 0x000006a7, 0x000006a2, 0x000006a4, 0x000006a8, 0x000006e1,
 	/* AMD's virtual SPEC_CTRL, load-store and decode configuration; Intel's TSX_CTRL, MCU_OPT_CTRL */
 	0xc001011f, 0xc0011020, 0xc0011029, 0x00000122, 0x00000123,
-	/* UMWAIT_CONTROL, ENERGY_PERF_BIAS, HWP_REQUEST, MISC_FEATURES_ENABLES, PASID, PQR_ASSOC */
-	0x000000e1, 0x000001b0, 0x00000774, 0x00000140, 0x00000d93, 0x00000c8f,
+	/* UMWAIT_CONTROL, EPB, HWP_REQUEST, MISC_FEATURES_ENABLES, PASID, PQR_ASSOC, HWP_REQUEST_PKG */
+	0x000000e1, 0x000001b0, 0x00000774, 0x00000140, 0x00000d93, 0x00000c8f, 0x00000772,
 	/* KVM's clock, steal time, page faults and ends of interrupts: beneath KVM they are addresses */
 	0x4b564d00, 0x4b564d01, 0x4b564d02, 0x4b564d03, 0x4b564d04,
-	/* DS_AREA */
-	0x00000600,
+	/* DS_AREA; AMD's boost (HWCR), Intel's prefetchers, frequency of the uncore */
+	0x00000600, MSR_K7_HWCR, 0x000001a4, 0x00000620,
 	/* Performance counters: Intel's, then AMD's. The MSRs that start them come last. */
 	0x000000c1, 0x000000c2, 0x000000c3, 0x000000c4, 0x000000c5, 0x000000c6, 0x000000c7, 0x000000c8,
 	0x00000309, 0x0000030a, 0x0000030b, 0x0000030c,
@@ -74,8 +74,8 @@ struct bank {
 	u32 first, count;
 };
 
-#define BANKS_MAX		12
-#define BANKED_MAX		512
+#define BANKS_MAX		16
+#define BANKED_MAX		640
 
 static struct bank banks[BANKS_MAX];
 static unsigned int bank_count, banked_count;
