@@ -20,10 +20,18 @@ use std::{
     io,
     os::unix::fs::{FileTypeExt, MetadataExt},
     path::Path,
+    time::{Duration, Instant},
 };
 
 /// Links from processes to files, besides their descriptors.
 const PLACES: [&str; 3] = ["cwd", "root", "exe"];
+
+/// Time for the kernel to give the map of one process, and for those of all. It waits while the process
+/// changes its map, and that may wait for a disk.
+const MAP_PATIENCE: Duration = Duration::from_secs(1);
+const MAPS_PATIENCE: Duration = Duration::from_secs(10);
+/// Longest part of a map that is searched, in bytes.
+const MAPS_LONGEST: usize = 16 << 20;
 
 /// Refuses a machine with a held disk that this command cannot hold still: the disk is neither
 /// mounted within reach, nor swap, nor a part of another device.
@@ -138,16 +146,24 @@ fn described(name: &str, sysroot: &Sysroot) -> String {
     format!("/dev/{name} ({kind}{users})")
 }
 
-/// Lists processes that use files on a device, or the device itself, such as "tail (77)".
+/// Lists processes that use files on a device, or the device itself, such as "tail (77)". The list is
+/// incomplete if a process does not give its map, because it waits for a disk.
 fn users(number: &str, sysroot: &Sysroot) -> Vec<String> {
+    let end = Instant::now() + MAPS_PATIENCE;
+    let maps = |folder: &str| {
+        let left = end.saturating_duration_since(Instant::now());
+        let path = sysroot.path(&format!("{folder}/maps"));
+        let read = || patient::read_file(&path, MAPS_LONGEST, MAP_PATIENCE).ok();
+        let bytes = if left.is_zero() { None } else { read() };
+        bytes.is_some_and(|bytes| maps_it(&String::from_utf8_lossy(&bytes), number))
+    };
     let mut processes = sysroot.names("proc");
     processes.retain(|name| name.bytes().all(|byte| byte.is_ascii_digit()));
     let uses = |process: &&String| {
         let folder = format!("proc/{process}");
         let descriptors = sysroot.names(&format!("{folder}/fd")).into_iter().map(|fd| format!("fd/{fd}"));
         let mut places = descriptors.chain(PLACES.map(str::to_owned));
-        places.any(|place| is_on(&sysroot.path(&format!("{folder}/{place}")), number))
-            || sysroot.text(&format!("{folder}/maps")).is_some_and(|maps| maps_it(&maps, number))
+        places.any(|place| is_on(&sysroot.path(&format!("{folder}/{place}")), number)) || maps(&folder)
     };
     let name = |process: &String| {
         format!("{} ({process})", sysroot.text(&format!("proc/{process}/comm")).unwrap_or_default())
@@ -274,6 +290,13 @@ mod tests {
         fs::write(root.path().join("proc/77/comm"), "tail\n").expect("a file");
         fs::write(root.path().join("proc/77/maps"), "0-1 r-xp 00000000 08:10 1234 /x\n").expect("a file");
         assert_eq!(described("sdb", &sysroot), "/dev/sdb (ext4, used by tail (77))");
+        // A map that is not given: opening a pipe without a writer waits.
+        fs::create_dir_all(root.path().join("proc/76")).expect("folders");
+        let pipe = root.path().join("proc/76/maps");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RWXU).expect("a pipe");
+        let begun = Instant::now();
+        assert_eq!(described("sdb", &sysroot), "/dev/sdb (ext4, used by tail (77))");
+        assert!(begun.elapsed() < MAPS_PATIENCE);
         let refusal = refusal(&["sdb".to_owned()], &sysroot);
         assert!(refusal.message.ends_with("tail (77)) [disks-unheld]"), "{}", refusal.message);
         assert_eq!(refusal.exit, Exit::Impossible);
