@@ -368,7 +368,8 @@ fn lockdown_forbids_what_it_should(machine: &Machine) -> Result<()> {
     );
     let doctor = machine.sh("mercury doctor")?;
     assert!(doctor.contains("no machine can be restored or received here"), "{doctor}");
-    for command in ["restore /dev/null", "receive"] {
+    assert!(doctor.contains("bringing the machine back was refused"), "{doctor}");
+    for command in ["restore /dev/null", "receive", "checkpoint --poweroff /run/x"] {
         let refusal = machine.mercury_refused(command)?;
         assert_eq!((refusal.exit, refusal.code.as_str()), (3, "locked-down"), "{refusal:?}");
     }

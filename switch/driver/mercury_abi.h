@@ -293,6 +293,11 @@
 #define MERCURY_MAP_BITS 0x100000
 /* Number of entries of a ReadList. So many pages are copied with interrupts off. */
 #define MERCURY_READ_LIST_MAX 16
+/*
+ * Largest Landing::cpus: the array at Landing::cpus_phys lies in the page of the
+ * Landing.
+ */
+#define MERCURY_LANDING_CPUS_MAX 506
 /* Number of entries of a LandingList. */
 #define MERCURY_LANDING_LIST_MAX 255
 /* Value of RestartRange::kind: memory that the image holds. */

@@ -59,7 +59,8 @@ pub fn add_restart(machine: &mut Machine, restart: &Restart) {
 }
 
 /// Reads the first processor's part of /proc/cpuinfo.
-fn processor(cpuinfo: &str) -> Processor {
+#[must_use]
+pub fn processor(cpuinfo: &str) -> Processor {
     let first = cpuinfo.split("\n\n").next().unwrap_or_default();
     let value = |name: &str| {
         let line = first.lines().find(|line| line.split(':').next().is_some_and(|key| key.trim() == name));

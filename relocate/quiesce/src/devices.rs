@@ -9,9 +9,10 @@ use super::{
     openers::{self, Openers, Process},
     rdma::{self, User},
 };
-use mercury_abi::code::Code;
+use mercury_abi::{code::Code, restart::LANDING_CPUS_MAX};
 use mercury_control::{
     error::{Error, Result},
+    exit::Exit,
     module,
     sysroot::Sysroot,
 };
@@ -276,6 +277,17 @@ pub fn refuse_offline(sysroot: &Sysroot) -> Result<()> {
     let text =
         format!("CPUs {offline} are present and offline: a machine with offline CPUs cannot be brought back");
     Err(Error::coded(Code::CpusOffline, text))
+}
+
+/// Refuses a machine with more CPUs than a restore can bring back.
+pub fn refuse_many_cpus(sysroot: &Sysroot) -> Result<()> {
+    let online = sysroot.online_cpus().iter().count();
+    if online <= LANDING_CPUS_MAX {
+        return Ok(());
+    }
+    let text = format!("{online} CPUs are online, and a restore brings back {LANDING_CPUS_MAX} at the most");
+    Err(Error::new(Exit::Impossible, text)
+        .hint("start the machine with fewer CPUs (`nr_cpus=` on the kernel's command line, or without SMT)"))
 }
 
 #[cfg(test)]

@@ -12,7 +12,7 @@ use super::{
     claims,
     file_systems::Kind,
     layers,
-    mounts::{Mounted, has_own_numbers, holder, mount, mounted},
+    mounts::{self, Mounted, Table, has_own_numbers, holder, mount, mounted},
     patient::{self, Disk, Progress},
     reachable,
 };
@@ -89,32 +89,15 @@ pub fn are_still(mounts: &[Mounted], sysroot: &Sysroot) -> Result<()> {
     Err(Error::new(Exit::Failed, "a file system was mounted or unmounted meanwhile").hint("try again"))
 }
 
-/// Lists disks that only other mount namespaces have, such as "/data (/dev/sdb1) of process 77". A
-/// thread may have a namespace of its own.
+/// Lists disks that only other mount namespaces have, such as "/data (/dev/sdb1) of process 77".
 fn elsewhere(mounts: &[Mounted], sysroot: &Sysroot) -> Vec<String> {
     let mut numbers: BTreeSet<_> = mounts.iter().map(|mount| mount.number.clone()).collect();
-    let mut namespaces = BTreeSet::new();
     let mut found = Vec::new();
-    let mut processes = sysroot.names("proc");
-    processes.retain(|name| name.bytes().all(|byte| byte.is_ascii_digit()));
-    for process in processes {
-        for thread in sysroot.names(&format!("proc/{process}/task")) {
-            let folder = format!("proc/{process}/task/{thread}");
-            let Ok(namespace) = std::fs::read_link(sysroot.path(&format!("{folder}/ns/mnt"))) else {
-                continue;
-            };
-            if !namespaces.insert(namespace) {
-                continue;
-            }
-            let who = match thread == process {
-                true => format!("process {process}"),
-                false => format!("thread {thread} of process {process}"),
-            };
-            let table = sysroot.bytes(&format!("{folder}/mountinfo")).unwrap_or_default();
-            for mount in String::from_utf8_lossy(&table).lines().filter_map(mount) {
-                if numbers.insert(mount.number.clone()) {
-                    found.push(format!("{} ({}) of {who}", mount.at.display(), mount.device.display()));
-                }
+    for Table { who, text } in mounts::tables(sysroot) {
+        let Some(who) = who else { continue };
+        for mount in text.lines().filter_map(mount) {
+            if numbers.insert(mount.number.clone()) {
+                found.push(format!("{} ({}) of {who}", mount.at.display(), mount.device.display()));
             }
         }
     }

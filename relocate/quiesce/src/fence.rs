@@ -7,7 +7,7 @@
 
 use super::{
     file_systems::{SERVER_NAMED, SERVER_UNNAMED},
-    mounts, reachable,
+    mounts, nfs, reachable,
 };
 use mercury_abi::ioctl::{FencePeer, MERCURY_FENCE_PEERS_MAX};
 use mercury_control::sysroot::Sysroot;
@@ -95,11 +95,14 @@ pub fn peers(files: &[&Path], processes: &[u32], sysroot: &Sysroot) -> Result<Ve
     Ok(peers.into_iter().collect())
 }
 
-/// Returns true if files or disks of this machine come from a server, known or not.
+/// Returns true if files or disks of this machine come from a server, known or not, in any mount
+/// namespace or in none.
 #[must_use]
 pub fn has_servers(sysroot: &Sysroot) -> bool {
-    let mountinfo = sysroot.text("proc/self/mountinfo").unwrap_or_default();
-    mountinfo.lines().any(|line| !matches!(of_file_system(line), Ok(None)))
+    let is_served =
+        |table: &mounts::Table| table.text.lines().any(|line| !matches!(of_file_system(line), Ok(None)));
+    mounts::tables(sysroot).iter().any(is_served)
+        || !nfs::volumes(sysroot).is_empty()
         || of_disks(sysroot).map_or(true, |peers| !peers.is_empty())
 }
 
@@ -249,6 +252,16 @@ mod tests {
             fs::write(at.join("proc/self/mountinfo"), line).expect("written");
             assert_eq!(has_servers(&sysroot), has, "{line}");
         }
+        fs::create_dir_all(at.join("proc/7/task/7/ns")).expect("made");
+        symlink("mnt:[7]", at.join("proc/7/task/7/ns/mnt")).expect("linked");
+        fs::write(at.join("proc/7/task/7/mountinfo"), ceph).expect("written");
+        assert!(has_servers(&sysroot), "a container has it");
+        fs::remove_dir_all(at.join("proc/7")).expect("gone");
+        assert!(!has_servers(&sysroot));
+        fs::create_dir_all(at.join("proc/self/net/nfsfs")).expect("made");
+        fs::write(at.join("proc/self/net/nfsfs/volumes"), "NV\nv3 0a000001  801 0:45 0:0 no\n")
+            .expect("written");
+        assert!(has_servers(&sysroot), "it is mounted nowhere, and a process uses it");
         assert!(of_file_system("30 22 0:30 / /x rw - cifs //a/b rw").is_err());
     }
 

@@ -247,6 +247,15 @@ fn table(number: &str) -> io::Result<Vec<Target>> {
         .ok_or_else(|| io::Error::other("the table is too long, or not understood"))
 }
 
+/// Returns the types in the table of a device of device mapper.
+///
+/// # Errors
+///
+/// Returns an error if the kernel does not tell.
+pub fn kinds(number: &str) -> io::Result<Vec<String>> {
+    Ok(table(number)?.into_iter().map(|(_, _, kind, _)| kind).collect())
+}
+
 /// Parses the targets in an answer: each has the offset of the next one, counted from the first.
 fn targets(answer: &[u8], count: u32) -> Option<Vec<Target>> {
     let text = |bytes: &[u8]| {

@@ -4,7 +4,7 @@
 //!   and go on afterwards; [`control_groups`]: the room for swapped-out pages;
 //! * [`mounts`], [`block_devices`]: what is mounted, and reads of the devices below;
 //! * [`file_systems`]: the table of types, with what changes in each of them;
-//! * [`fence`], [`stale`], [`ethernet`]: the network, on which no peer may hear two machines;
+//! * [`fence`], [`stale`], [`ethernet`], [`nfs`]: the network, on which no peer may hear two machines;
 //! * [`devices`], [`openers`], [`rdma`], [`waits`], [`reachable`]: devices that cannot be held, with the
 //!   names of their users;
 //! * [`undo`], [`guard`]: the process that undoes everything if the command is killed: its steps, and its
@@ -40,6 +40,7 @@ pub mod hook;
 mod layers;
 pub mod metal;
 pub mod mounts;
+pub mod nfs;
 pub mod nvme;
 pub mod openers;
 pub mod patient;

@@ -26,6 +26,52 @@ pub struct Mounted {
     pub writable: bool,
 }
 
+/// The table of mounts of a namespace.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Table {
+    /// A task in the namespace, such as "process 77"; `None` for this process's own.
+    pub who: Option<String>,
+    pub text: String,
+}
+
+impl Table {
+    /// Describes a mount point of the table, such as "/data of process 77".
+    #[must_use]
+    pub fn place(&self, at: &str) -> String {
+        let at = unescaped(at);
+        self.who.as_ref().map_or_else(|| at.clone(), |who| format!("{at} of {who}"))
+    }
+}
+
+/// Reads the tables of all mount namespaces that a task is in, each once, this process's first. A thread
+/// may have a namespace of its own.
+#[must_use]
+pub fn tables(sysroot: &Sysroot) -> Vec<Table> {
+    let text = |path: &str| {
+        let bytes = sysroot.bytes(path).unwrap_or_default();
+        String::from_utf8_lossy(&bytes).into_owned()
+    };
+    let namespace = |task: &str| std::fs::read_link(sysroot.path(&format!("proc/{task}/ns/mnt"))).ok();
+    let mut seen: BTreeSet<_> = namespace("self").into_iter().collect();
+    let mut tables = vec![Table { who: None, text: text("proc/self/mountinfo") }];
+    let mut processes = sysroot.names("proc");
+    processes.retain(|name| name.bytes().all(|byte| byte.is_ascii_digit()));
+    for process in processes {
+        for thread in sysroot.names(&format!("proc/{process}/task")) {
+            let task = format!("{process}/task/{thread}");
+            if !namespace(&task).is_some_and(|namespace| seen.insert(namespace)) {
+                continue;
+            }
+            let who = match thread == process {
+                true => format!("process {process}"),
+                false => format!("thread {thread} of process {process}"),
+            };
+            tables.push(Table { who: Some(who), text: text(&format!("proc/{task}/mountinfo")) });
+        }
+    }
+    tables
+}
+
 /// Lists mounted file systems on disks, each once.
 ///
 /// # Errors

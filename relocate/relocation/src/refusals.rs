@@ -2,16 +2,19 @@
 //! it begins. The commands refuse by these checks; `mercury migrate --dry-run` and `mercury doctor`
 //! predict by the same checks.
 
-use crate::tombstone;
+use crate::{restore::microcode, tombstone};
 use mercury_abi::code::Code;
 use mercury_control::{
     error::{Error, Result},
+    exit::Exit,
+    lockdown,
     sysroot::Sysroot,
 };
 use mercury_quiesce::{
-    devices, disks,
+    arrays, devices, disks,
     ethernet::{self, made},
     mounts::{self, Mounted},
+    nfs::{self, Volume},
     swap, watchdogs,
 };
 
@@ -57,6 +60,20 @@ const COMPARABLE: &str = "the fingerprints of all file systems can be compared";
 
 const QUESTIONS: &[Question] = &[
     Question {
+        name: "lockdown",
+        fine: "a restore environment may replace its memory",
+        before: &[PowerOff],
+        lifted_by: Some(Lifted::Devices),
+        ask: |_, sysroot| lockdown::refuse_restore("bringing the machine back", sysroot),
+    },
+    Question {
+        name: "microcode",
+        fine: "a restore environment has the same",
+        before: &[PowerOff],
+        lifted_by: Some(Lifted::Devices),
+        ask: |_, sysroot| refuse_microcode(sysroot),
+    },
+    Question {
         name: "swap",
         fine: "none, or room in memory to read it back",
         before: &[Checkpoint, PowerOff, Snapshot, Migrate],
@@ -99,6 +116,13 @@ const QUESTIONS: &[Question] = &[
         ask: |_, sysroot| devices::refuse_offline(sysroot),
     },
     Question {
+        name: "number of CPUs",
+        fine: "a restore brings back so many",
+        before: &[Checkpoint, PowerOff, Migrate],
+        lifted_by: Some(Lifted::Devices),
+        ask: |_, sysroot| devices::refuse_many_cpus(sysroot),
+    },
+    Question {
         name: "network cards",
         fine: "none is a part of a bond",
         before: &[Migrate],
@@ -111,6 +135,13 @@ const QUESTIONS: &[Question] = &[
         before: &[Checkpoint, PowerOff, Snapshot, Migrate],
         lifted_by: None,
         ask: |_, sysroot| disks::all(sysroot).map(drop),
+    },
+    Question {
+        name: "volumes",
+        fine: "none writes to its disks by itself, or it can be held",
+        before: &[PowerOff, Migrate],
+        lifted_by: None,
+        ask: |_, sysroot| arrays::refuse_restless(sysroot),
     },
     Question {
         name: "fingerprints",
@@ -206,6 +237,18 @@ fn refuse_uncomparable(operation: Operation, sysroot: &Sysroot) -> Result<()> {
     disks::refuse_unreadable(&mounts, sysroot)
 }
 
+/// Refuses a machine whose restore environment would have other microcode.
+fn refuse_microcode(sysroot: &Sysroot) -> Result<()> {
+    microcode::predict_in(sysroot).map_err(|why| {
+        let text = format!("a restore environment on this machine would refuse the image: {why}");
+        Error::new(Exit::Impossible, text).hint(
+            "restart this machine once, so that it starts with that microcode (`update-initramfs -u` puts \
+             it into the initial RAM disk), and try again; or go on with --force-devices, for an image that \
+             is only to be inspected",
+        )
+    })
+}
+
 /// Refuses a kernel whose function tracer is switched off: by tracing, the driver sees which memory
 /// devices are given.
 fn refuse_without_ftrace(sysroot: &Sysroot) -> Result<()> {
@@ -244,11 +287,10 @@ pub fn refuse_disks(sysroot: &Sysroot) -> Result<()> {
     Err(Error::coded(Code::DisksStayBehind, text))
 }
 
-/// Refuses NFS 4.1 and later, whose requests are numbered: a client that falls behind its server
-/// never recovers.
+/// Refuses NFS 4.1 and later in any mount namespace or in none ([`Volume::has_sessions`]).
 fn refuse_sessions(operation: Operation, sysroot: &Sysroot) -> Result<()> {
-    let mountinfo = sysroot.text("proc/self/mountinfo").unwrap_or_default();
-    let Some((at, version)) = mountinfo.lines().find_map(numbered) else { return Ok(()) };
+    let mut volumes = nfs::volumes(sysroot).into_iter();
+    let Some(Volume { at, version }) = volumes.find(Volume::has_sessions) else { return Ok(()) };
     if operation == Snapshot {
         let text = format!("{at} is on NFS {version}, which does not survive a rollback");
         return Err(Error::coded(Code::NfsSessions, text));
@@ -261,13 +303,6 @@ fn refuse_sessions(operation: Operation, sysroot: &Sysroot) -> Result<()> {
         "mount it with vers=4.0 or vers=3, or use --poweroff; or go on with --force-devices, for an image \
          that is only to be inspected",
     ))
-}
-
-/// Returns the mount point and the version of such an NFS file system, from its line of mountinfo.
-pub fn numbered(line: &str) -> Option<(&str, &str)> {
-    let (front, back) = line.split_once(" - nfs4 ")?;
-    let version = back.split([' ', ',']).find_map(|option| option.strip_prefix("vers="))?;
-    (version != "4.0").then_some((front.split(' ').nth(4)?, version))
 }
 
 /// Returns true if a rollback of memory leaves the file system as it is. RAM disks are memory.
@@ -331,6 +366,31 @@ mod tests {
             refuse_without_ftrace(&Sysroot::at(root.path())).map_err(|error| error.code)
         };
         assert_eq!((refused("1\n"), refused("0\n")), (Ok(()), Err(Some(Code::SnapshotDevices))));
+    }
+
+    /// The machine would be off when the restore environment says so.
+    #[test]
+    fn a_restore_that_would_be_refused_is_a_reason() {
+        let refused = |file: &str, text: &str| -> Vec<&'static str> {
+            let root = tempfile::tempdir().expect("a folder");
+            let path = root.path().join(file);
+            fs::create_dir_all(path.parent().expect("a folder")).expect("a folder");
+            fs::write(path, text).expect("a file");
+            fs::create_dir_all(root.path().join("proc/self")).expect("a folder");
+            fs::write(root.path().join("proc/self/mountinfo"), "").expect("a file");
+            let answers = [PowerOff, Migrate, Checkpoint, Snapshot].map(|operation| {
+                let all = ask(operation, &[], &Sysroot::at(root.path()));
+                all.into_iter().find(|answer| answer.result.is_err() && answer.about != "tombstone")
+            });
+            answers.into_iter().map(|answer| answer.map_or("", |answer| answer.about)).collect()
+        };
+        let lockdown = "sys/kernel/security/lockdown";
+        assert_eq!(refused(lockdown, "none [integrity] confidentiality"), ["lockdown", "", "", ""]);
+        assert_eq!(refused(lockdown, "[none] integrity confidentiality"), [""; 4]);
+        let online = "sys/devices/system/cpu/online";
+        let many = "number of CPUs";
+        assert_eq!(refused(online, "0-505"), [""; 4]);
+        assert_eq!(refused(online, "0-506"), [many, many, many, ""]);
     }
 
     #[test]

@@ -287,7 +287,6 @@ fn message(begin: &SnapshotRequest) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::refusals::numbered;
 
     fn mount(device: &str, writable: bool) -> Mounted {
         let (number, kind) = ("8:1".to_owned(), "ext4".to_owned());
@@ -301,15 +300,6 @@ mod tests {
         assert!(!is_left_behind(&mount("/dev/sda1", false)));
         assert!(!is_left_behind(&mount("/dev/ram0", true)));
         assert!(!is_left_behind(&mount("/dev/zram1", true)));
-    }
-
-    #[test]
-    fn numbered_requests() {
-        let line = |version| format!("22 1 0:20 / /srv rw - nfs4 10.0.0.1:/ rw,vers={version},addr=10.0.0.1");
-        assert_eq!(numbered(&line("4.2")), Some(("/srv", "4.2")));
-        assert_eq!(numbered(&line("4.0")), None);
-        assert_eq!(numbered("22 1 0:20 / / rw - nfs 10.0.0.1:/ rw,vers=3,addr=10.0.0.1"), None);
-        assert_eq!(numbered("22 1 8:1 / / rw - ext4 /dev/sda1 rw"), None);
     }
 
     #[test]

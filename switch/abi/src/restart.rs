@@ -73,6 +73,11 @@ pub struct Landing {
     pub reserved: u32,
 }
 
+/// Largest [`Landing::cpus`]: the array at [`Landing::cpus_phys`] lies in the page of the [`Landing`].
+pub const LANDING_CPUS_MAX: usize = 506;
+
+const _: () = assert!((4096 - size_of::<Landing>()) / size_of::<u64>() == LANDING_CPUS_MAX);
+
 /// Number of entries of a [`LandingList`].
 pub const LANDING_LIST_MAX: usize = 255;
 

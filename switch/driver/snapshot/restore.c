@@ -145,7 +145,7 @@ static u32 check_machine(const struct mercury_restart_request *request, struct m
 	/* A CPU that is offline waits in text that the landing overwrites. */
 	if (restore.cpu_count != num_online_cpus() || num_present_cpus() != num_online_cpus())
 		return MERCURY_CODE_RESTORE_CPUS;
-	if (sizeof(struct mercury_landing) + restore.cpu_count * sizeof(u64) > PAGE_SIZE)
+	if (restore.cpu_count > MERCURY_LANDING_CPUS_MAX)
 		return MERCURY_CODE_RESTORE_CPUS;
 	for_each_online_cpu(cpu) {
 		if (mercury_restore_slot(per_cpu(x86_cpu_to_apicid, cpu)) >= 0)

@@ -6,6 +6,7 @@ use super::{
     Prepared,
     beside::{Beside, Folders, Readers},
     init, kernel, menu,
+    microcode::Entry,
     size::Need,
 };
 use mercury_control::{
@@ -292,7 +293,7 @@ fn archive(purpose: &Purpose<'_>, sysroot: &Sysroot) -> Result<Vec<u8>> {
 
 /// Returns the early archive with microcode of this system's own initial RAM disk, if there is one,
 /// because processors must be the same as before.
-fn early_microcode(sysroot: &Sysroot) -> Vec<u8> {
+pub(super) fn early_microcode(sysroot: &Sysroot) -> Vec<u8> {
     let whole = sysroot.bytes(&format!("boot/initrd.img-{}", kernel::release(sysroot))).unwrap_or_default();
     let end = early_end(&whole).unwrap_or(0);
     whole[..end].to_vec()
@@ -300,18 +301,11 @@ fn early_microcode(sysroot: &Sysroot) -> Vec<u8> {
 
 /// Returns the end of the first archive, if it is not compressed and has microcode in it.
 fn early_end(bytes: &[u8]) -> Option<usize> {
-    const HEADER: usize = 110;
-    let number = |at: usize| {
-        let digits = std::str::from_utf8(bytes.get(at..at + 8)?).ok()?;
-        usize::from_str_radix(digits, 16).ok()
-    };
     let (mut at, mut found) = (0, false);
-    while bytes.get(at..at + 6)? == b"070701" {
-        let (size, name_size) = (number(at + 54)?, number(at + 94)?);
-        let name = bytes.get(at + HEADER..at + HEADER + name_size.checked_sub(1)?)?;
-        found |= name.starts_with(b"kernel/x86/microcode/");
-        at = (at + HEADER + name_size).next_multiple_of(4).checked_add(size)?.next_multiple_of(4);
-        if name == b"TRAILER!!!" {
+    while let Some(entry) = Entry::read(bytes, at) {
+        found |= entry.name.starts_with(b"kernel/x86/microcode/");
+        at = entry.next;
+        if entry.name == b"TRAILER!!!" {
             // Zeros pad up to the next archive.
             let zeros = bytes.get(at..)?.iter().take_while(|byte| **byte == 0).count();
             return found.then_some(at + zeros);

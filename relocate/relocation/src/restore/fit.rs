@@ -1,7 +1,7 @@
 //! Checks if an image fits this machine: collects every reason against it before anything is given
 //! up.
 
-use mercury_abi::restart::LANDING_LIST_MAX;
+use mercury_abi::restart::{LANDING_CPUS_MAX, LANDING_LIST_MAX};
 use mercury_control::{output::bytes, sysroot::Sysroot};
 use mercury_image::{Device, FileSystem, Frame, Iommu, Kind, Machine, PAGE, Range, Source};
 use mercury_quiesce::disks;
@@ -21,6 +21,12 @@ pub fn differences(image: &Machine, here: &Machine) -> Vec<String> {
         found.push(format!("Mercury is {}, the image's {}", here.mercury, image.mercury));
     }
     processor(image, here, &mut found);
+    let cpus = image.cpus.len();
+    if cpus > LANDING_CPUS_MAX {
+        found.push(format!(
+            "the image's machine has {cpus} CPUs, and a restore brings back {LANDING_CPUS_MAX}"
+        ));
+    }
     if image.firmware != here.firmware {
         found.push(memory(image, here));
     }
@@ -355,6 +361,17 @@ mod tests {
         // Images of earlier versions do not describe IOMMUs.
         other.iommus = None;
         assert_eq!(differences(&other, &machine()), Vec::<String>::new());
+    }
+
+    /// The driver would refuse the image when the machine is off.
+    #[test]
+    fn more_cpus_than_a_landing_has_room_for_are_refused() {
+        let mut many = machine();
+        many.cpus = vec![mercury_image::Cpu::default(); LANDING_CPUS_MAX];
+        assert_eq!(differences(&many, &many), Vec::<String>::new());
+        many.cpus.push(mercury_image::Cpu::default());
+        let found = differences(&many, &many);
+        assert_eq!(found, ["the image's machine has 507 CPUs, and a restore brings back 506"]);
     }
 
     #[test]

@@ -11,6 +11,7 @@ pub mod fit;
 pub mod init;
 pub mod kernel;
 pub mod menu;
+pub mod microcode;
 pub mod place;
 mod size;
 
