@@ -888,6 +888,38 @@ fn a_machine_that_ran_on_encrypts_nothing_twice() -> Result<()> {
     machine.ends_clean()
 }
 
+/// Restores a machine that was off twice from one image. Nothing has talked when it comes back the first
+/// time, and connections and keys go on. It notes that in the image. When it comes back again, it ends what
+/// its first return has used.
+#[test]
+#[ignore = "long"]
+fn a_machine_that_comes_back_twice_encrypts_nothing_twice() -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(Kernel::BookwormCloud))?;
+    start(&machine, "clock", CLOCK, "")?;
+    let (boot, _folder) = prepare(&machine, "--module $MERCURY_MODULE")?;
+    machine.sh("sync; mount -o remount,ro /; modprobe -r kvm_amd 2> /dev/null || true")?;
+    encrypt(&machine)?;
+    let boot_id = boot_id(&machine)?;
+    checkpoint(&machine)?;
+    let machine = machine.start_other(&boot)?;
+    is_well(&machine, &boot_id)?;
+    let is_used = |machine: &Machine| {
+        machine.sh(&format!("mercury inspect --quick --json {DISK} | grep -c '\"restored\": *true'"))
+    };
+    assert_eq!(is_used(&machine)?, "1");
+    assert_eq!(
+        machine.sh("sleep 2; ip xfrm state | grep -c proto; ls /run | grep -c ended || true")?,
+        "1\n0"
+    );
+    let machine = machine.start_other(&boot)?;
+    is_well(&machine, &boot_id)?;
+    nothing_is_encrypted_twice(&machine)?;
+    assert_eq!(is_used(&machine)?, "1");
+    machine.check_next_attach()?;
+    machine.ends_clean()
+}
+
 #[test]
 #[ignore = "long"]
 fn restores_in_place() -> Result<()> {

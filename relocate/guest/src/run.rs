@@ -32,7 +32,8 @@ use mercury_devices::{
     terminal,
     virtio::Device,
 };
-use mercury_image::{Machine, Timers};
+use mercury_image::{Identity, Machine, Timers};
+use mercury_quiesce::returned;
 use std::{
     fs,
     io::{self, Read},
@@ -271,11 +272,18 @@ impl Prepared {
     }
 }
 
+/// Notes in the image that its machine goes on, for a later return to hardware. The guest does not reach the
+/// image. The user who starts a guest may only be allowed to read it.
+fn note_return(path: &Path, identity: Identity) {
+    let _ = returned::note_at(path, Some(identity));
+}
+
 /// The machine of an image that can be a guest of this host. Nothing was changed.
 #[derive(Debug)]
 pub struct Guest {
     image: Image,
     plan: Plan,
+    path: PathBuf,
 }
 
 impl Guest {
@@ -286,7 +294,7 @@ impl Guest {
     pub fn prepare(path: &Path, drivers: &[&'static str], own: &[OwnDisk]) -> Result<Self> {
         let image = Image::open(path)?;
         let plan = Plan::of(image.machine().clone(), drivers, own, MemoryLimit::Available)?;
-        Ok(Self { image, plan })
+        Ok(Self { image, plan, path: path.to_owned() })
     }
 
     /// Returns the description of the machine.
@@ -309,10 +317,13 @@ impl Guest {
     pub fn start(mut self, options: &Options, memory_file: Option<&Path>) -> Result<Running> {
         if let Some(path) = memory_file {
             let view = clones::map(path, &mut self.image, &self.plan.firmware, &self.plan.layout)?;
-            return self.plan.prepare_with(view, options, None)?.start();
+            let prepared = self.plan.prepare_with(view, options, None)?;
+            note_return(&self.path, self.image.identity());
+            return prepared.start();
         }
         let prepared = self.plan.prepare(options, None)?;
         self.image.load(prepared.memory())?;
+        note_return(&self.path, self.image.identity());
         prepared.start()
     }
 }

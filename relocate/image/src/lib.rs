@@ -44,6 +44,11 @@
 //! together give the machine ([`Chain`]).
 //!
 //! Version 1 had neither parents nor hashes.
+//!
+//! # The note of a return
+//!
+//! When its machine has come back from an image of `--poweroff`, 0x5EED0000 is added to the version
+//! ([`Start`]). Nothing else of an image ever changes.
 
 mod chain;
 mod error;
@@ -55,6 +60,7 @@ mod pack;
 mod parent;
 mod reader;
 mod record;
+mod restored;
 mod writer;
 
 pub use chain::{Chain, Merged, PARENTS_MAX};
@@ -72,6 +78,7 @@ pub use reader::{Reader, verify};
 pub use record::{
     Chunk, Commit, Compressed, Frame, Identity, MAGIC, PAGE, Part, Source, VERSION, VERSION_OLDEST,
 };
+pub use restored::{START, Start};
 pub use writer::Writer;
 
 /// Physical address below which the restore environment lies. Frames above come first in an image.

@@ -31,7 +31,7 @@ impl<R: Read + Seek> Parent<R> {
     /// # Errors
     /// The file is no image, was never finished, has no hashes, or its hashes are damaged.
     pub fn open(mut from: R) -> Result<Self> {
-        let place = Place { record: 0, offset: read_start(&mut from)? };
+        let place = Place { record: 0, offset: read_start(&mut from)?.0 };
         let (header, payload) = read_record(&mut from, place, None)?;
         if header.kind != RecordKind::Machine {
             return Err(Error::Damaged(place, "it is not the description of the machine".into()));

@@ -6,7 +6,8 @@ use crate::{
     error::{Error, Place, Result},
     hashes::Hashes,
     machine::Machine,
-    record::{Chunk, Commit, HEADER, Header, Identity, MAGIC, Part, RecordKind, VERSION, VERSION_OLDEST},
+    record::{Chunk, Commit, HEADER, Header, Identity, MAGIC, Part, RecordKind},
+    restored::parse_version,
 };
 
 /// An image that is being read. Each chunk is checked by itself; only at the end is the image known
@@ -20,6 +21,7 @@ pub struct Reader<R> {
     seen: Commit,
     checksums: blake3::Hasher,
     commit: Option<Commit>,
+    was_restored: bool,
 }
 
 impl<R: Read> Reader<R> {
@@ -30,8 +32,10 @@ impl<R: Read> Reader<R> {
     pub fn open(from: R) -> Result<Self> {
         let (place, seen) = (Place { record: 0, offset: 0 }, Commit::default());
         let (machine, checksums) = (Machine::default(), blake3::Hasher::new());
-        let mut reader = Self { from, identity: None, machine, place, seen, checksums, commit: None };
-        reader.place.offset = read_start(&mut reader.from)?;
+        let (identity, commit) = (None, None);
+        let mut reader =
+            Self { from, identity, machine, place, seen, checksums, commit, was_restored: false };
+        (reader.place.offset, reader.was_restored) = read_start(&mut reader.from)?;
         let (header, payload, place) = reader.record()?;
         if header.kind != RecordKind::Machine {
             return Err(Error::Damaged(place, "it is not the description of the machine".into()));
@@ -49,6 +53,11 @@ impl<R: Read> Reader<R> {
     /// Returns the image's identity.
     pub fn identity(&self) -> Identity {
         self.identity.unwrap_or_default()
+    }
+
+    /// Returns true if the machine has come back from the image.
+    pub fn was_restored(&self) -> bool {
+        self.was_restored
     }
 
     /// Returns the number of bytes read so far.
@@ -149,8 +158,8 @@ impl<R: Read> Reader<R> {
     }
 }
 
-/// Reads the start of an image. Returns its length in bytes.
-pub fn read_start(from: &mut impl Read) -> Result<u64> {
+/// Reads the start of an image. Returns its length in bytes, and true if the machine has come back from it.
+pub fn read_start(from: &mut impl Read) -> Result<(u64, bool)> {
     let mut start = [0; MAGIC.len() + 4];
     match from.read_exact(&mut start) {
         Err(error) if error.kind() == ErrorKind::UnexpectedEof => return Err(Error::NotAnImage),
@@ -161,10 +170,8 @@ pub fn read_start(from: &mut impl Read) -> Result<u64> {
         return Err(Error::NotAnImage);
     }
     let version = u32::from_le_bytes([version[0], version[1], version[2], version[3]]);
-    if !(VERSION_OLDEST..=VERSION).contains(&version) {
-        return Err(Error::Version(version));
-    }
-    Ok(start.len() as u64)
+    let (_, was_restored) = parse_version(version).map_err(Error::Version)?;
+    Ok((start.len() as u64, was_restored))
 }
 
 /// Reads a record's header. Refuses another identity than `identity`, if one is given.

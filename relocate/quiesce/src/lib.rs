@@ -10,6 +10,7 @@
 //! * [`undo`], [`guard`]: the process that undoes everything if the command is killed: its steps, and its
 //!   work;
 //! * [`describe`], [`hardware`], [`guest`]: the machine's description, and what it needs as a guest;
+//! * [`returned`]: the note of a return, in the image;
 //! * [`pool`], [`phases`], [`patient`]: memory for the instant, times, and reads that do not wait for ever;
 //! * [`attached`], [`hook`], [`culprit`], [`this_process`]: the hypervisor for one command, the operator's
 //!   hook, the device that did not stop, and the command's own process.
@@ -48,6 +49,7 @@ pub mod phases;
 pub mod pool;
 pub mod rdma;
 pub mod reachable;
+pub mod returned;
 pub mod stale;
 pub mod stillness;
 pub mod swap;

@@ -67,6 +67,12 @@ impl Image {
         self.reader.identity()
     }
 
+    /// Returns true if its machine has come back from it.
+    #[must_use]
+    pub fn was_restored(&self) -> bool {
+        self.reader.was_restored()
+    }
+
     /// Returns the number of bytes read so far.
     #[must_use]
     pub fn offset(&self) -> u64 {
@@ -110,6 +116,16 @@ impl Image {
 fn how_far(doing: &str, offset: u64, length: Option<u64>) -> String {
     let of = length.map(|length| format!(" of {} ({} %)", bytes(length), offset * 100 / length.max(1)));
     format!("{doing}: {}{}", bytes(offset), of.unwrap_or_default())
+}
+
+/// Tells the operator if the machine of an image has come back from it before.
+pub fn tell_of_return(image: &Image) {
+    if image.was_restored() {
+        eprintln!(
+            "note: a machine has come back from this image before, and used its connections and keys since; \
+             this one ends connections with other machines, and security associations of IPsec"
+        );
+    }
 }
 
 /// Makes the error for one of several images.

@@ -711,8 +711,8 @@ pub const TABLE: &[Entry] = &[
     entry_of(
         Code::RestoreCpus,
         "the CPUs of the image are not those of this machine",
-        "Every CPU that was online must be there again, with the same APIC ID, and there must be no other. There \
-         may be 506 at the most.",
+        "Every CPU that was online must be there again, with the same APIC ID, and there must be no \
+         other. There may be 506 at the most.",
         "restore the image where it was made, or on a machine equal to that one; all its CPUs must be \
          online, so boot without nosmt and maxcpus",
     ),

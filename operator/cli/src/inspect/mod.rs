@@ -37,6 +37,8 @@ pub struct InspectArgs {
 pub struct Report {
     identity: String,
     machine: Machine,
+    /// True if its machine has come back from it.
+    restored: bool,
     /// Bytes read.
     bytes: u64,
     /// Commit record at the end, if the whole image was read and is intact.
@@ -45,7 +47,7 @@ pub struct Report {
 
 impl Render for Report {
     fn render(&self, to: &mut Text) {
-        let Self { identity, machine, bytes: length, commit } = self;
+        let Self { identity, machine, restored, bytes: length, commit } = self;
         let memory = machine.kept_pages().saturating_mul(4096);
         to.line(format!("image {identity}, by mercury {}", machine.mercury));
         if let Some(parent) = machine.parents.last() {
@@ -60,6 +62,9 @@ impl Render for Report {
         to.line(format!("processor: {}, microcode {}", machine.processor.model, machine.processor.microcode));
         to.wrapped("kernel: ", &machine.kernel);
         to.line(format!("taken at: {}, by the machine's own clock", when::utc(machine.taken_at)));
+        if *restored {
+            to.line("restored: its machine has come back from it");
+        }
         for device in &machine.devices {
             let driver = device.driver.as_deref().unwrap_or("–");
             to.line(format!("device {}: {} {driver}", device.address, device.id));
@@ -121,6 +126,7 @@ pub fn run(args: &InspectArgs, say: Say<'_>) -> Result<Exit> {
     say.done(&Report {
         identity: image.identity().to_string(),
         machine: image.machine().clone(),
+        restored: image.was_restored(),
         bytes: image.offset(),
         commit: image.commit().cloned(),
     });
@@ -135,7 +141,9 @@ mod tests {
     fn the_instant_is_a_date() {
         let machine = Machine { taken_at: 1_795_568_400, ..Machine::default() };
         let mut text = Text::new(false);
-        Report { identity: String::new(), machine, bytes: 0, commit: None }.render(&mut text);
-        assert!(text.finish().contains("\ntaken at: 2026-11-25 01:00:00 UTC, by the machine's own clock\n"));
+        Report { identity: String::new(), machine, restored: true, bytes: 0, commit: None }.render(&mut text);
+        let text = text.finish();
+        assert!(text.contains("\ntaken at: 2026-11-25 01:00:00 UTC, by the machine's own clock\n"));
+        assert!(text.contains("\nrestored: "), "{text}");
     }
 }

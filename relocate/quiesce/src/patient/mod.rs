@@ -342,6 +342,15 @@ pub fn answers(path: &Path) -> io::Result<()> {
     Disk::open_with(path, flags, PATIENCE)?.read_at(0, 4096).map(drop)
 }
 
+/// Reads a file of the kernel, `length` bytes at the most.
+///
+/// # Errors
+///
+/// Returns an error if it cannot be read, or a request takes longer than `patience`.
+pub fn read_file(path: &Path, length: usize, patience: Duration) -> io::Result<Vec<u8>> {
+    Disk::open_with(path, 0, patience)?.read_at(0, length)
+}
+
 /// Writes all cached file data to disks and servers, within `patience`.
 ///
 /// # Errors
@@ -429,6 +438,53 @@ pub fn claim(path: &Path) -> io::Result<()> {
     };
     // SAFETY: `work` makes a system call, and there is nothing to undo.
     unsafe { call(None, |elapsed| elapsed < PATIENCE, work, || ()) }
+}
+
+/// Length of the beginning that [`read_beginning`] and [`write_beginning`] handle.
+pub const BEGINNING: usize = 4096;
+
+/// Reads the beginning of an open device or file.
+///
+/// # Errors
+///
+/// Returns an error if it cannot be read, is shorter, or takes longer than [`PATIENCE`].
+pub fn read_beginning(file: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
+    let shared = Shared::new()?;
+    let buffer = shared.0.as_ptr();
+    let work = || {
+        // SAFETY: the buffer has CHUNK bytes, and the descriptor is the child's file.
+        match unsafe { libc::pread(FILE, buffer, BEGINNING, 0) } {
+            read if read == BEGINNING as isize => 0,
+            read if read < 0 => failed(),
+            _ => -i64::from(libc::EIO),
+        }
+    };
+    // SAFETY: `work` makes a system call, and there is nothing to undo.
+    unsafe { call(Some(file), |elapsed| elapsed < PATIENCE, work, || ()) }?;
+    Ok(shared.copy(BEGINNING))
+}
+
+/// Writes the beginning of an open device or file, and makes it durable.
+///
+/// # Errors
+///
+/// Returns an error if that fails, or takes longer than [`PATIENCE`]; it may be written later then.
+pub fn write_beginning(file: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<()> {
+    let shared = Shared::new()?;
+    let (buffer, length) = (shared.0.as_ptr(), shared.fill(bytes));
+    let work = || {
+        // SAFETY: the buffer has CHUNK bytes, and the descriptor is the child's file.
+        unsafe {
+            match libc::pwrite(FILE, buffer, length, 0) {
+                written if written < 0 => failed(),
+                written if written as usize != length => -i64::from(libc::EIO),
+                _ if libc::fdatasync(FILE) < 0 => failed(),
+                _ => 0,
+            }
+        }
+    };
+    // SAFETY: `work` makes system calls. A late write is as good as one in time.
+    unsafe { call(Some(file), |elapsed| elapsed < PATIENCE, work, || ()) }
 }
 
 /// Bytes of one request.
@@ -678,6 +734,20 @@ mod tests {
             assert!(begun.elapsed() < Duration::from_secs(60), "nothing was undone");
             std::thread::sleep(Duration::from_millis(10));
         }
+    }
+
+    #[test]
+    fn a_beginning_is_written_again() {
+        let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).expect("a file");
+        let fd = file.as_file().as_fd();
+        assert_eq!(read_beginning(fd).expect_err("empty").raw_os_error(), Some(libc::EIO));
+        file.as_file().set_len(10_000).expect("longer");
+        write_beginning(fd, &[7; BEGINNING]).expect("written");
+        assert_eq!(read_beginning(fd).expect("read"), [7; BEGINNING]);
+        assert_eq!(file.as_file().metadata().expect("metadata").len(), 10_000);
+        let null = fs::File::open("/dev/null").expect("a file");
+        let error = write_beginning(null.as_fd(), &[0; BEGINNING]).expect_err("not open for writing");
+        assert_eq!(error.raw_os_error(), Some(libc::EBADF));
     }
 
     #[test]

@@ -1,12 +1,18 @@
 //! The network around the instant: which life of the machine may talk.
 
-use super::target::Target;
+use super::{
+    once::{Once, Return},
+    target::Target,
+};
 use crate::options::CheckpointOptions;
 use mercury_control::{
     device::{Device, Silent},
-    error::Result,
+    error::{Error, Result},
+    exit::Exit,
+    monitor::is_guest,
     sysroot::Sysroot,
 };
+use mercury_image::Identity;
 use mercury_quiesce::{
     fence,
     stale::{Connections, Stale},
@@ -22,14 +28,37 @@ pub(super) struct Fenced {
     pub(super) stale: Option<Stale>,
     /// The machine that is silent after the instant.
     pub(super) silent: Silent,
+    /// With a first life that says nothing: the note of the return.
+    once: Option<Once>,
 }
 
 impl Fenced {
-    /// Ends the connections that the first life has used, in the restored machine and before their
-    /// packets go out.
-    pub(super) fn has_returned(&mut self, device: &Device, sysroot: &Sysroot) -> Result<()> {
+    /// Ends the connections that an earlier life has used, in the restored machine and before their
+    /// packets go out. Returns the reason if those end that should go on.
+    pub(super) fn has_returned(&mut self, device: &Device, sysroot: &Sysroot) -> Result<Option<String>> {
         self.stale.iter_mut().for_each(|stale| stale.end(sysroot));
-        if self.silent == Silent::First { Ok(()) } else { device.fence_down_afresh() }
+        let Some(once) = &mut self.once else { return device.fence_down_afresh().map(|()| None) };
+        // A guest does not reach the image.
+        let note = |once: &Once| if is_guest() { Return::First } else { once.note() };
+        let end_all = |once: &mut Once, why| {
+            once.all.iter_mut().for_each(|all| all.end(sysroot));
+            Ok(Some(format!("connections with other machines were ended, because {why}")))
+        };
+        match once.is_at_hand().then(|| note(once)) {
+            Some(Return::First) if once.is_alone => device.fence_down().map(|()| None),
+            Some(Return::Again(why)) if once.is_alone => {
+                let ended = end_all(once, why);
+                device.fence_down_afresh().and(ended)
+            }
+            early => {
+                // With peers the root may be behind the fence, and to search all namespaces takes paths.
+                device.fence_down_afresh()?;
+                match early.unwrap_or_else(|| note(once)) {
+                    Return::First => Ok(None),
+                    Return::Again(why) => end_all(once, why),
+                }
+            }
+        }
     }
 
     /// Takes the fence away, in the machine that runs on.
@@ -51,7 +80,7 @@ pub(super) fn silence_second_life(
     // whose files come from a server: even a look-up of /proc may ask the server of the root.
     let fenced = !fence::has_servers(sysroot) && device.fence(&[], Silent::Second).is_ok();
     let silent = if fenced { Silent::Second } else { Silent::Both };
-    Ok(Fenced { unfenced, stale, silent })
+    Ok(Fenced { unfenced, stale, silent, once: None })
 }
 
 /// Fences off a machine that stands still until it is off, so that it neither sends nor receives.
@@ -60,6 +89,7 @@ pub(super) fn raise_fence(
     args: &CheckpointOptions,
     device: &Device,
     target: &Target,
+    identity: Identity,
     sysroot: &Sysroot,
 ) -> Result<Fenced> {
     if !args.poweroff || args.no_fence {
@@ -79,10 +109,15 @@ pub(super) fn raise_fence(
         Ok(peers) => peers,
         Err(why) => return silence_second_life(device, Some(unfenced(why)), sysroot),
     };
+    let once = Once::prepare(&args.image, identity, peers.is_empty()).map_err(|error| {
+        Error::new(Exit::Failed, format!("{} cannot be opened: {error}", args.image))
+            .hint("nothing was changed; see in `dmesg` what its disk says, and try again")
+    })?;
     keep_in_memory()?;
-    let silent = if peers.is_empty() { Silent::First } else { Silent::Both };
+    // The machine that comes back is silent until it has noted that.
+    let silent = Silent::Both;
     device.fence(&peers.iter().copied().map(Into::into).collect::<Vec<_>>(), silent)?;
     // Without this the connections end after minutes.
     let stale = if peers.is_empty() { None } else { Stale::prepare(Connections::WithPeers(peers)).ok() };
-    Ok(Fenced { unfenced: None, stale, silent })
+    Ok(Fenced { unfenced: None, stale, silent, once: Some(once) })
 }

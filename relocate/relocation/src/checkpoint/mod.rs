@@ -21,6 +21,7 @@
 
 mod fenced;
 pub mod incremental;
+mod once;
 mod refuse;
 pub mod report;
 pub mod series;
@@ -60,7 +61,7 @@ use mercury_quiesce::{
     attached::Attached,
     culprit, describe, disks, fence, guest, hardware, hook, patient,
     phases::Phases,
-    pool,
+    pool, returned,
     stillness::{Extent, Stillness},
     swap, this_process,
     undo::{Undo, UndoProcess},
@@ -171,9 +172,16 @@ fn finish(
     // SAFETY: touches no memory of this process.
     unsafe { libc::reboot(libc::RB_POWER_OFF) };
     let error = std::io::Error::last_os_error();
+    let text = format!("the machine could not be powered off: {error}");
+    let hint = "it runs on, so its disks change: the image can be restored only with the disks as they were";
+    // The machine uses its connections again as soon as nothing holds it.
+    let noted = match &args.image {
+        Name::Path(path) => returned::note_at(path, None),
+        Name::Remote { .. } | Name::Stdout => Err(std::io::ErrorKind::Unsupported.into()),
+    };
     drop(held);
-    Err(Error::new(Exit::Failed, format!("the machine could not be powered off: {error}"))
-        .hint("it runs on, so its disks change: the image can be restored only with the disks as they were"))
+    let end = if noted.is_ok() { ". Its connections end then" } else { ". Remove it: its keys are used on" };
+    Err(Error::new(Exit::Failed, text).hint(format!("{hint}{end}")))
 }
 
 /// Makes an image, and records the outcome for `mercury metrics`.
@@ -274,7 +282,7 @@ fn checkpoint(
 ) -> Result<(Report, HeldUntilOff)> {
     let new = New { identity: Identity(random()?), before };
     let pool = pool::pages(args.pool, pool::GROWING_MOST_MIB, sysroot)?;
-    let mut instant = reach(args, device, &target, sysroot, pool, guard)?;
+    let mut instant = reach(args, device, &target, new.identity, sysroot, pool, guard)?;
     let mut report = Report {
         identity: new.identity.to_string(),
         parent: new.before.lineage().last().map(Identity::to_string),
@@ -364,6 +372,7 @@ fn reach(
     args: &CheckpointOptions,
     device: &Device,
     target: &Target,
+    identity: Identity,
     sysroot: &Sysroot,
     pool: u64,
     guard: &mut UndoProcess,
@@ -396,7 +405,7 @@ fn reach(
         false => 0,
     });
     disks::sync(&mounts, sysroot)?;
-    let mut fenced = raise_fence(args, device, target, sysroot)?;
+    let mut fenced = raise_fence(args, device, target, identity, sysroot)?;
     let begun = time::Instant::now();
     // Applications that go on after the instant would act on the world, and their actions would be
     // lost with the machine's first life. The kernel's own freezer knows no order, and would wait
@@ -431,7 +440,7 @@ fn reach(
     let mut missing = if restored { readiness.arrive().unwrap_or_default() } else { Vec::new() };
     if restored {
         // A server of files may take a minute to answer the restored machine.
-        guard.hear_during(|| fenced.has_returned(device, sysroot))?;
+        missing.extend(guard.hear_during(|| fenced.has_returned(device, sysroot))?);
         missing.extend(guard.hear_during(|| readiness.note(sysroot)));
     } else {
         swap::end_if_swap_changed(device, &swap)?;

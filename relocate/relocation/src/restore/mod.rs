@@ -148,6 +148,7 @@ fn refuse_disks(args: &RestoreOptions, machine: &Machine) -> Result<()> {
 fn verify(image: &Path, memory_mib: u64) -> Result<(Machine, fit::Room)> {
     let mut opened = Image::open(image)?;
     images::refuse_incremental(image, opened.machine())?;
+    images::tell_of_return(&opened);
     let mut room = fit::Room::new(&opened.machine().ranges, memory_mib);
     opened.read("checking the image", &Deferred::begin(), |chunk| {
         chunk.frames.iter().for_each(|frame| room.add(frame));
