@@ -170,10 +170,8 @@ impl Arrays {
     ///
     /// # Errors
     ///
-    /// Returns an error if one cannot be held, or a volume of another kind writes by itself; the others
-    /// are released then.
+    /// Returns an error if one cannot be held; the others are released then.
     pub fn hold(guard: &mut UndoProcess, sysroot: &Sysroot) -> Result<Self> {
-        refuse_restless(sysroot)?;
         let mut arrays = Self::default();
         for array in all(sysroot) {
             let failed = |error: io::Error| restless(&array, &error.to_string());

@@ -13,7 +13,7 @@ use mercury_control::{
     sysroot::Sysroot,
 };
 use mercury_image::Machine;
-use mercury_quiesce::{disks, mounts, reachable};
+use mercury_quiesce::{arrays, disks, mounts, reachable};
 use std::os::unix::fs::FileTypeExt;
 
 pub(super) fn no_parent() -> Error {
@@ -31,12 +31,16 @@ pub(super) fn below<'a>(
     mounts::holder(mounts, &part, sysroot)
 }
 
-/// Refuses to power off a machine that could not be brought back.
+/// Refuses to power off a machine that could not be brought back, and a hook for disks that change by
+/// themselves.
 pub(super) fn refuse_blind(
     args: &CheckpointOptions,
     mounts: &[mounts::Mounted],
     sysroot: &Sysroot,
 ) -> Result<()> {
+    if args.poweroff || args.hook.is_some() {
+        arrays::refuse_restless(sysroot)?;
+    }
     if !args.poweroff {
         return Ok(());
     }

@@ -33,7 +33,7 @@ use mercury_migration::{
 };
 use mercury_quiesce::{
     applications::{Frozen, Throttle},
-    arrays::Arrays,
+    arrays::{Arrays, refuse_restless},
     culprit, describe, devices,
     disks::{self, Still},
     ethernet::{self, made},
@@ -267,6 +267,7 @@ impl System for Here<'_> {
             devices::refuse_untracked(sysroot)?;
         }
         self.quiesce_failures = culprit::quiesce_failures(sysroot);
+        refuse_restless(sysroot)?;
         let arrays = Arrays::hold(guard, sysroot)?;
         let still = Still::hold(&mounts, guard)?;
         arrays.wait(sysroot)?;
