@@ -88,8 +88,8 @@ pub struct TemplateArgs {
     /// Stay in the foreground, for a service manager
     #[arg(long)]
     pub foreground: bool,
-    /// A folder on a disk for machines that are put to sleep when the host has little memory. Without it no
-    /// machine is put to sleep
+    /// A folder on a disk for machines that are put to sleep when the host has little memory: idle ones, and
+    /// others for a while if no machine is idle. Without it no machine is put to sleep
     #[arg(long, value_name = "FOLDER")]
     pub sleep_in: Option<PathBuf>,
 }

@@ -22,7 +22,7 @@ use crate::{
     fork::{self, Image},
     generator::random,
     layout::PAGE,
-    memory::{layers::Run, new_file},
+    memory::{blocks, layers::Run, new_file},
     process::{self, Fork},
     sandbox,
     saved::{Life, Saved, Still},
@@ -62,6 +62,12 @@ impl Room {
     #[must_use]
     pub fn descriptors(&self) -> [RawFd; 3] {
         [self.state.as_raw_fd(), self.places.as_raw_fd(), self.own.as_raw_fd()]
+    }
+
+    /// Returns the memory that [`load`] has filled so far, in bytes.
+    #[must_use]
+    pub fn filled(&self) -> u64 {
+        blocks(self.own.as_raw_fd()) * 512
     }
 
     /// Returns the machine after [`load`] has succeeded with these files.

@@ -11,7 +11,8 @@
 //! Before that it writes the file's [`Life`] to its [mark](Link::keep_mark): the file is void from then on.
 //! So there is always exactly one of both, whichever process is killed.
 //!
-//! The template also sets the size of the machine's balloon, and has pages of zeros removed from its file.
+//! The template also sets the size of the machine's balloon, has pages of zeros removed from its file, and
+//! limits its growth ([`crate::throttle`]).
 //!
 //! State and places go through two files that both have open, so no message is long. A program that has taken
 //! over its machine can write anything there. So the template waits for a limited time, copies before it
@@ -43,6 +44,7 @@ use crate::{
         new_file, read_at, seal,
     },
     saved::{Kind, Life, Still},
+    throttle::{self, Account, Words},
 };
 
 /// The signal that tells a machine to look at its socket. A process that does not handle it yet ignores it.
@@ -287,11 +289,11 @@ pub struct Forked {
 struct Shared {
     state: File,
     places: File,
-    /// The [`Size`] of the machine's balloon.
-    balloon: File,
+    /// The [`Words`] of the machine: the size of its balloon, and its throttle.
+    words: File,
 }
 
-/// The name of the file with a balloon's size, as `/proc` shows it.
+/// The name of the file that begins with a balloon's size, as `/proc` shows it.
 pub const BALLOON_FILE: &str = "/memfd:mercury-balloon (deleted)";
 
 /// The template's way to a machine.
@@ -378,8 +380,8 @@ impl Pair {
         // SAFETY: The descriptors were made above and have no other owner.
         let [socket, other] = ends.map(|end| unsafe { OwnedFd::from_raw_fd(end) });
         let file = || new_file(c"mercury-state", 0, 0).map(File::from);
-        let balloon = new_file(c"mercury-balloon", size_of::<Size>() as u64, 0)?.into();
-        let shared = Arc::new(Shared { state: file()?, places: file()?, balloon });
+        let words = new_file(c"mercury-balloon", size_of::<Words>() as u64, 0)?.into();
+        let shared = Arc::new(Shared { state: file()?, places: file()?, words });
         Ok(Self { socket, link: Link { socket: other, shared, mark: None, origin: None } })
     }
 
@@ -412,8 +414,8 @@ impl Link {
 
     /// Returns all descriptors.
     pub fn descriptors(&self) -> impl Iterator<Item = RawFd> + Clone {
-        let Shared { state, places, balloon } = &*self.shared;
-        let files = [state, places, balloon].map(|file| file.as_raw_fd());
+        let Shared { state, places, words } = &*self.shared;
+        let files = [state, places, words].map(|file| file.as_raw_fd());
         std::iter::once(self.socket()).chain(files).chain(self.mark.as_ref().map(|file| file.as_raw_fd()))
     }
 
@@ -438,20 +440,20 @@ impl Link {
         }
     }
 
-    /// Returns the size of the machine's balloon, which its template reads and writes, too.
+    /// Returns the words that the machine's template reads and writes, too.
     ///
     /// # Errors
-    /// If the host does not map it.
-    pub fn balloon(&self) -> Result<&'static Size> {
-        let (length, rights) = (size_of::<Size>(), libc::PROT_READ | libc::PROT_WRITE);
-        let file = self.shared.balloon.as_raw_fd();
+    /// If the host does not map them.
+    pub fn words(&self) -> Result<&'static Words> {
+        let (length, rights) = (size_of::<Words>(), libc::PROT_READ | libc::PROT_WRITE);
+        let file = self.shared.words.as_raw_fd();
         // SAFETY: A new mapping where the host likes.
         let at = unsafe { libc::mmap(ptr::null_mut(), length, rights, libc::MAP_SHARED, file, 0) };
         if at == libc::MAP_FAILED {
-            return Err(Error::system("map the size of the balloon"));
+            return Err(Error::system("map the size of the balloon and the throttle"));
         }
         // SAFETY: The mapping stays, is as long, and all bytes are valid; all of it is atomic.
-        Ok(unsafe { &*at.cast::<Size>() })
+        Ok(unsafe { &*at.cast::<Words>() })
     }
 
     /// Returns the requests of the template that were not answered, in order. Of several for a freeze only
@@ -516,7 +518,7 @@ impl Link {
                     if is_over() {
                         break false;
                     }
-                    self.wait();
+                    let _ = self.wait();
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(_) => break false,
@@ -528,12 +530,13 @@ impl Link {
         ends
     }
 
-    /// Waits for a message, or for a moment.
-    fn wait(&self) {
+    /// Waits for a message, a signal, or a moment. Returns false if the template has ended.
+    pub fn wait(&self) -> bool {
         let moment = libc::timespec { tv_sec: 0, tv_nsec: 20_000_000 };
         let mut ready = libc::pollfd { fd: self.socket(), events: libc::POLLIN, revents: 0 };
         // SAFETY: There is one descriptor.
-        unsafe { libc::ppoll(&raw mut ready, 1, &raw const moment, ptr::null()) };
+        let count = unsafe { libc::ppoll(&raw mut ready, 1, &raw const moment, ptr::null()) };
+        count <= 0 || ready.revents & libc::POLLHUP == 0
     }
 
     /// Tells the template that pages of zeros were removed: the page from which there may be more, and the
@@ -665,7 +668,30 @@ impl Source {
     /// its machine can write anything there.
     #[must_use]
     pub fn balloon(&self) -> (u32, u32) {
-        read_balloon(&self.shared.balloon).unwrap_or_default()
+        read_balloon(&self.shared.words).unwrap_or_default()
+    }
+
+    /// Returns what the machine has of its own, and if it stands still at its limit.
+    #[must_use]
+    pub fn account(&self) -> Account {
+        throttle::read_account(&self.shared.words).unwrap_or_default()
+    }
+
+    /// Lets the machine have so many bytes of its own, or as many as it likes. A machine that stands still is
+    /// woken if it may go on.
+    pub fn limit(&self, limit: Option<u64>) {
+        // The file has this length already, so the host needs no memory for it now.
+        let _ = throttle::write_limit(&self.shared.words, limit);
+        let Account { used, waits } = self.account();
+        if waits && limit.is_none_or(|limit| limit >= used) {
+            // SAFETY: It takes numbers. The process is a child that was not waited for.
+            unsafe { libc::kill(self.process, CALL) };
+        }
+    }
+
+    /// Begins the account of a machine that has so many bytes of its own.
+    pub fn begin_account(&self, used: u64) {
+        let _ = throttle::write_used(&self.shared.words, used);
     }
 
     /// Has the machine remove pages of zeros from its own file, from a page on. Returns the page from which

@@ -67,6 +67,7 @@ pub mod template;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod testing;
+pub mod throttle;
 pub mod thunks;
 pub mod user_access;
 pub mod vcpu;

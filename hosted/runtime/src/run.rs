@@ -522,10 +522,10 @@ impl Start<'_> {
         };
         let net = uplink.map(|uplink| uplink.start(signal_waker())).transpose()?;
         let subnet = subnet.map(|subnet| subnet.start(signal_waker())).transpose()?;
-        let balloon = first.link.as_ref().map(Link::balloon).transpose()?;
-        let balloon = balloon.unwrap_or_else(|| Box::leak(Box::default()));
+        let words = first.link.as_ref().map(Link::words).transpose()?;
+        let words = words.unwrap_or_else(|| Box::leak(Box::default()));
         let agent = Agent::new(self.options.identity.clone());
-        let slots = Slots::new(disks, self.memory.disks().devices(), net, subnet, balloon, agent)?;
+        let slots = Slots::new(disks, self.memory.disks().devices(), net, subnet, &words.balloon, agent)?;
         if first.restored.is_none() {
             self.describe(&slots, first.clock_khz)?;
         }
@@ -539,7 +539,7 @@ impl Start<'_> {
         };
         let parts = Parts {
             debugger,
-            saving: Some(Saving { control, link: first.link, facts }),
+            saving: Some(Saving { control, link: first.link, words, facts }),
             restored: first.restored,
         };
         self.run(Bus::Own(Box::new(devices)), parts, special)

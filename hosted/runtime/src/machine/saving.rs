@@ -18,6 +18,7 @@ use crate::{
     fork::{AT_WORK, Link, Wanted, What, Work},
     saved::{self, Facts},
     selectors, signal,
+    throttle::Words,
     vcpu::{Table, Vcpu},
 };
 
@@ -31,6 +32,8 @@ pub struct Saving {
     pub control: Option<Control>,
     /// The socket of the template that may fork it.
     pub link: Option<Link>,
+    /// The words that the template shares, if there is one.
+    pub words: &'static Words,
     pub facts: Facts,
 }
 
@@ -54,8 +57,54 @@ impl Machine {
     }
 
     /// Does what the machine's template has asked for. The guest has been left by a slot, and goes on. `work`
-    /// says if it waits for an interrupt.
+    /// says if it waits for an interrupt. A machine that has as much memory as its template lets it have stands
+    /// still, unless it waits anyway.
     pub(crate) fn obey_template(&mut self, work: Work) {
+        self.answer_template(work);
+        if work == Work::Any && self.saving.as_ref().is_some_and(|saving| saving.words.is_limited()) {
+            self.await_memory();
+        }
+    }
+
+    /// Stands still while the machine is above its limit ([`crate::throttle`]). Meanwhile it answers its
+    /// template, and takes keys: one may end it.
+    #[cold]
+    #[inline(never)]
+    fn await_memory(&mut self) {
+        let (Some(layers), Some(words)) =
+            (self.memory.layers(), self.saving.as_ref().map(|saving| saving.words))
+        else {
+            return;
+        };
+        if !words.holds(layers.used()) {
+            return;
+        }
+        words.set_waits(true);
+        let mut is_called = false;
+        while words.holds(layers.used())
+            && !signal::is_end_wanted()
+            && !signal::is_child_gone()
+            && self.devices.ended().is_none()
+        {
+            if !self.link().is_some_and(Link::wait) {
+                // The template has ended.
+                words.lift();
+                break;
+            }
+            self.answer_template(Work::Any);
+            if pending().swap(0, Ordering::AcqRel) != 0 {
+                is_called = true;
+                self.devices.poll();
+            }
+        }
+        words.set_waits(false);
+        if is_called {
+            // Interrupts have come meanwhile.
+            pending().store(1, Ordering::Release);
+        }
+    }
+
+    fn answer_template(&mut self, work: Work) {
         if !signal::may_be_forked() {
             return;
         }

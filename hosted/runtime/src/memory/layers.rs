@@ -33,7 +33,7 @@ use std::{
 };
 
 use super::{
-    Rights,
+    Rights, blocks,
     disks::{self, Disks},
     holes, map_over, new_file, read_at,
 };
@@ -381,6 +381,16 @@ impl Layers {
         self.set(page, self.own_level());
         self.shared.logged.store(index + 1, Ordering::Release);
         true
+    }
+
+    /// Returns the memory that the machine has of its own, in bytes: the pages of all files that are or were
+    /// its own. It asks the host, in less than a microsecond for each file.
+    #[must_use]
+    pub fn used(&self) -> u64 {
+        const BLOCK: u64 = 512;
+        let (first, last) = (self.files.len() - OWN_FILES, usize::from(self.own_level()));
+        let files = self.files.get(first..=last).unwrap_or(&[]);
+        files.iter().map(|file| blocks(file.writable) * BLOCK).sum()
     }
 
     /// Returns the number of pages in the log.
@@ -765,6 +775,18 @@ mod tests {
     /// Returns the machine's own file.
     fn own_file(layers: &Layers) -> File {
         copy_of(layers.files[usize::from(layers.own_level())].writable).into()
+    }
+
+    #[test]
+    fn a_machine_counts_what_it_has() {
+        let layers = layers(u32::MAX);
+        assert_eq!(layers.used(), 0);
+        (0..10).for_each(|page| write(layers, page, 7));
+        assert_eq!(layers.used(), 10 * PAGE);
+        layers.freeze().unwrap();
+        assert!(layers.follow(layers.now().0, true));
+        write(layers, 3, 8);
+        assert_eq!(layers.used(), 11 * PAGE, "those of a fork are still its own");
     }
 
     #[test]

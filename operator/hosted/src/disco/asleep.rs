@@ -35,6 +35,9 @@ pub struct Asleep {
     pub own_bytes: u64,
     /// The size that it is to have, if its user has chosen one: the pages in its balloon.
     pub balloon_pages: u32,
+    /// True if it was at work, and comes back when the host has memory.
+    #[serde(default)]
+    pub at_work: bool,
     /// The time at which it fell asleep, in seconds since 1970.
     pub since: u64,
 }
@@ -147,6 +150,7 @@ mod tests {
             forward: vec!["8080:80".into()],
             own_bytes: 5,
             balloon_pages: 0,
+            at_work: false,
             since: 0,
         }
     }

@@ -409,10 +409,26 @@ impl ListedAny {
     }
 }
 
+/// Reads the machines that run and those that are asleep. A machine that falls asleep or wakes meanwhile is in
+/// one of both lists.
+fn all_machines(folder: &Folder) -> io::Result<(Vec<MachineStatus>, Vec<asleep::Asleep>)> {
+    let before: Vec<MachineStatus> = folder.living()?;
+    let mut sleepers = folder.all_asleep()?;
+    let mut living: Vec<MachineStatus> = folder.living()?;
+    sleepers.retain(|asleep| living.iter().all(|one| one.name != asleep.name));
+    let is_listed = |one: &MachineStatus| {
+        living.iter().any(|other| other.name == one.name)
+            || sleepers.iter().any(|other| other.name == one.name)
+    };
+    let missed: Vec<MachineStatus> = before.into_iter().filter(|one| !is_listed(one)).collect();
+    living.extend(missed);
+    Ok((living, sleepers))
+}
+
 /// Lists templates and machines.
 pub fn list() -> Result<Listed> {
     let (templates, machines) = (Folder::templates(), Folder::machines());
-    let living: Vec<MachineStatus> = machines.living().map_err(|error| unreadable(&machines, &error))?;
+    let (living, sleepers) = all_machines(&machines).map_err(|error| unreadable(&machines, &error))?;
     let templates: Vec<TemplateStatus> =
         templates.living().map_err(|error| unreadable(&templates, &error))?;
     let shared = map::shared(&templates, &living);
@@ -422,7 +438,6 @@ pub fn list() -> Result<Listed> {
             map::balloon(status.pid).map(|[wanted_bytes, given_bytes]| Balloon { wanted_bytes, given_bytes });
         ListedAny::Awake(ListedMachine { status, state: "runs", own_bytes, balloon })
     };
-    let sleepers = machines.all_asleep().map_err(|error| unreadable(&machines, &error))?;
     let asleep = sleepers.into_iter().map(|asleep::Asleep { name, template, file, since, .. }| {
         ListedAny::Asleep(ListedSleeper { name, template, state: "asleep", file, since })
     });

@@ -117,15 +117,19 @@ fn limit_by_group(group: &Path, [limit, usage]: [&str; 2], memory: &mut Memory) 
     }
     // The files of version 1 have the sums of a group's parts under names of their own.
     let statistics = fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
-    let sum = |prefix: &str| -> u64 {
-        let names = ["inactive_file", "active_file"].map(|name| format!("{prefix}{name}"));
+    let sum = |names: &[&str], prefix: &str| -> u64 {
+        let names: Vec<String> = names.iter().map(|name| format!("{prefix}{name}")).collect();
         let found = statistics.lines().filter_map(|line| {
             let (name, value) = line.split_once(' ')?;
             names.iter().any(|one| one == name).then(|| value.trim().parse::<u64>().ok())?
         });
         found.sum()
     };
-    let reclaimable = sum("total_").max(sum(""));
+    let all = |names: &[&str]| sum(names, "total_").max(sum(names, ""));
+    // The host must write pages that are dirty before it can use them for something else. The memory of
+    // machines is in none of these numbers: it has no place on a disk.
+    let dirty = all(&["dirty", "writeback"]).max(all(&["file_dirty", "file_writeback"]));
+    let reclaimable = all(&["inactive_file", "active_file"]).saturating_sub(dirty);
     memory.total = limit;
     memory.available = memory.available.min((limit + reclaimable.min(usage)).saturating_sub(usage));
 }
@@ -219,7 +223,8 @@ mod tests {
             ("groups/memory/a/memory.usage_in_bytes", "209715200\n"),
             (
                 "groups/memory/a/memory.stat",
-                "inactive_file 5\ntotal_inactive_file 8388608\ntotal_active_file 1048576\n",
+                "inactive_file 5\ntotal_inactive_file 8388608\ntotal_active_file 3145728\n\
+                 total_dirty 1048576\ntotal_writeback 1048576\n",
             ),
             ("groups/memory/a/b/memory.limit_in_bytes", "9223372036854771712\n"),
             ("groups/memory/a/b/memory.usage_in_bytes", "5\n"),
@@ -232,7 +237,10 @@ mod tests {
             ("proc/self/cgroup", "0::/user\n"),
             ("groups/user/memory.max", "134217728\n"),
             ("groups/user/memory.current", "100663296\n"),
-            ("groups/user/memory.stat", "anon 5\ninactive_file 1048576\n"),
+            (
+                "groups/user/memory.stat",
+                "anon 5\ninactive_file 2097152\nfile_dirty 524288\nfile_writeback 524288\n",
+            ),
             ("groups/user/memory.pressure", "some avg10=35.20 avg60=0.00 avg300=0.00 total=0\n"),
         ]);
         let expected = Memory { total: 128 * MIB, available: 33 * MIB, is_stalled: true };

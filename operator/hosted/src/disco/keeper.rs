@@ -4,6 +4,11 @@
 //! are stopped, and has the base of which a machine that wakes is a copy. It looks at the host's memory
 //! ([`super::host`]), decides ([`super::policy`]), and does one thing after the other. What takes long is
 //! done by a process of its own, one at a time ([`mercury_hosted::asleep`]).
+//!
+//! The keeper is not fast enough to save the host by what it does: machines fill memory faster than others
+//! are written. So it divides what there is among them beforehand, and machines stand still by themselves
+//! when they have their part ([`mercury_hosted::throttle`]). Then there is time to make room. If nobody makes
+//! any, for want of a folder or of machines that may sleep, all go on.
 
 use std::{
     fs::File,
@@ -39,7 +44,7 @@ use super::{
     folder::{CONSOLE_INPUT, Folder},
     host::{Memory, Processes, Sources},
     map::Files,
-    policy::{Action, Candidate, Need, plan},
+    policy::{Account, Action, Candidate, Need, STUCK, TURN, divide, free_to_take, plan},
     protocol::Answer,
     server::{Beginning, Machine, Server, failed, note, open_console, reply, reply_all, seconds},
 };
@@ -63,6 +68,13 @@ const WORKS: f64 = 0.05;
 const BALLOON_WORKS: Duration = Duration::from_secs(2);
 /// The time after which something is tried again that has failed.
 const AGAIN: Duration = Duration::from_secs(10);
+/// The time between two divisions of memory, when machines stand still or grow, and otherwise.
+const DIVIDE_SOON: Duration = Duration::from_millis(10);
+const DIVIDE: Duration = Duration::from_millis(50);
+/// The growth of all machines from which memory is divided again soon.
+const GROWTH: u64 = 256 << 10;
+/// The time after which machines stand still no longer if nobody makes room.
+const NOBODY: Duration = Duration::from_secs(2);
 /// The time after which no more pages of zeros are looked for.
 const TRIM_MOST: Duration = Duration::from_secs(5);
 
@@ -75,6 +87,13 @@ pub struct Keeper {
     job: Option<Job>,
     next_look: Instant,
     measured: Option<Instant>,
+    /// The time of the next division of memory, and the sum of what machines had at the last one.
+    next_division: Instant,
+    divided: u64,
+    /// The last time at which room was made, or nobody stood still.
+    made_room: Instant,
+    /// True if machines stand still no longer because nobody makes room.
+    is_lifted: bool,
 }
 
 /// A machine that is asleep.
@@ -82,8 +101,8 @@ struct Sleeper {
     asleep: Asleep,
     /// The machine's keys, which wake it. They stay in the pipe.
     pipe: File,
-    /// True if it is to wake.
-    is_wanted: bool,
+    /// The time since which it is to wake.
+    wanted: Option<Instant>,
     /// The clients that have asked for it.
     clients: Vec<UnixStream>,
     /// It is not tried before.
@@ -113,6 +132,12 @@ pub struct Kept {
     /// True if it is to sleep whatever it does.
     must_sleep: bool,
     not_before: Option<Instant>,
+    /// True if its memory is limited.
+    is_limited: bool,
+    /// The time since which it stands still at its limit.
+    held_since: Option<Instant>,
+    /// The time since which it is at work.
+    turn_since: Option<Instant>,
 }
 
 impl Kept {
@@ -125,6 +150,16 @@ impl Kept {
     fn idle(&self) -> Duration {
         self.idle_since.map_or(Duration::ZERO, |since| since.elapsed())
     }
+
+    /// Returns the time for which it stands still at its limit.
+    fn held(&self) -> Duration {
+        self.held_since.map_or(Duration::ZERO, |since| since.elapsed())
+    }
+
+    /// Returns the time for which it is at work.
+    fn turn(&self) -> Duration {
+        self.turn_since.map_or(Duration::ZERO, |since| since.elapsed())
+    }
 }
 
 /// The work of another process.
@@ -134,6 +169,17 @@ struct Job {
     /// Where the process says why it has failed.
     note: File,
     what: Work,
+}
+
+/// The reason for which a machine falls asleep.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Why {
+    /// Its user wants it.
+    Ordered,
+    /// It is idle.
+    Idle,
+    /// It makes room for others, and comes back by itself.
+    Swapped,
 }
 
 enum Work {
@@ -159,6 +205,10 @@ impl Keeper {
             job: None,
             next_look: Instant::now(),
             measured: None,
+            next_division: Instant::now(),
+            divided: 0,
+            made_room: Instant::now(),
+            is_lifted: false,
         })
     }
 
@@ -170,19 +220,32 @@ impl Keeper {
     /// Returns the descriptors that are to be watched. That of the other process comes first.
     pub fn watched(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let job = self.job.iter().map(|job| job.end.as_fd());
-        let is_open = |one: &&Sleeper| !one.is_wanted && one.not_before <= Instant::now();
+        let is_open = |one: &&Sleeper| one.wanted.is_none() && one.not_before <= Instant::now();
         job.chain(self.sleepers.iter().filter(is_open).map(|one| one.pipe.as_fd()))
     }
 
     fn sleeper(&mut self, name: &Name) -> Option<&mut Sleeper> {
         self.sleepers.iter_mut().find(|one| one.asleep.name == *name)
     }
+
+    /// Returns the machine that is to wake next: the one that has waited for the longest time.
+    fn next_to_wake(&self) -> Option<&Sleeper> {
+        let now = Instant::now();
+        let wanted = self.sleepers.iter().filter(|one| one.wanted.is_some() && one.not_before <= now);
+        wanted.min_by_key(|one| one.wanted)
+    }
 }
 
 impl Sleeper {
     fn new(asleep: Asleep) -> io::Result<Self> {
         let pipe = open_pipe(&asleep.name)?;
-        Ok(Self { asleep, pipe, is_wanted: false, clients: Vec::new(), not_before: Instant::now() })
+        Ok(Self::with_pipe(asleep, pipe, Instant::now()))
+    }
+
+    /// A machine that was at work is to wake.
+    fn with_pipe(asleep: Asleep, pipe: File, not_before: Instant) -> Self {
+        let wanted = asleep.at_work.then(Instant::now);
+        Self { asleep, pipe, wanted, clients: Vec::new(), not_before }
     }
 }
 
@@ -237,7 +300,8 @@ impl Server {
         if self.machines.iter().any(|one| one.kept.origin.is_some()) {
             return Some(AT_ONCE);
         }
-        Some(keeper.next_look.saturating_duration_since(Instant::now()))
+        let next = keeper.next_look.min(keeper.next_division);
+        Some(next.saturating_duration_since(Instant::now()))
     }
 
     /// Looks at the host's memory from time to time, and does what has to be done.
@@ -245,31 +309,128 @@ impl Server {
         self.greet_the_awake();
         let now = Instant::now();
         let mut is_called = false;
-        for sleeper in self.keeper.sleepers.iter_mut().filter(|one| !one.is_wanted) {
-            sleeper.is_wanted = sleeper.not_before <= now && has_input(&sleeper.pipe);
-            is_called |= sleeper.is_wanted;
+        for sleeper in self.keeper.sleepers.iter_mut().filter(|one| one.wanted.is_none()) {
+            if sleeper.not_before <= now && has_input(&sleeper.pipe) {
+                sleeper.wanted = Some(now);
+                is_called = true;
+            }
         }
-        if self.machines.is_empty() && self.keeper.sleepers.is_empty()
-            || now < self.keeper.next_look && !is_called
-        {
+        if self.machines.is_empty() && self.keeper.sleepers.is_empty() {
+            return;
+        }
+        if now >= self.keeper.next_division {
+            self.divide_memory(now);
+        }
+        if now < self.keeper.next_look && !is_called {
             return;
         }
         for machine in self.machines.iter().filter(|one| one.is_detached) {
             let _ = Folder::machines().shorten_log(&machine.name);
         }
         let memory = self.keeper.sources.memory();
-        let purpose = self.keeper.sleepers.iter().find(|one| one.is_wanted).map(|one| one.asleep.own_bytes);
+        let next = self.keeper.next_to_wake();
+        let purpose = next.map(|one| one.asleep.own_bytes);
+        let wanted = next.and_then(|one| one.wanted).map_or(Duration::ZERO, |since| since.elapsed());
         let missing = memory.map_or(0, |memory| memory.missing(purpose.unwrap_or(0)));
         let is_busy = missing > 0 || purpose.is_some() || self.keeper.has_job();
         self.keeper.next_look = now + if is_busy { SOON } else { USUALLY };
-        let is_sleepy = self.obey_plan(memory, missing);
-        if purpose.is_some() && !self.keeper.has_job() && may_wake(memory, missing, is_sleepy) {
+        let makes_room = self.obey_plan(memory, missing, wanted);
+        self.keeper.is_lifted &= !makes_room;
+        let is_stuck = self.machines.iter().any(|one| one.kept.held() >= STUCK);
+        if makes_room || !is_stuck {
+            self.keeper.made_room = now;
+        }
+        // One that wakes while others stand still would stand still, too.
+        let is_held = is_stuck && wanted < TURN;
+        if purpose.is_some()
+            && !self.keeper.has_job()
+            && may_wake(memory, missing, makes_room || is_held || self.can_sleep())
+        {
             self.begin_to_wake();
         }
     }
 
-    /// Does what the policy says. Returns true if a machine falls asleep.
-    fn obey_plan(&mut self, memory: Option<Memory>, missing: u64) -> bool {
+    /// Gives each machine a limit, of what the host has ([`mercury_hosted::throttle`]).
+    pub(super) fn divide_memory(&mut self, now: Instant) {
+        let memory = self.keeper.sources.memory();
+        let taken = match &self.keeper.job {
+            Some(Job { what: Work::Wake(asleep, room, _), .. }) => {
+                asleep.own_bytes.saturating_sub(room.filled())
+            }
+            _ => self
+                .keeper
+                .next_to_wake()
+                .filter(|one| one.wanted.is_some_and(|since| since.elapsed() >= TURN))
+                .map_or(0, |one| one.asleep.own_bytes),
+        };
+        let is_nobodys = self.keeper.is_lifted || now - self.keeper.made_room >= NOBODY;
+        self.keeper.is_lifted = is_nobodys && memory.is_some_and(|memory| memory.missing(0) > 0);
+        let free = match memory {
+            Some(memory) if !self.keeper.is_lifted => free_to_take(memory.available, memory.reserve(), taken),
+            _ => u64::MAX,
+        };
+        let accounts: Vec<Account> = self.machines.iter().map(|one| self.account(one)).collect();
+        let limits = divide(free, self.memory_bytes, &accounts);
+        let (mut sum, mut is_held, mut is_limited) = (0_u64, false, false);
+        let mut own = None;
+        for ((machine, account), limit) in self.machines.iter_mut().zip(&accounts).zip(&limits) {
+            let kept = &mut machine.kept;
+            kept.held_since = if account.waits { kept.held_since.or(Some(now)) } else { None };
+            is_held |= account.waits;
+            is_limited |= limit.is_some();
+            sum = sum.saturating_add(account.used);
+            let limit = match limit {
+                Some(_) if !kept.is_limited => {
+                    // It has not counted what it has.
+                    let own = own
+                        .get_or_insert_with(|| Files::of(std::process::id()).unwrap_or_default().numbers());
+                    let pid = machine.pid.as_raw_nonzero().get().cast_unsigned();
+                    let used = Files::of(pid).map_or(0, |files| files.without(own).bytes());
+                    machine.source.begin_account(used);
+                    limit.map(|limit| limit.saturating_sub(account.used).saturating_add(used))
+                }
+                limit => *limit,
+            };
+            if limit.is_some() || kept.is_limited {
+                machine.source.limit(limit);
+            }
+            kept.is_limited = limit.is_some();
+        }
+        let grown = sum.abs_diff(std::mem::replace(&mut self.keeper.divided, sum));
+        self.keeper.next_division = now
+            + match is_limited {
+                false => USUALLY,
+                true if is_held || grown >= GROWTH || self.keeper.has_job() => DIVIDE_SOON,
+                true => DIVIDE,
+            };
+        if is_held {
+            // Room must be made.
+            self.keeper.next_look = self.keeper.next_look.min(now + SOON);
+        }
+    }
+
+    fn account(&self, one: &Machine) -> Account {
+        let account = one.source.account();
+        // One that falls asleep needs no memory.
+        let waits = account.waits && !self.falls_asleep(one);
+        Account { used: account.used, waits, turn: one.kept.turn() }
+    }
+
+    /// Returns true if a machine may be put to sleep, at work or not.
+    fn can_sleep(&self) -> bool {
+        self.machines.iter().any(|one| self.candidate(one, 0, self.may_any_sleep()).may_sleep)
+    }
+
+    /// Returns true if machines may sleep, and none is on its way.
+    fn may_any_sleep(&self) -> bool {
+        self.keeper.sleep_in.is_some()
+            && !self.template.has_disks()
+            && !self.template.has_subnet()
+            && !self.keeper.has_job()
+    }
+
+    /// Does what the policy says. Returns true if room is made: a machine falls asleep, or a balloon grows.
+    fn obey_plan(&mut self, memory: Option<Memory>, missing: u64, wanted: Duration) -> bool {
         let is_plenty = memory.is_none_or(Memory::is_plenty);
         if is_plenty && self.machines.iter().all(|one| one.kept.squeezed.is_none()) {
             self.keeper.measured = None;
@@ -277,10 +438,7 @@ impl Server {
             self.measure();
         }
         self.settle_balloons();
-        let can_sleep = self.keeper.sleep_in.is_some()
-            && !self.template.has_disks()
-            && !self.template.has_subnet()
-            && !self.keeper.has_job();
+        let can_sleep = self.may_any_sleep();
         let own = Files::of(std::process::id()).unwrap_or_default().numbers();
         let candidates: Vec<Candidate> = match is_plenty {
             true => self.machines.iter().map(|one| self.candidate(one, 0, false)).collect(),
@@ -292,32 +450,42 @@ impl Server {
                 self.machines.iter().map(|one| self.candidate(one, bytes(one.pid), can_sleep)).collect()
             }
         };
-        let is_urgent = memory.is_some_and(Memory::is_urgent);
-        let actions = plan(Need { missing, is_urgent, is_plenty }, &candidates);
+        let is_held = self.machines.iter().any(|one| one.kept.held_since.is_some());
+        let is_urgent = is_held || memory.is_some_and(Memory::is_urgent);
+        let actions = plan(Need { missing, is_urgent, is_plenty, wanted }, &candidates);
         let names: Vec<Name> = self.machines.iter().map(|one| one.name.clone()).collect();
+        let mut squeezes = 0;
         for action in &actions {
             match *action {
                 // A machine that stands still throws such orders away.
                 Action::Squeeze(index) | Action::Release(index)
                     if self.falls_asleep(&self.machines[index]) => {}
-                Action::Squeeze(index) => self.squeeze(index),
+                // Each takes a moment, in which nobody else gets memory.
+                Action::Squeeze(_) if is_urgent && squeezes > 0 => {}
+                Action::Squeeze(index) => {
+                    self.squeeze(index);
+                    squeezes += 1;
+                }
                 Action::Release(index) => self.release(index),
-                Action::Sleep(_) => {}
+                Action::Sleep(_) | Action::Swap(_) => {}
             }
         }
         let chosen = actions.iter().find_map(|action| match action {
-            Action::Sleep(index) => Some(names[*index].clone()),
+            Action::Sleep(index) => Some((names[*index].clone(), Why::Idle)),
+            Action::Swap(index) => Some((names[*index].clone(), Why::Swapped)),
             _ => None,
         });
         let ordered = self
             .machines
             .iter()
             .find(|one| one.kept.must_sleep && one.kept.origin.is_none())
-            .map(|one| one.name.clone());
-        if let Some(name) = ordered.or(chosen).filter(|_| !self.keeper.has_job()) {
-            self.begin_to_sleep(&name);
+            .map(|one| (one.name.clone(), Why::Ordered));
+        if let Some((name, why)) = ordered.or(chosen).filter(|_| !self.keeper.has_job()) {
+            self.begin_to_sleep(&name, why);
         }
-        self.machines.iter().any(|one| self.falls_asleep(one))
+        let is_squeezed =
+            |one: &Machine| one.kept.squeezed.is_some_and(|since| since.elapsed() < BALLOON_WORKS);
+        self.machines.iter().any(|one| self.falls_asleep(one) || is_squeezed(one))
     }
 
     fn candidate(&self, one: &Machine, own_bytes: u64, can_sleep: bool) -> Candidate {
@@ -332,9 +500,12 @@ impl Server {
             squeezed: squeezed.map(|since| since.elapsed()),
             // A machine that the outside reaches by a port could not be reached in its sleep.
             may_sleep: can_sleep
+                && is_free
                 && one.is_detached
                 && one.forward.is_empty()
                 && not_before.is_none_or(|time| time <= Instant::now()),
+            held: one.kept.held(),
+            turn: one.kept.turn(),
         }
     }
 
@@ -355,10 +526,13 @@ impl Server {
                 / clock_ticks_per_second() as f64
                 / elapsed.unwrap_or(MEASURE).as_secs_f64().max(MEASURE.as_secs_f64());
             let is_balloons = kept.squeezed.is_some_and(|since| since.elapsed() < BALLOON_WORKS);
-            kept.works = is_measured && part > WORKS && !is_balloons;
+            // One that stands still for want of memory would work.
+            let is_held = kept.held() >= STUCK;
+            kept.works = is_measured && (is_held || part > WORKS && !is_balloons);
             if !is_measured || kept.works {
                 kept.idle_since = Some(now);
             }
+            kept.turn_since = if kept.works { kept.turn_since.or(Some(now)) } else { None };
         }
         self.keeper.measured = Some(now);
     }
@@ -466,16 +640,16 @@ impl Server {
     }
 
     /// Stops a machine, and starts a process that writes it.
-    fn begin_to_sleep(&mut self, name: &Name) {
+    fn begin_to_sleep(&mut self, name: &Name, why: Why) {
         let Some(index) = self.machines.iter().position(|one| one.name == *name) else { return };
-        let is_ordered = std::mem::take(&mut self.machines[index].kept.must_sleep);
-        let work = if is_ordered { fork::Work::Any } else { fork::Work::Idle };
-        if let Err(error) = self.may_sleep(index).and_then(|()| self.stop_for_sleep(index, work)) {
+        self.machines[index].kept.must_sleep = false;
+        if let Err(error) = self.may_sleep(index).and_then(|()| self.stop_for_sleep(index, why)) {
             self.stays_awake(index, error);
         }
     }
 
-    fn stop_for_sleep(&mut self, index: usize, work: fork::Work) -> Result<()> {
+    fn stop_for_sleep(&mut self, index: usize, why: Why) -> Result<()> {
+        let work = if why == Why::Idle { fork::Work::Idle } else { fork::Work::Any };
         let folder = self.keeper.sleep_in.clone().unwrap_or_default();
         let shared = Files::of(std::process::id()).unwrap_or_default().numbers();
         let machine = &mut self.machines[index];
@@ -493,6 +667,7 @@ impl Server {
             forward: machine.forward.clone(),
             own_bytes: Files::of(pid).map_or(0, |files| files.without(&shared).bytes()),
             balloon_pages: machine.kept.balloon,
+            at_work: why == Why::Swapped,
             since: seconds(),
             name,
         };
@@ -580,13 +755,7 @@ impl Server {
         }
         let _ = note(&asleep.name, "was killed while it fell asleep, and is asleep");
         let not_before = Instant::now() + AGAIN;
-        self.keeper.sleepers.push(Sleeper {
-            asleep,
-            pipe,
-            is_wanted: false,
-            clients: Vec::new(),
-            not_before,
-        });
+        self.keeper.sleepers.push(Sleeper::with_pipe(asleep, pipe, not_before));
     }
 
     /// Returns true if a machine whose process has ended is in a file.
@@ -607,13 +776,7 @@ impl Server {
         let not_before = Instant::now() + if has_failed { AGAIN } else { Duration::ZERO };
         let file = asleep.file.clone();
         self.keeper.sleepers.retain(|one| one.asleep.name != machine.name);
-        self.keeper.sleepers.push(Sleeper {
-            asleep,
-            pipe,
-            is_wanted: false,
-            clients: Vec::new(),
-            not_before,
-        });
+        self.keeper.sleepers.push(Sleeper::with_pipe(asleep, pipe, not_before));
         self.keeper.next_look = Instant::now();
         let answer = match has_failed {
             false => Ok(Answer::Asleep { file }),
@@ -629,7 +792,7 @@ impl Server {
         let on_its_way = self.machines.iter().any(|one| one.name == *name && self.falls_asleep(one));
         match self.keeper.sleeper(name) {
             Some(sleeper) => {
-                sleeper.is_wanted = true;
+                sleeper.wanted.get_or_insert_with(Instant::now);
                 sleeper.clients.push(client);
                 self.keeper.next_look = Instant::now();
             }
@@ -669,9 +832,7 @@ impl Server {
 
     /// Starts a process that reads the machine that is wanted first.
     fn begin_to_wake(&mut self) {
-        let wanted =
-            self.keeper.sleepers.iter().find(|one| one.is_wanted && one.not_before <= Instant::now());
-        let Some(asleep) = wanted.map(|one| one.asleep.clone()) else { return };
+        let Some(asleep) = self.keeper.next_to_wake().map(|one| one.asleep.clone()) else { return };
         if let Err(error) = self.read_sleeper(&asleep) {
             self.sleeps_on(&asleep.name, error);
         }
@@ -715,7 +876,8 @@ impl Server {
     /// Says that a machine could not wake. It is not tried again for a while.
     fn sleeps_on(&mut self, name: &Name, error: Error) {
         let Some(sleeper) = self.keeper.sleeper(name) else { return };
-        (sleeper.is_wanted, sleeper.not_before) = (false, Instant::now() + AGAIN);
+        sleeper.wanted = sleeper.asleep.at_work.then(Instant::now);
+        sleeper.not_before = Instant::now() + AGAIN;
         let _ = note(name, &format!("sleeps on: {}", error.message));
         reply_all(&std::mem::take(&mut sleeper.clients), &Err(error));
     }
@@ -736,7 +898,7 @@ impl Server {
 }
 
 /// Returns true if a machine that is asleep may come back: the host has memory for it, or no machine can make
-/// room and there is a part of the reserve.
+/// room and there is a part of the reserve. `is_sleepy` says that one can.
 fn may_wake(memory: Option<Memory>, missing: u64, is_sleepy: bool) -> bool {
     missing == 0 || !is_sleepy && memory.is_some_and(|memory| missing < memory.reserve() / 2)
 }

@@ -15,7 +15,7 @@ use std::{
     },
     path::PathBuf,
     sync::Arc,
-    time::{Duration, SystemTime},
+    time::{Duration, Instant, SystemTime},
 };
 
 use mercury_control::{
@@ -468,6 +468,8 @@ impl Server {
             forward: forward.to_vec(),
             kept: Kept::new(asleep),
         });
+        // Many machines may be started at once, and forks of one at work are at work.
+        self.divide_memory(Instant::now());
         let written = folder.write(&status.name, &status);
         written.map_err(|error| failed("write the machine's state", error))
     }
