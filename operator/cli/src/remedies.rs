@@ -1,8 +1,15 @@
 //! A test of all crates that talk to the operator: every failure says what to do.
 
 /// The crates with errors that the operator reads.
-const CRATES: [&str; 5] =
-    ["switch/control", "relocate/quiesce", "relocate/relocation", "operator/cli", "operator/hosted"];
+const CRATES: [&str; 7] = [
+    "switch/control",
+    "relocate/quiesce",
+    "relocate/relocation",
+    "relocate/guest",
+    "operator/cli",
+    "operator/guest",
+    "operator/hosted",
+];
 
 /// Lists the source files of the command that may have messages for users.
 fn sources(folder: &std::path::Path) -> Vec<std::path::PathBuf> {

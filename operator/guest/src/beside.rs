@@ -141,9 +141,8 @@ impl Beside {
     }
 
     fn admit(&mut self, offer: &Offer) -> Result<Arrival> {
-        let refused = |text: String| Error::new(Exit::Impossible, text);
         if offer.cpus != offer.machine.cpus.len() {
-            return Err(refused("its offer does not name all of its processors".into()));
+            return Err(Error::fault("its offer does not name all of its processors"));
         }
         // Without a card, the random numbers are the sign that the kernel has gone on.
         let sign = if self.life.net.is_some() { "virtio_net" } else { "virtio_rng" };
@@ -159,6 +158,7 @@ impl Beside {
         tell(&folder, &status)?;
         let pipe = folder.decision().map_err(|error| {
             Error::new(Exit::Failed, format!("cannot make a pipe for the operator's word: {error}"))
+                .hint("make room in /run, or in $XDG_RUNTIME_DIR")
         })?;
         let frames = Arc::clone(&self.frames);
         let witness: Witness = Box::new(move |frame| keep_announcement(&frames, frame));
@@ -175,10 +175,13 @@ impl Beside {
         if offered.is_empty() {
             return Ok(None);
         }
-        let refused = |why: String| Error::new(Exit::Impossible, why);
+        let refused = |why: String| {
+            Error::new(Exit::Impossible, why)
+                .hint("make room in the folder of --disk-folder, or name another one")
+        };
         let folder = self.allowance.disk_folder.as_deref().ok_or_else(|| {
-            refused("its disks come along, and `receive --beside` has no folder for them".into())
-                .hint("give one with --disk-folder, or leave --with-disk out")
+            let text = "its disks come along, and `receive --beside` has no folder for them";
+            Error::new(Exit::Impossible, text).hint("give one with --disk-folder, or leave --with-disk out")
         })?;
         Files::make(folder, offered).map(Some).map_err(refused)
     }
@@ -210,8 +213,8 @@ impl Spare for Beside {
 
     fn write_disk(&mut self, chunks: &Chunks) -> Result<()> {
         let files = self.arrival.as_mut().and_then(|arrival| arrival.files.as_mut());
-        let files = files
-            .ok_or_else(|| Error::new(Exit::Failed, "chunks of a disk have arrived that was not offered"))?;
+        let files =
+            files.ok_or_else(|| Error::fault("chunks of a disk have arrived that was not offered"))?;
         files.write(chunks)
     }
 
@@ -361,7 +364,7 @@ impl Room {
 }
 
 fn outside(phys: u64) -> Error {
-    Error::new(Exit::Failed, format!("a page has arrived for {phys:#x}, where the machine has no memory"))
+    Error::fault(format!("a page has arrived for {phys:#x}, where the machine has no memory"))
 }
 
 #[cfg(test)]

@@ -153,7 +153,7 @@ fn start_keeper() -> Result<Keeper> {
 
 fn no_keeper(error: io::Error) -> Error {
     let text = format!("cannot start a process that looks after the guest's folder: {error}");
-    Error::new(Exit::Impossible, text)
+    Error::new(Exit::Impossible, text).hint(mercury_guest::SHORT_OF)
 }
 
 /// Returns the state of a guest that is about to be loaded.
@@ -174,7 +174,10 @@ fn status(name: &Name, machine: &Machine, memory_bytes: u64) -> Status {
 }
 
 fn tell(folder: &Folder, status: &Status) -> Result<()> {
-    let wrong = |error| Error::new(Exit::Failed, format!("cannot write the state of the guest: {error}"));
+    let wrong = |error| {
+        Error::new(Exit::Failed, format!("cannot write the state of the guest: {error}"))
+            .hint("make room in /run, or in $XDG_RUNTIME_DIR")
+    };
     folder.write(status).map_err(wrong)
 }
 

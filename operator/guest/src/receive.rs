@@ -126,8 +126,9 @@ fn begin(args: &ReceiveArgs, door: Door, means: Means, to: Sender<News>) -> Resu
         }
     };
     // It starts the guest's processors, which take signals: so this thread does.
-    spawn("receiver", serve)
-        .map_err(|error| Error::new(Exit::Failed, format!("cannot start a thread: {error}")))
+    spawn("receiver", serve).map_err(|error| {
+        Error::new(Exit::Failed, format!("cannot start a thread: {error}")).hint(mercury_guest::SHORT_OF)
+    })
 }
 
 /// Returns the warnings for a machine that runs, whatever has failed: no source asks any more, and the

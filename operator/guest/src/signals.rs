@@ -34,7 +34,8 @@ impl Signals {
             (set, libc::pthread_sigmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut()))
         };
         if refused != 0 {
-            return Err(Error::new(Exit::Failed, "cannot block signals"));
+            return Err(Error::new(Exit::Failed, "cannot block signals")
+                .hint("let the monitor call rt_sigprocmask(2): a filter of system calls forbids it"));
         }
         Ok(Self { set, ending })
     }
@@ -59,7 +60,10 @@ impl Signals {
                 }
             }
         })
-        .map_err(|error| Error::new(Exit::Failed, format!("cannot start a thread for signals: {error}")))?;
+        .map_err(|error| {
+            Error::new(Exit::Failed, format!("cannot start a thread for signals: {error}"))
+                .hint(mercury_guest::SHORT_OF)
+        })?;
         Ok(stopping)
     }
 }

@@ -91,7 +91,10 @@ fn fill<R: Read>(
     let view = memory::map(layout)?;
     image::load_firmware(firmware, &view)?;
     image.load(&view)?;
-    let wrong = |error: io::Error| Error::new(Exit::Failed, format!("cannot write the memory file: {error}"));
+    let wrong = |error: io::Error| {
+        Error::new(Exit::Failed, format!("cannot write the memory file: {error}"))
+            .hint("make room in the folder of the memory file, for all of the machine's memory")
+    };
     let mut block = vec![0; BLOCK];
     let mut at = 0;
     for (start, bytes) in memory::ranges(layout) {

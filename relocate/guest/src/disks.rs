@@ -166,7 +166,8 @@ fn open<'a>(machine: &Machine, given: &'a [OwnDisk]) -> Result<Vec<Opened<'a>>> 
     let mut all = Vec::new();
     for one in given {
         if !names.insert(&one.name) {
-            return Err(Error::new(Exit::Usage, format!("--disk gives {} twice", one.name)));
+            return Err(Error::new(Exit::Usage, format!("--disk gives {} twice", one.name))
+                .hint("name each disk of the machine once"));
         }
         if find(machine, &one.name).is_none() {
             let known: Vec<_> = disks(machine).map(|disk| disk.label).collect();

@@ -16,6 +16,8 @@ use std::{
     path::Path,
 };
 
+/// What to do about an image that makes no sense.
+const CHECK: &str = "check the image with `mercury inspect`";
 const BUFFER: usize = 1 << 20;
 /// Largest size of the firmware's memory in all.
 const FIRMWARE_MAX: u64 = 64 << 20;
@@ -71,7 +73,7 @@ impl<R: Read> Image<R> {
             put(&chunk, view)?;
         }
         if self.reader.commit().is_none() {
-            return Err(Error::new(Exit::Failed, "the image is torn: its end is missing"));
+            return Err(Error::new(Exit::Failed, "the image is torn: its end is missing").hint(CHECK));
         }
         Ok(())
     }
@@ -95,7 +97,8 @@ pub fn firmware(machine: &Machine) -> Result<Firmware> {
     }
     let all = machine.firmware_memory.iter().map(|one| one.length).fold(0, u64::saturating_add);
     if all > FIRMWARE_MAX {
-        return Err(Error::new(Exit::Failed, "the description is damaged: its firmware has too much memory"));
+        return Err(Error::new(Exit::Failed, "the description is damaged: its firmware has too much memory")
+            .hint(CHECK));
     }
     let ranges = machine.firmware_memory.iter();
     let ranges = ranges.map(|one| Ok((one.start_phys, one.content().map_err(wrong)?)));
@@ -150,7 +153,8 @@ fn sow(view: &View, saved_phys: u64) -> Result<()> {
     // SAFETY: The buffer has this length.
     let got = unsafe { libc::getrandom(seed.as_mut_ptr().cast(), SEED, 0) };
     if got != SEED as isize {
-        return Err(Error::new(Exit::Failed, "the host gives no random numbers"));
+        return Err(Error::new(Exit::Failed, "the host gives no random numbers")
+            .hint("let the monitor call getrandom(2): a filter of system calls forbids it"));
     }
     let place = saved_phys + offset_of!(SavedCpu, seed) as u64;
     memory::write(view, place, &seed).ok_or_else(|| outside(place))
@@ -158,10 +162,11 @@ fn sow(view: &View, saved_phys: u64) -> Result<()> {
 
 fn outside(phys: u64) -> Error {
     Error::new(Exit::Failed, format!("the image is damaged: its frame at {phys:#x} is not in its memory"))
+        .hint(CHECK)
 }
 
 fn wrong(error: mercury_image::Error) -> Error {
-    Error::new(Exit::Failed, error.to_string()).hint("check the image with `mercury inspect`")
+    Error::new(Exit::Failed, error.to_string()).hint(CHECK)
 }
 
 #[cfg(test)]

@@ -38,3 +38,7 @@ pub mod run;
 mod sandbox;
 pub mod time;
 pub mod wires;
+
+/// What to do if the host has no room for another thread or descriptor.
+pub const SHORT_OF: &str =
+    "raise the limits of processes and open files (`ulimit -a`), or end other programs";

@@ -177,6 +177,7 @@ impl Plan {
         let calls = Calls::new(view.clone(), Box::new(Slots { vm: Arc::clone(&vm), view: view.clone() }));
         let calls = calls.map_err(|error| {
             Error::new(Exit::Impossible, format!("cannot prepare for a move of the guest: {error}"))
+                .hint(crate::SHORT_OF)
         })?;
         let smaps = fs::File::open(SMAPS).ok().map(Arc::new);
         let is_at_terminal = matches!(options.console, Console::Terminal { .. });
@@ -635,8 +636,7 @@ fn describe(view: &View, description: &GuestDescription) -> Result<()> {
     bytes.extend(description.doorbell_gsi.to_le_bytes());
     bytes.extend(description.reserved.to_le_bytes());
     debug_assert_eq!(bytes.len(), size_of::<GuestDescription>());
-    write(view, MONITOR.start, &bytes)
-        .ok_or_else(|| Error::new(Exit::Failed, "the monitor's memory is missing: this is a bug"))
+    write(view, MONITOR.start, &bytes).ok_or_else(|| Error::fault("the monitor's memory is missing"))
 }
 
 /// Returns the host's memory that is available, in bytes.
@@ -645,7 +645,9 @@ fn describe(view: &View, description: &GuestDescription) -> Result<()> {
 /// The host does not say.
 fn available_memory() -> Result<u64> {
     const FILE: &str = "/proc/meminfo";
-    let wrong = |why: &str| Error::new(Exit::Impossible, format!("cannot read {FILE}: {why}"));
+    let wrong = |why: &str| {
+        Error::new(Exit::Impossible, format!("cannot read {FILE}: {why}")).hint("mount proc on /proc")
+    };
     let text = fs::read_to_string(FILE).map_err(|error| wrong(&error.to_string()))?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
     let kib = line.and_then(|line| line.trim().split(' ').next()?.parse::<u64>().ok());
@@ -666,8 +668,10 @@ fn listen(shared: &Arc<Shared>) -> Result<()> {
             }
         }
     });
-    spawned
-        .map_err(|error| Error::new(Exit::Impossible, format!("cannot start a thread for devices: {error}")))
+    spawned.map_err(|error| {
+        let text = format!("cannot start a thread for devices: {error}");
+        Error::new(Exit::Impossible, text).hint(crate::SHORT_OF)
+    })
 }
 
 /// Lets a signal interrupt a processor, and do nothing else.
@@ -695,7 +699,7 @@ fn begin(processors: Vec<VcpuFd>, shared: &Arc<Shared>) -> Result<Vec<JoinHandle
         spawn(&format!("cpu-{number}"), run).map_err(|error| {
             let text = format!("cannot start a processor: {error}");
             shared.end(End::Failed(text.clone()));
-            Error::new(Exit::Impossible, text)
+            Error::new(Exit::Impossible, text).hint(crate::SHORT_OF)
         })
     };
     let threads = processors.into_iter().zip(0_u32..).map(start).collect::<Result<_>>()?;

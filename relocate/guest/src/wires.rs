@@ -128,7 +128,9 @@ impl Wire {
     }
 
     fn start(mut end: End, waker: Waker) -> Result<Arc<Self>> {
-        let wrong = |why: String| Error::new(Exit::Failed, format!("cannot start a console: {why}"));
+        let wrong = |why: String| {
+            Error::new(Exit::Failed, format!("cannot start a console: {why}")).hint(crate::SHORT_OF)
+        };
         let bell = Bell::new().map_err(|error| wrong(error.message().to_owned()))?;
         let is_open = AtomicBool::new(matches!(end, End::Terminal { .. }));
         let wire = Arc::new(Self {

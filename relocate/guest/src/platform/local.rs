@@ -185,8 +185,10 @@ fn lock(function: &Mutex<Function>) -> MutexGuard<'_, Function> {
 /// It has a place that no processor reaches, or the host has no room for a thread.
 pub fn start(planned: disks::Controller, view: &View, lines: &Arc<dyn Lines>) -> Result<(Local, Worker)> {
     let disks::Controller { address, function, kind } = planned;
-    let wrong =
-        |why: &str| Error::new(Exit::Impossible, format!("cannot start the controller {address}: {why}"));
+    let wrong = |why: &str| {
+        Error::new(Exit::Impossible, format!("cannot start the controller {address}: {why}"))
+            .hint("leave this disk's --disk out, or give the host room for one more thread")
+    };
     let place = place(&address).ok_or_else(|| wrong("it is not in PCI's first domain"))?;
     let bell = Bell::new().map_err(|error| wrong(error.message()))?;
     let (function, bell) = (Arc::new(Mutex::new(function)), Arc::new(bell));

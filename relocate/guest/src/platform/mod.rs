@@ -186,8 +186,7 @@ impl Platform {
                 Error::new(Exit::Failed, text).hint("give it fewer with --disk")
             })?;
             let number = device.number();
-            let wrong = |error: mercury_devices::error::Error| Error::new(Exit::Failed, error.message());
-            slots.push(Slot { transport: Transport::new(device).map_err(wrong)?, line, number });
+            slots.push(Slot { transport: Transport::new(device).map_err(crate::run::failed)?, line, number });
         }
         let doorbell = Doorbell::new(orders, free.next());
         let port = |(wire, line)| Port { serial: Serial::default(), wire, line, is_high: false };

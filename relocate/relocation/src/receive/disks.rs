@@ -199,7 +199,10 @@ impl Targets {
     /// Returns an error if the disk was not offered, or cannot be written.
     pub fn write(&mut self, chunks: &Chunks) -> Result<()> {
         let failed = |why: String| Error::fault(why);
-        self.sync.refuse_failed().map_err(|why| Error::new(Exit::Failed, why))?;
+        self.sync.refuse_failed().map_err(|why| {
+            Error::new(Exit::Failed, why)
+                .hint("replace the disk, or give the machine another one with --disk")
+        })?;
         let target = self.open.get_mut(chunks.disk as usize);
         let target =
             target.ok_or_else(|| failed("a chunk of a disk that was not offered has arrived".into()))?;
