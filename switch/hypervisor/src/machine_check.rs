@@ -12,11 +12,13 @@
 
 use core::sync::atomic::{AtomicU64, Ordering, compiler_fence};
 
+use mercury_preflight::bits::mcg_status;
+
 use crate::cpu::{Area, Phase};
 use crate::event;
 use crate::host::entry::Next;
 use crate::vendor::Vendor;
-use crate::x86::Hardware;
+use crate::x86::{Hardware, msr};
 
 /// [`mercury_abi::gate::GateBlock::machine_check`]: none is noted.
 pub const NONE: u64 = 0;
@@ -71,6 +73,15 @@ pub fn finish<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware, next:
 /// Forgets a machine check whose guest has been reset.
 pub fn forget<V: Vendor>(area: &mut Area<V>) {
     word(area).swap(NONE, Ordering::Relaxed);
+}
+
+/// Ends the machine check in which the CPU's life has ended, for the life that begins. Its note in the
+/// processor would make the next machine check a shutdown (MCG_STATUS.MCIP; APM vol. 2, 9.3.1.2, and SDM
+/// vol. 3, "IA32_MCG_STATUS MSR"). The banks stay as they are, so that the kernel can read them.
+pub fn end(hardware: &mut impl Hardware) {
+    if hardware.read_msr(msr::MCG_STATUS).is_some_and(|status| status & mcg_status::MCIP != 0) {
+        let _ = hardware.write_msr(msr::MCG_STATUS, 0);
+    }
 }
 
 /// Hands a machine check to the guest with the next entry. If another event comes first, it follows with

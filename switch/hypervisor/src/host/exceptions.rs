@@ -58,9 +58,9 @@ pub unsafe extern "C" fn recover(frame: *const Frame) -> u64 {
 /// stream is intact (MCG_STATUS.RIPV). Otherwise this CPU leaves.
 #[cfg(feature = "image")]
 fn hand_over_machine_check(frame: &Frame) -> u64 {
-    const MCG_STATUS: u32 = 0x17A;
+    use crate::x86::msr;
     const MCG_STATUS_RIPV: u64 = 1;
-    let intact = crate::x86::msr::read(MCG_STATUS).is_some_and(|status| status & MCG_STATUS_RIPV != 0);
+    let intact = msr::read(msr::MCG_STATUS).is_some_and(|status| status & MCG_STATUS_RIPV != 0);
     // SAFETY: exception stacks lie in the area; what `note` changes, the interrupted code reads as volatile
     // or does not use any more.
     let resume = unsafe { vendor::visit(area_of_stack(), HandOver { intact, rip: frame.rip }) };

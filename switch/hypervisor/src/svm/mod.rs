@@ -82,8 +82,8 @@ pub struct Own {
     pub asids: [u32; 2],
     /// Host-physical address of the control block in the window, or [`guests::NO_BLOCK`].
     pub block_phys: u64,
-    /// The system's own TR, LDTR and MSRs of system calls at the instant of a snapshot that is kept: later
-    /// a guest's may be in their place.
+    /// The system's own TR, LDTR and MSRs at the instant of a snapshot that is kept: later a guest's may be
+    /// in their place, or what a shutdown leaves.
     pub extended: ExtendedState,
     /// KVM's nested root, while the block has the shadow's.
     pub guest_nested_cr3: u64,
@@ -91,13 +91,15 @@ pub struct Own {
     pub shadow: shadow::Shadow,
 }
 
-/// State that VMSAVE saves, but for FS and GS (APM vol. 2, 15.5.2).
+/// State that VMSAVE saves, but for FS and GS (APM vol. 2, 15.5.2), and MSRs that each exit saves.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ExtendedState {
     tr: Segment,
     ldtr: Segment,
     syscall: [u64; 8],
+    /// G_PAT, S_CET, SSP, ISST_ADDR and SPEC_CTRL.
+    exit: [u64; 5],
     /// 1: it is that of the instant.
     is_kept: u32,
 }
@@ -106,7 +108,8 @@ impl ExtendedState {
     /// Keeps the state in a block, if none is kept.
     pub const fn keep(&mut self, block: &Vmcb) {
         if self.is_kept == 0 {
-            *self = Self { tr: block.tr, ldtr: block.ldtr, syscall: block.syscall, is_kept: 1 };
+            let exit = [block.g_pat, block.s_cet, block.ssp, block.isst_addr, block.spec_ctrl];
+            *self = Self { tr: block.tr, ldtr: block.ldtr, syscall: block.syscall, exit, is_kept: 1 };
         }
     }
 
@@ -119,6 +122,7 @@ impl ExtendedState {
     pub const fn put(&self, block: &mut Vmcb) {
         if self.is_kept != 0 {
             (block.tr, block.ldtr, block.syscall) = (self.tr, self.ldtr, self.syscall);
+            [block.g_pat, block.s_cet, block.ssp, block.isst_addr, block.spec_ctrl] = self.exit;
         }
     }
 }
@@ -276,8 +280,8 @@ impl Vendor for Svm {
         rollback::is_in_nmi(area)
     }
 
-    fn put_back(area: &mut Area, _: &mut impl Hardware, saved: &SavedCpu, root: HostPhys) {
-        rollback::put_back(area, saved, root);
+    fn put_back(area: &mut Area, hardware: &mut impl Hardware, saved: &SavedCpu, root: HostPhys) {
+        rollback::put_back(area, hardware, saved, root);
     }
 
     fn was_entered(area: &Area) -> bool {

@@ -17,7 +17,7 @@ use crate::exit::Answer;
 use crate::host::entry::Next;
 use crate::snapshot::rollback::{self, Watch};
 use crate::x86::msr::EFER_SVME;
-use crate::x86::{DR7_CLEAR, Hardware};
+use crate::x86::{DR7_CLEAR, Hardware, msr};
 use crate::{machine_check, publish};
 
 /// Index of KernelGSBase in [`super::vmcb::Vmcb::syscall`].
@@ -83,8 +83,9 @@ pub fn shutdown(area: &mut Area, hardware: &mut impl Hardware) -> Result<Answer,
 }
 
 /// Puts the registers back that the kernel had at the instant of the snapshot, on the snapshot's tables. The
-/// kernel itself restores MSRs that only it writes.
-pub(super) fn put_back(area: &mut Area, saved: &SavedCpu, root: HostPhys) {
+/// kernel itself restores MSRs that only it writes. After a shutdown the block's save area holds anything
+/// (APM vol. 2, 15.14.3), so each of its fields is written.
+pub(super) fn put_back(area: &mut Area, hardware: &mut impl Hardware, saved: &SavedCpu, root: HostPhys) {
     shadow::release_own(area);
     let Area { cpu, own, control, .. } = area;
     control.cs = cpu.gate.inward.cs;
@@ -95,6 +96,8 @@ pub(super) fn put_back(area: &mut Area, saved: &SavedCpu, root: HostPhys) {
     control.gs = Segment { base: saved.gs_base, ..Segment::default() };
     // An NMI may come before the kernel has set these again, and finds its stack by the task register.
     own.extended.put(control);
+    // The guest reads its PAT in the block. The processor's own goes with it.
+    let _ = hardware.write_msr(msr::PAT, control.g_pat);
     control.syscall[KERNEL_GS_BASE] = saved.kernel_gs_base;
     control.gdtr = table(&saved.gdtr);
     control.idtr = table(&saved.idtr);
@@ -105,7 +108,7 @@ pub(super) fn put_back(area: &mut Area, saved: &SavedCpu, root: HostPhys) {
     (own.gif_is_clear, own.nmi_held, own.enter_guest) = (0, 0, 0);
     guests::forget(own);
     (control.cr0, control.cr3, control.cr4) = (saved.cr0, saved.cr3, saved.cr4);
-    (control.dr6, control.dr7) = (DR6_CLEAR, DR7_CLEAR);
+    (control.cr2, control.dr6, control.dr7) = (0, DR6_CLEAR, DR7_CLEAR);
     (control.rip, control.rsp, control.rflags) = (saved.rip, saved.rsp, saved.rflags);
     control.rax = MERCURY_ROLLED_BACK;
     let registers = &mut cpu.gate.outward.registers;
@@ -120,6 +123,7 @@ pub(super) fn put_back(area: &mut Area, saved: &SavedCpu, root: HostPhys) {
     guests::arrange(area);
     watch(area, Watch::On);
     machine_check::forget(area);
+    machine_check::end(hardware);
 }
 
 /// Returns a data segment of 64-bit mode, by its selector.
@@ -135,8 +139,9 @@ fn data_segment(selector: u64) -> Segment {
 mod tests {
     use super::*;
     use crate::model::Attached;
-    use crate::svm::vmcb::{INTERCEPT_MISC1, event, exit_code};
-    use crate::x86::msr;
+    use crate::model::LINUX_PAT;
+    use crate::svm::refusal;
+    use crate::svm::vmcb::{GuestState, INTERCEPT_MISC1, Vmcb, event, exit_code};
 
     const ROOT: HostPhys = HostPhys::new(0x77_7000);
     const ALL: u32 = INTERCEPT_NMI | INTERCEPT_IRET | INTERCEPT_SHUTDOWN;
@@ -158,7 +163,7 @@ mod tests {
         watch(&mut cpu.area, Watch::On);
         (cpu.area.control.tr.base, cpu.area.control.syscall[1]) = (0, 0);
         watch(&mut cpu.area, Watch::On);
-        put_back(&mut cpu.area, &SavedCpu::default(), ROOT);
+        put_back(&mut cpu.area, &mut cpu.hardware, &SavedCpu::default(), ROOT);
         assert_eq!((cpu.area.control.tr.base, cpu.area.control.syscall[1]), (0x1234_0000, 0x5678));
         // The next snapshot keeps its own.
         watch(&mut cpu.area, Watch::On);
@@ -167,6 +172,56 @@ mod tests {
         watch(&mut cpu.area, Watch::Off);
         watch(&mut cpu.area, Watch::On);
         assert_eq!(cpu.area.own.extended.tr.base, 0x9000);
+    }
+
+    /// Returns all that VMRUN and VMLOAD read of the save area.
+    fn loaded(block: &Vmcb) -> String {
+        let segments = [block.fs, block.gs, block.ldtr, block.tr];
+        let numbers = [block.efer, block.s_cet, block.ssp, block.isst_addr, block.g_pat, block.spec_ctrl];
+        format!("{:?} {segments:?} {numbers:x?} {:x?}", GuestState::of(block), block.syscall)
+    }
+
+    /// The processor leaves any bits in the save area of a CPU that has shut down.
+    #[test]
+    fn nothing_of_a_shutdown_goes_on() {
+        const SAVE_AREA: core::ops::Range<usize> = 0x400..0x1000;
+        let went_on = |rubbish: Option<u8>| {
+            let mut cpu = Attached::new();
+            cpu.area.cpu.on_snapshot = 1;
+            let control = &mut cpu.area.control;
+            (control.s_cet, control.ssp, control.isst_addr, control.spec_ctrl) = (1, 2, 3, 4);
+            (control.tr.base, control.ldtr.selector, control.syscall[1]) = (5, 6, 7);
+            watch(&mut cpu.area, Watch::On);
+            if let Some(rubbish) = rubbish {
+                let bytes = core::ptr::from_mut(&mut cpu.area.control).cast::<u8>();
+                // SAFETY: bytes of the block, which is made of integers: any bits are a value.
+                unsafe { bytes.add(SAVE_AREA.start).write_bytes(rubbish, SAVE_AREA.len()) };
+                assert!(!refusal::none(&cpu.area.control));
+            }
+            cpu.hardware.msrs.insert(msr::PAT, 0x0407_0506_0001_0106);
+            let saved = SavedCpu { cr0: 0x8005_0033, cr4: 0x6F0, rip: 9, ..SavedCpu::default() };
+            put_back(&mut cpu.area, &mut cpu.hardware, &saved, ROOT);
+            assert!(refusal::none(&cpu.area.control), "{:?}", refusal::first(&cpu.area.control));
+            assert_eq!(cpu.hardware.read_msr(msr::PAT), Some(LINUX_PAT));
+            loaded(&cpu.area.control)
+        };
+        let right = went_on(None);
+        for rubbish in [0, 0x5A, 0xA5, 0xFF] {
+            assert_eq!(went_on(Some(rubbish)), right);
+        }
+    }
+
+    /// The processor's note would make the next machine check a shutdown.
+    #[test]
+    fn a_machine_check_is_over() {
+        let mut cpu = watched();
+        cpu.hardware.msrs.insert(msr::MCG_STATUS, 0b111);
+        put_back(&mut cpu.area, &mut cpu.hardware, &SavedCpu::default(), ROOT);
+        assert_eq!(cpu.hardware.read_msr(msr::MCG_STATUS), Some(0));
+        // A processor without machine checks raises #GP.
+        cpu.hardware.msrs.remove(&msr::MCG_STATUS);
+        put_back(&mut cpu.area, &mut cpu.hardware, &SavedCpu::default(), ROOT);
+        assert_eq!(cpu.hardware.read_msr(msr::MCG_STATUS), None);
     }
 
     /// The processor delivers it by itself, and blocks others until the handler's IRET.
@@ -237,7 +292,7 @@ mod tests {
             data_selectors: [0, 0x2B],
             ..SavedCpu::default()
         };
-        put_back(&mut cpu.area, &saved, ROOT);
+        put_back(&mut cpu.area, &mut cpu.hardware, &saved, ROOT);
         let control = &cpu.area.control;
         assert_eq!((control.cr0, control.cr3, control.cr4), (saved.cr0, saved.cr3, saved.cr4));
         assert_eq!((control.rip, control.rsp, control.rflags), (saved.rip, saved.rsp, 0x46));

@@ -117,6 +117,7 @@ pub(super) fn put_back(area: &mut Area, hardware: &mut impl Hardware, saved: &Sa
     area.cpu.gate.nmi.pending = 0;
     watch(area, hardware, Watch::On);
     machine_check::forget(area);
+    machine_check::end(hardware);
 }
 
 fn put_registers(own: &Own, hardware: &mut impl Hardware, saved: &SavedCpu) {
@@ -250,6 +251,15 @@ mod tests {
         };
         assert!(lacks(pin::NMI_EXITING, 0) && lacks(pin::VIRTUAL_NMIS, 0));
         assert!(lacks(0, WINDOW) && lacks(0, STEP) && !lacks(0, 0));
+    }
+
+    /// The processor's note would make the next machine check a shutdown.
+    #[test]
+    fn a_machine_check_is_over() {
+        let mut cpu = watched();
+        cpu.hardware.msrs.insert(msr::MCG_STATUS, 0b111);
+        put_back(&mut cpu.area, &mut cpu.hardware, &SavedCpu::default(), ROOT);
+        assert_eq!(cpu.hardware.msrs[&msr::MCG_STATUS], 0);
     }
 
     #[test]

@@ -48,6 +48,8 @@ pub const KERNEL_GS_BASE: u32 = 0xC000_0102;
 pub const SYSCFG: u32 = 0xC001_0010;
 /// TOP_MEM2 (APM vol. 2, 7.9.4).
 pub const TOP_MEM2: u32 = 0xC001_001D;
+/// MCG_STATUS: state of a machine check (APM vol. 2, 9.3.1.2).
+pub const MCG_STATUS: u32 = 0x17A;
 /// DEBUGCTL: branch records and single steps of branches.
 pub const DEBUGCTL: u32 = 0x1D9;
 /// S_CET: control-flow enforcement of the kernel.
