@@ -381,3 +381,25 @@ fn a_rival_comes_while_snapshots_are_prepared() -> Result<()> {
     assert!(loaded > 0);
     machine.check_next_attach()
 }
+
+/// WireGuard forgets its keys when a freeze begins. It is told so again when no new ones can be made any
+/// more, with all tasks and their work frozen.
+#[test]
+#[ignore = "long"]
+fn tunnels_forget_keys_that_were_made_during_the_freeze() -> Result<()> {
+    need_nested_faults()?;
+    let machine = Machine::boot(Spec::new(Kernel::BookwormCloud).cpus(2))?;
+    machine.sh("modprobe wireguard; ip link add wg0 type wireguard; ip link set wg0 up")?;
+    let trace = "/sys/kernel/tracing";
+    machine.sh(&format!("mount -t tracefs tracefs {trace} 2> /dev/null || true"))?;
+    machine.sh(&format!(
+        "echo 'p:told wireguard:wg_pm_notification action=%si:u64' > {trace}/kprobe_events; \
+         echo 1 > {trace}/events/kprobes/enable"
+    ))?;
+    machine.sh("sync; mount -o remount,ro /; mercury attach > /dev/null; mercury snapshot")?;
+    let told = machine.sh(&format!("grep -o 'action=[0-9]*' {trace}/trace | xargs"))?;
+    // PM_HIBERNATION_PREPARE twice, then PM_POST_HIBERNATION.
+    assert_eq!(told.trim(), "action=1 action=1 action=2");
+    machine.sh("mercury snapshot --drop; ip link delete wg0")?;
+    machine.check_next_attach()
+}

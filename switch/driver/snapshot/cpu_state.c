@@ -8,6 +8,7 @@
  */
 #define pr_fmt(fmt) "mercury: " fmt
 
+#include <linux/bitmap.h>
 #include <linux/gfp.h>
 #include <linux/io.h>
 #include <linux/mm.h>
@@ -52,6 +53,11 @@ static const u32 kept_msrs[] = {
 	0x00000186, 0x00000187, 0x00000188, 0x00000189, 0x0000018a, 0x0000018b, 0x0000018c, 0x0000018d,
 	0xc0010200, 0xc0010202, 0xc0010204, 0xc0010206, 0xc0010208, 0xc001020a,
 	0x0000038d, 0x0000038f, 0xc0000301,
+	/*
+	 * AMD's sampling of instructions, fetched and executed (IBS). The local APIC's entries for it are set
+	 * once at boot.
+	 */
+	0xc0011030, 0xc0011033,
 	MSR_IA32_DEBUGCTLMSR,
 };
 
@@ -69,16 +75,11 @@ static const u32 kept_msrs[] = {
 #define CPUID_AMD_RESOURCES	0x80000020
 #define AMD_HAS_EVENT_CFG	BIT(3)
 
-/* MSRs in a row that only some processors have, and of a number that CPUID tells. */
-struct bank {
-	u32 first, count;
-};
-
-#define BANKS_MAX		16
+/* MSRs that only some processors have, in rows of a length that CPUID tells. */
 #define BANKED_MAX		640
 
-static struct bank banks[BANKS_MAX];
-static unsigned int bank_count, banked_count;
+static u32 banked_msrs[BANKED_MAX];
+static unsigned int banked_count;
 
 /* Registers of the local APIC that are kept, by their offset in xAPIC mode. */
 static const u16 kept_apic[] = {
@@ -95,9 +96,9 @@ struct mercury_cpu_state {
 	/* First: mercury_resume reads it. */
 	struct mercury_saved_cpu saved;
 	u64 msr[ARRAY_SIZE(kept_msrs)];
-	u64 has_msr[BITS_TO_LONGS(ARRAY_SIZE(kept_msrs))];
+	DECLARE_BITMAP(has_msr, ARRAY_SIZE(kept_msrs));
 	u64 banked[BANKED_MAX];
-	u64 has_banked[BITS_TO_LONGS(BANKED_MAX)];
+	DECLARE_BITMAP(has_banked, BANKED_MAX);
 	unsigned long dr[4], dr6, dr7;
 	u16 ldt;
 	u64 xcr0;
@@ -176,11 +177,10 @@ static void fill_drain_table(void)
 
 static void add_bank(u32 first, u32 count)
 {
-	if (!count || bank_count == BANKS_MAX || banked_count + count > BANKED_MAX)
+	if (banked_count + count > BANKED_MAX)
 		return;
-	banks[bank_count].first = first;
-	banks[bank_count++].count = count;
-	banked_count += count;
+	while (count--)
+		banked_msrs[banked_count++] = first++;
 }
 
 /* Returns how many classes of service a resource has according to CPUID, `most` at most. */
@@ -243,7 +243,6 @@ static void find_power_control(void)
 
 static void find_banks(void)
 {
-	bank_count = 0;
 	banked_count = 0;
 	find_resource_control();
 	find_power_control();
@@ -303,64 +302,47 @@ static void load_extended(const struct mercury_cpu_state *state)
 		     : : [area] "r" (xsave_area(state)), "a" (-1), "d" (-1) : "memory");
 }
 
-static void save_msrs(struct mercury_cpu_state *state)
+/* Reads MSRs from the one with the number `first` on, and notes those that the processor has. */
+static void read_msrs(const u32 *msrs, unsigned int first, unsigned int end, u64 *values, unsigned long *has)
 {
 	unsigned int i;
 
-	memset(state->has_msr, 0, sizeof(state->has_msr));
+	for (i = first; i < end; i++)
+		if (!rdmsrl_safe(msrs[i], &values[i]))
+			__set_bit(i, has);
+}
+
+static void save_msrs(struct mercury_cpu_state *state)
+{
+	bitmap_zero(state->has_msr, ARRAY_SIZE(kept_msrs));
+	bitmap_zero(state->has_banked, BANKED_MAX);
 	/* On an attached CPU of AMD's this read exits, and is answered fast. */
 	state->msr[0] = mercury_ask_efer() & ~MERCURY_EFER_ATTACHED;
-	__set_bit(0, (unsigned long *)state->has_msr);
+	__set_bit(0, state->has_msr);
 	/* MSRs that only KVM uses cost time in each snapshot: they are read if KVM is there. */
-	for (i = mercury.kvm_may ? 1 : KVMS_END; i < ARRAY_SIZE(kept_msrs); i++)
-		if (!rdmsrl_safe(kept_msrs[i], &state->msr[i]))
-			__set_bit(i, (unsigned long *)state->has_msr);
+	read_msrs(kept_msrs, mercury.kvm_may ? 1 : KVMS_END, ARRAY_SIZE(kept_msrs), state->msr,
+		  state->has_msr);
+	read_msrs(banked_msrs, 0, banked_count, state->banked, state->has_banked);
 	/* Hardware virtualization comes back for KVM only. */
 	if (!mercury.kvm_may)
 		state->msr[0] &= ~(u64)EFER_SVME;
 }
 
-static void save_banks(struct mercury_cpu_state *state)
+/* Writes MSRs that were read, in their order, where the processor has another value. */
+static void write_msrs(const u32 *msrs, unsigned int end, const u64 *values, const unsigned long *has)
 {
-	unsigned int bank, number = 0;
-	u32 i;
-
-	memset(state->has_banked, 0, sizeof(state->has_banked));
-	for (bank = 0; bank < bank_count; bank++)
-		for (i = 0; i < banks[bank].count; i++, number++)
-			if (!rdmsrl_safe(banks[bank].first + i, &state->banked[number]))
-				__set_bit(number, (unsigned long *)state->has_banked);
-}
-
-static void load_banks(const struct mercury_cpu_state *state)
-{
-	unsigned int bank, number = 0;
-	u64 value;
-	u32 i;
-
-	for (bank = 0; bank < bank_count; bank++)
-		for (i = 0; i < banks[bank].count; i++, number++)
-			if (test_bit(number, (const unsigned long *)state->has_banked) &&
-			    !rdmsrl_safe(banks[bank].first + i, &value) &&
-			    value != state->banked[number])
-				wrmsrl_safe(banks[bank].first + i, state->banked[number]);
-}
-
-static void load_msrs(const struct mercury_cpu_state *state)
-{
-	unsigned int i;
 	u64 value, wanted;
+	unsigned int i;
 
-	for (i = 0; i < ARRAY_SIZE(kept_msrs); i++) {
-		if (!test_bit(i, (const unsigned long *)state->has_msr) ||
-		    rdmsrl_safe(kept_msrs[i], &value))
+	for_each_set_bit(i, has, end) {
+		if (rdmsrl_safe(msrs[i], &value))
 			continue;
-		wanted = state->msr[i];
+		wanted = values[i];
 		/* With a hypervisor beneath, to clear the bit is to leave it, unless it is KVM's. */
-		if (kept_msrs[i] == MSR_EFER && !mercury.kvm_may)
+		if (msrs[i] == MSR_EFER && !mercury.kvm_may)
 			wanted |= value & EFER_SVME;
 		if (value != wanted)
-			wrmsrl_safe(kept_msrs[i], wanted);
+			wrmsrl_safe(msrs[i], wanted);
 	}
 }
 
@@ -536,7 +518,6 @@ struct mercury_saved_cpu *mercury_state_save(void)
 	state->saved.thread = current->pid;
 	save_registers(state);
 	save_msrs(state);
-	save_banks(state);
 	save_extended(state);
 	save_apic(state);
 	/* Adds interrupts that came while the kernel's core was being suspended. */
@@ -551,8 +532,8 @@ void mercury_state_load(void)
 	const struct mercury_cpu_state *state = this_cpu_read(states);
 
 	load_registers(state);
-	load_msrs(state);
-	load_banks(state);
+	write_msrs(kept_msrs, ARRAY_SIZE(kept_msrs), state->msr, state->has_msr);
+	write_msrs(banked_msrs, banked_count, state->banked, state->has_banked);
 	load_extended(state);
 	load_apic(state);
 	native_set_debugreg(7, state->dr7);

@@ -328,7 +328,7 @@ static int gather(void *unused)
 	atomic_set(&instant.drained, 0);
 	instant.first_cpu = cpumask_first(&instant.cpus);
 	is_done(QUIESCED);
-	err = mercury_dma_stop();
+	err = mercury_nonces_forget_tunnels() ?: mercury_dma_stop();
 	if (err)
 		return err;
 	stop_machine(enter, NULL, cpu_online_mask);

@@ -290,6 +290,7 @@ void mercury_fence_return(void);
 
 /* nonces.c */
 u32 mercury_nonces_check(void);
+int mercury_nonces_forget_tunnels(void);
 void mercury_nonces_forget(void);
 
 #endif /* MERCURY_SNAPSHOT_H */

@@ -106,9 +106,12 @@ int mercury_mend(const struct mercury_mend_request *request)
 	if (is_bad(request))
 		return MERCURY_CODE_BAD_ARGUMENT;
 	mend.page = read_only_page(request->address);
-	if (!mend.page)
+	/*
+	 * The removal of a module may have freed the page by now. A page that is somebody else's is not
+	 * touched: write_bytes() looks again if it is mapped here.
+	 */
+	if (!mend.page || !get_page_unless_zero(mend.page))
 		return MERCURY_CODE_MEND_NOT_READ_ONLY;
-	get_page(mend.page);
 	alias = vmap(&mend.page, 1, VM_MAP, PAGE_KERNEL);
 	if (alias) {
 		mend.bytes = alias + offset_in_page(request->address);
