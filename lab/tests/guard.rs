@@ -245,20 +245,28 @@ fn a_watched_machine_sleeps() -> Result<()> {
     Ok(())
 }
 
+/// The daemon, by the rules in /run/guard.toml.
+const DAEMON: &str = "exec mercury daemon --rules /run/guard.toml --socket /run/socket";
+
+/// Boots a machine whose daemon keeps a snapshot, by these rules. `prepare` runs before. The console shows
+/// all that the daemon says.
+fn stateless(rules: &str, prepare: &str) -> Result<Machine> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(2).qemu_version(Qemu::Newer))?;
+    load_test_module(&machine)?;
+    machine.put("/run/guard.toml", format!("profile = 'stateless'\n{rules}").as_bytes(), 0o644)?;
+    machine.sh(&format!("{prepare} dmesg -n 8; sync; mount -o remount,ro /"))?;
+    machine.sh(&format!("setsid sh -c '{DAEMON}' > /dev/kmsg 2>&1 < /dev/null &"))?;
+    machine.wait_serial("a snapshot is kept", 2 * MINUTE)?;
+    Ok(machine)
+}
+
 /// The profile of machines without data of their own: the daemon keeps a snapshot, a hang puts the machine
 /// back to it, and a snapshot that was lost is taken anew.
 #[test]
 #[ignore = "long"]
 fn a_stateless_machine_goes_back_and_keeps_a_snapshot() -> Result<()> {
-    need_qemu()?;
-    let machine = Machine::boot(spec(2).qemu_version(Qemu::Newer))?;
-    load_test_module(&machine)?;
-    machine.put("/run/guard.toml", b"profile = 'stateless'\n", 0o644)?;
-    // The console shows all that the daemon says.
-    machine.sh("dmesg -n 8; sync; mount -o remount,ro /")?;
-    let daemon = "exec mercury daemon --rules /run/guard.toml --socket /run/socket";
-    machine.sh(&format!("setsid sh -c '{daemon}' > /dev/kmsg 2>&1 < /dev/null &"))?;
-    machine.wait_serial("a snapshot is kept", 2 * MINUTE)?;
+    let machine = stateless("", "")?;
     machine.sh("touch /run/first; setsid sh -c 'sleep 0.5; echo hang-all 100 > /dev/mercury_test' &")?;
     machine.wait_serial("was put back to its snapshot", 2 * MINUTE)?;
     assert_eq!(machine.sh("ls /run/first 2> /dev/null || true")?, "", "it has not been");
@@ -275,15 +283,7 @@ fn a_stateless_machine_goes_back_and_keeps_a_snapshot() -> Result<()> {
 
 /// Boots a machine that avoids the module in which it died, and lets it die there twice.
 fn died_twice_in_a_module(prepare: &str) -> Result<Machine> {
-    need_qemu()?;
-    let machine = Machine::boot(spec(2).qemu_version(Qemu::Newer))?;
-    load_test_module(&machine)?;
-    let rules = b"profile = 'stateless'\n[avoid]\nmodule = 'unload'\ntask = 'stop'\n";
-    machine.put("/run/guard.toml", rules, 0o644)?;
-    machine.sh(&format!("{prepare} dmesg -n 8; sync; mount -o remount,ro /"))?;
-    let daemon = "exec mercury daemon --rules /run/guard.toml --socket /run/socket";
-    machine.sh(&format!("setsid sh -c '{daemon}' > /dev/kmsg 2>&1 < /dev/null &"))?;
-    machine.wait_serial("a snapshot is kept", 2 * MINUTE)?;
+    let machine = stateless("[avoid]\nmodule = 'unload'\ntask = 'stop'\n", prepare)?;
     let die = "setsid sh -c 'sleep 0.5; echo oops 1 > /dev/mercury_test' > /dev/null 2>&1 &";
     machine.sh(die)?;
     machine.wait_serial("was put back to its snapshot", 2 * MINUTE)?;
@@ -326,7 +326,6 @@ fn a_module_that_does_not_end_does_not_hold_the_daemon() -> Result<()> {
 
 /// Starts and ends with the daemon, which reports to standard error here. Nobody else may end its watch, and
 /// a driver that is loaded anew watches again.
-
 #[test]
 #[ignore = "long"]
 fn the_daemon_guards_by_its_rules() -> Result<()> {
@@ -336,7 +335,7 @@ fn the_daemon_guards_by_its_rules() -> Result<()> {
     machine.put("/run/guard.toml", rules, 0o644)?;
     let switches = "sysctl -n kernel.hung_task_panic kernel.softlockup_panic | xargs";
     assert_eq!(machine.sh(switches)?.trim(), "0 0");
-    let daemon = machine.spawn("exec mercury daemon --rules /run/guard.toml --socket /run/socket")?;
+    let daemon = machine.spawn(DAEMON)?;
     let is_on = "mercury guard status --rules /run/guard.toml | grep -q 'is on'";
     machine.sh(&format!("for _ in $(seq 60); do {is_on} && exit 0; sleep 1; done; exit 1"))?;
     assert_eq!(machine.sh(switches)?.trim(), "1 1");
@@ -366,15 +365,21 @@ fn scrubbed(release: Kernel) -> Result<(Machine, Background)> {
 
 /// Boots a machine whose daemon compares code and constants by a rule.
 fn compared(spec: Spec, rule: &str) -> Result<(Machine, Background)> {
+    compared_after("true", spec, rule)
+}
+
+/// Does the same after a command.
+fn compared_after(command: &str, spec: Spec, rule: &str) -> Result<(Machine, Background)> {
     need_qemu()?;
     let machine = Machine::boot(spec.qemu_version(Qemu::Newer))?;
     load_test_module(&machine)?;
+    machine.sh(command)?;
     let rules = format!("on_hang = 'report'\n[integrity]\n{rule}\n");
     machine.put("/run/guard.toml", rules.as_bytes(), 0o644)?;
-    let daemon = machine.spawn("exec mercury daemon --rules /run/guard.toml --socket /run/socket")?;
+    let daemon = machine.spawn(DAEMON)?;
     let is_there = "mercury guard status > /dev/null 2>&1";
     machine.sh(&format!("for _ in $(seq 120); do {is_there} && exit 0; sleep 0.5; done; exit 1"))?;
-    passes(&machine, 1)?;
+    integrity_becomes(&machine, |state| state["passes"].as_u64() > Some(0))?;
     Ok((machine, daemon))
 }
 
@@ -508,8 +513,10 @@ fn exits_of(machine: &Machine, reason: &str) -> Result<u64> {
 /// A store to code of a module, and to code, constants and the table of interrupts of the kernel, is seen
 /// when it is made, with its maker, and undone. Nothing exits before.
 fn foreign_stores_are_undone(release: Kernel) -> Result<()> {
-    let (machine, daemon) = guarded(Spec::new(release).cpus(2), "scrub = 'mend'\nevery_seconds = 30")?;
-    println!("{}", integrity(&machine)?);
+    // The first pass makes all read-only, and the next one is far.
+    let rule = "scrub = 'mend'\nstores = true\nevery_seconds = 900";
+    let (machine, daemon) = compared_after("mercury attach", Spec::new(release).cpus(2), rule)?;
+    println!("{}", integrity_becomes(&machine, |state| state["guarded"].as_u64() > Some(1000))?);
     let before = exits(&machine)?;
     machine.sh("find /usr -type f -size -40k | head -300 | xargs cat | sha256sum; sleep 5")?;
     assert_eq!(exits(&machine)?, before, "exits of a machine at work");
@@ -530,8 +537,8 @@ fn foreign_stores_are_undone(release: Kernel) -> Result<()> {
         assert!(store["symbol"].as_str().unwrap().starts_with(&format!("{symbol}+0x3")), "{store}");
         let by = store["why"].as_str().unwrap();
         assert!(by.starts_with("test_flip+") && by.contains("[mercury_test] < "), "{store}");
-        // Sooner than the next pass would have come.
-        assert!(since.elapsed() < Duration::from_secs(25), "{symbol}");
+        // Sooner than the next pass would have come, also on a host that is busy.
+        assert!(since.elapsed() < Duration::from_secs(100), "{symbol}");
     }
     assert_eq!(machine.sh(sum)?, right);
     assert_eq!(exits_of(&machine, "foreign-store")?, places.len() as u64);
@@ -558,6 +565,57 @@ fn a_foreign_store_is_seen_and_undone() -> Result<()> {
 #[ignore = "long"]
 fn a_foreign_store_is_seen_and_undone_on_6_12() -> Result<()> {
     foreign_stores_are_undone(Kernel::TrixieCloud)
+}
+
+/// Beneath a snapshot no store is seen, and the state says so. When the machine has gone back and the
+/// snapshot is dropped, stores are seen again.
+#[test]
+#[ignore = "long"]
+fn stores_are_seen_again_after_a_rollback() -> Result<()> {
+    let (machine, _daemon) = guarded(spec(2), "scrub = 'mend'")?;
+    machine.sh("dmesg -n 8; sync; mount -o remount,ro /; mercury snapshot")?;
+    let hides = |state: &Value| {
+        let why = state["not_guarded"].as_str().unwrap_or_default();
+        why.contains("while a snapshot is kept") && state["guarded"] == 0
+    };
+    integrity_becomes(&machine, hides)?;
+    machine.sh("setsid sh -c 'sleep 0.5; mercury rollback' > /dev/null 2>&1 &")?;
+    // The agent must not be spoken to while the machine goes back.
+    machine.wait_serial("was put back to its snapshot", 2 * MINUTE)?;
+    integrity_becomes(&machine, hides)?;
+    machine.sh("mercury snapshot --drop")?;
+    let is_guarded = |state: &Value| state["guarded"].as_u64() > Some(1000) && state["not_guarded"].is_null();
+    integrity_becomes(&machine, is_guarded)?;
+    let address = address_of(&machine, "test_seed", 3)?;
+    machine.sh(&format!("mercury-workload kernel flip {address} 1 > /run/flip"))?;
+    integrity_becomes(&machine, |state| state["stores"] == 1 && state["mended"] == 1)?;
+    Ok(())
+}
+
+/// The log has room for 64 records of a CPU, and the daemon looks twice a second. A store whose record was
+/// overwritten is reported all the same, and its page is made read-only again.
+#[test]
+#[ignore = "long"]
+fn a_store_whose_record_is_lost_is_reported() -> Result<()> {
+    let (machine, daemon) = guarded(spec(1), "scrub = 'mend'")?;
+    let address = address_of(&machine, "test_seed", 3)?;
+    // Each access to this MSR, which is beyond those that the processor can let through, is a record.
+    let flood =
+        "for _ in $(seq 70); do mercury-workload kernel rdmsr 0 0xc0002000 > /dev/null 2>&1 || true; done";
+    let daemon_stands = "kill -STOP $(pgrep -f '[m]ercury daemon')";
+    let daemon_goes_on = "kill -CONT $(pgrep -f '[m]ercury daemon')";
+    let flip = format!("mercury-workload kernel flip {address} 1 > /run/flip");
+    machine.sh(&format!("{daemon_stands}; {flip}; {flood}; {daemon_goes_on}"))?;
+    let state = integrity_becomes(&machine, |state| state["stores"] == 1 && state["mended"] == 1)?;
+    println!("{state}");
+    let findings = state["findings"].as_array().unwrap();
+    let lost = findings.iter().find(|finding| finding["kind"] == "store").expect("a store");
+    assert!(lost["symbol"].as_str().unwrap().contains("overwritten"), "{state}");
+    // The mend was a store, too.
+    machine.sh(&flip)?;
+    integrity_becomes(&machine, |state| state["stores"] == 2 && state["mended"] == 2)?;
+    drop(daemon);
+    Ok(())
 }
 
 /// MSR of the flags that SYSCALL clears, and a flag there that harms nobody: ID.

@@ -14,7 +14,7 @@
  * Version of every layout and meaning in this crate. Each change of one of them raises
  * the version.
  */
-#define MERCURY_ABI_VERSION 11
+#define MERCURY_ABI_VERSION 12
 /* VM_CR (C001_0114h): SVM enabled, locked, INIT redirected (AMD). */
 #define MERCURY_READABLE_VM_CR 1
 /* VM_HSAVE_PA (C001_0117h): host-physical address of the host save area (AMD). */
@@ -88,6 +88,13 @@
 #define MERCURY_EXIT_REASONS 24
 /* Number of records in one CPU's log ring. */
 #define MERCURY_LOG_RECORDS 64
+/* SharedCpu::read_only: no page is read-only for integrity. */
+#define MERCURY_READ_ONLY_NONE 0
+/*
+ * SharedCpu::read_only: the CPU runs on the tables of a snapshot or of a dirty log, and
+ * no page is read-only for integrity until they end.
+ */
+#define MERCURY_READ_ONLY_LATER 1
 
 /* The reason of an exit: index into SharedCpu::exits. */
 #define MERCURY_EXIT_REASON_HYPERCALL 0
@@ -201,6 +208,8 @@
 
 /* Position of an IntegrityCall in RDI. */
 #define MERCURY_INTEGRITY_SHIFT 56
+/* Most ranges of code that IntegrityCall::Writer adds. */
+#define MERCURY_INTEGRITY_WRITERS 4
 
 /*
  * A request about pages of the system that are read-only in the nested tables. A store
@@ -1340,8 +1349,16 @@ struct mercury_shared_cpu {
 	 * detached when the system clears it.
 	 */
 	u32 kvm_may;
+	/* Zero. */
+	u32 reserved0;
+	/*
+	 * Pages that are read-only beneath this CPU, while it is attached: the number
+	 * that crate::gate::IntegrityCall::Begin gave them, READ_ONLY_NONE or
+	 * READ_ONLY_LATER.
+	 */
+	u64 read_only;
 	/* Padding to the second page, zeros. */
-	u32 reserved[865];
+	u32 reserved[862];
 	/* The log ring; record n (from 1) is at index (n - 1) % LOG_RECORDS. */
 	struct mercury_log_record log[64];
 };
@@ -1358,7 +1375,9 @@ static_assert(offsetof(struct mercury_shared_cpu, left_because) == 232);
 static_assert(offsetof(struct mercury_shared_cpu, log_written) == 240);
 static_assert(offsetof(struct mercury_shared_cpu, crash) == 248);
 static_assert(offsetof(struct mercury_shared_cpu, kvm_may) == 632);
-static_assert(offsetof(struct mercury_shared_cpu, reserved) == 636);
+static_assert(offsetof(struct mercury_shared_cpu, reserved0) == 636);
+static_assert(offsetof(struct mercury_shared_cpu, read_only) == 640);
+static_assert(offsetof(struct mercury_shared_cpu, reserved) == 648);
 static_assert(offsetof(struct mercury_shared_cpu, log) == 4096);
 
 /*

@@ -400,6 +400,9 @@ pub enum Hypercall {
 /// Position of an [`IntegrityCall`] in RDI.
 pub const MERCURY_INTEGRITY_SHIFT: u32 = 56;
 
+/// Most ranges of code that [`IntegrityCall::Writer`] adds.
+pub const MERCURY_INTEGRITY_WRITERS: usize = 4;
+
 /// A request about pages of the system that are read-only in the nested tables. A store to one of
 /// them is logged ([`crate::shared::LogKind::ForeignStore`]), and the page can be written from then on.
 #[repr(u64)]
@@ -407,10 +410,12 @@ pub const MERCURY_INTEGRITY_SHIFT: u32 = 56;
 pub enum IntegrityCall {
     /// Begins anew, without a change of pages. First: host-physical root of the page tables with which
     /// the kernel changes its own code. A store with these tables, and from the code of
-    /// [`IntegrityCall::Writer`], is let through and not logged.
+    /// [`IntegrityCall::Writer`], is let through and not logged. Second: a number above
+    /// [`crate::shared::READ_ONLY_LATER`], which CPUs publish while the pages are read-only beneath them
+    /// ([`crate::shared::SharedCpu::read_only`]).
     Begin = 0,
     /// Adds code that may do so: first and second are its start and its end, virtual. The first is
-    /// sign-extended.
+    /// sign-extended. There is room for [`MERCURY_INTEGRITY_WRITERS`].
     Writer = 1,
     /// Makes pages read-only. First: the host-physical address; second: their number. They lie in one
     /// block of 2 MiB.

@@ -23,6 +23,12 @@ pub const EXIT_REASONS: usize = 24;
 /// Number of records in one CPU's log ring.
 pub const LOG_RECORDS: usize = 64;
 
+/// [`SharedCpu::read_only`]: no page is read-only for integrity.
+pub const READ_ONLY_NONE: u64 = 0;
+/// [`SharedCpu::read_only`]: the CPU runs on the tables of a snapshot or of a dirty log, and no page is
+/// read-only for integrity until they end.
+pub const READ_ONLY_LATER: u64 = 1;
+
 /// The reason of an exit: index into [`SharedCpu::exits`].
 #[repr(u32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -257,8 +263,13 @@ pub struct SharedCpu {
     /// 1 while KVM may use SVM above the hypervisor, else 0; written by the driver. At 0 the system
     /// sees the hypervisor's own SVME in EFER, and the CPU is detached when the system clears it.
     pub kvm_may: u32,
+    /// Zero.
+    pub reserved0: u32,
+    /// Pages that are read-only beneath this CPU, while it is attached: the number that
+    /// [`crate::gate::IntegrityCall::Begin`] gave them, [`READ_ONLY_NONE`] or [`READ_ONLY_LATER`].
+    pub read_only: u64,
     /// Padding to the second page, zeros.
-    pub reserved: [u32; 865],
+    pub reserved: [u32; 862],
     /// The log ring; record `n` (from 1) is at index `(n - 1) % LOG_RECORDS`.
     pub log: [LogRecord; LOG_RECORDS],
 }

@@ -76,7 +76,9 @@ pub fn shared_cpu(cpu: u32) -> SharedCpu {
         log_written: 0,
         crash: CrashRecord::NONE,
         kvm_may: 0,
-        reserved: [0; 865],
+        reserved0: 0,
+        read_only: 0,
+        reserved: [0; 862],
         log: [LogRecord::default(); LOG_RECORDS],
     }
 }

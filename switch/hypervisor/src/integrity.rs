@@ -15,8 +15,13 @@
 //!
 //! Beneath a snapshot or a dirty log a CPU runs on their tables, and no page is restricted for integrity.
 
+use core::sync::atomic::{AtomicU64, Ordering};
+
 use mercury_abi::code::Code;
-use mercury_abi::gate::{IntegrityCall, MERCURY_INTEGRITY_SHIFT, Vendor as Kind};
+use mercury_abi::gate::{
+    IntegrityCall, MERCURY_INTEGRITY_SHIFT, MERCURY_INTEGRITY_WRITERS as WRITERS, Vendor as Kind,
+};
+use mercury_abi::shared::{READ_ONLY_LATER, READ_ONLY_NONE};
 
 use crate::address::{Address, GuestPhys, HostPhys, PAGE_SIZE, PageSize};
 use crate::cpu::Area;
@@ -27,10 +32,11 @@ use crate::paging::table::{Exhausted, PageTable, TablePages};
 use crate::snapshot::view::{Keep, View};
 use crate::vendor::Vendor;
 
-/// Most ranges of code that may change code.
-const WRITERS: usize = 4;
 /// Address bits of CR3 (APM volume 2, 5.3.2).
 const ROOT_BITS: u64 = 0x000f_ffff_ffff_f000;
+
+/// Number of the pages that are restricted beneath CPUs on [`nested::root`].
+static READ_ONLY: AtomicU64 = AtomicU64::new(READ_ONLY_NONE);
 
 /// Restricted pages, and the code that may write to them.
 #[derive(Debug)]
@@ -40,6 +46,8 @@ pub(crate) struct Integrity<F> {
     poking_root: u64,
     /// Start and end of code that makes such changes, virtual.
     writers: [(u64, u64); WRITERS],
+    /// Number that the driver has given the restricted pages.
+    number: u64,
 }
 
 /// A store to a restricted page.
@@ -54,7 +62,7 @@ pub enum Store {
 impl<F: Format<Address = GuestPhys>> Integrity<F> {
     /// Returns the state without restricted pages.
     pub(crate) const fn new() -> Self {
-        Self { view: None, poking_root: 0, writers: [(0, 0); WRITERS] }
+        Self { view: None, poking_root: 0, writers: [(0, 0); WRITERS], number: READ_ONLY_NONE }
     }
 
     /// Takes over a change of the identity map at an address.
@@ -70,12 +78,13 @@ impl<F: Format<Address = GuestPhys>> Integrity<F> {
         pages: &mut impl TablePages,
         base: PageTable<F>,
         poking_root: u64,
+        number: u64,
     ) -> Result<(), Code> {
         if self.view.is_none() {
             let view = View::new(pages, base, &|_, _| Keep::Nothing);
             self.view = Some(view.map_err(|Exhausted| Code::NestedMapExhausted)?);
         }
-        *self = Self { view: self.view, poking_root, ..Self::new() };
+        *self = Self { view: self.view, poking_root, number, ..Self::new() };
         Ok(())
     }
 
@@ -141,6 +150,14 @@ pub fn store<V: Vendor>(area: &Area<V>, address: u64, place: [u64; 2]) -> Option
     integrity.store(pool, map.tables()?, GuestPhys::new(address), place)
 }
 
+/// Publishes which pages are restricted beneath this CPU, which begins to run on other tables.
+#[inline]
+pub fn publish<V: Vendor>(area: &mut Area<V>) {
+    let is_later = area.cpu.on_snapshot != 0;
+    let number = READ_ONLY.load(Ordering::Relaxed);
+    area.shared().read_only = if is_later { READ_ONLY_LATER } else { number };
+}
+
 /// Answers a call of the driver.
 #[cold]
 #[inline(never)]
@@ -167,15 +184,19 @@ fn change<V: Vendor>(call: u64, argument: u64) -> Result<Option<HostPhys>, Code>
     let Nested { map, pool, integrity, .. } = guard.as_mut().ok_or(Code::NotLoaded)?;
     let base = map.tables().ok_or(Code::NotLoaded)?;
     match call >> MERCURY_INTEGRITY_SHIFT {
-        BEGIN => integrity.begin(pool, base, first)?,
+        BEGIN => integrity.begin(pool, base, first, argument)?,
         WRITER => integrity.add_writer(sign_extended(first), argument)?,
         PROTECT => integrity.protect(pool, GuestPhys::new(first), argument)?,
         ENTER => {
             let root = integrity.view.ok_or(Code::BadArgument)?.root();
+            READ_ONLY.store(integrity.number, Ordering::Relaxed);
             return Ok(Some(nested::set_root(root)));
         }
         // Until another CPU comes here too, it runs on the view, whose stores are answered as before.
-        LEAVE => return Ok(Some(nested::set_root(base.root()))),
+        LEAVE => {
+            READ_ONLY.store(READ_ONLY_NONE, Ordering::Relaxed);
+            return Ok(Some(nested::set_root(base.root())));
+        }
         _ => return Err(Code::UnknownOperation),
     }
     Ok(None)
@@ -205,7 +226,7 @@ mod tests {
     fn begun<F: Format<Address = GuestPhys>>() -> Nested<F> {
         let mut nested = small::<F>();
         let base = nested.map.tables().expect("tables");
-        assert_eq!(nested.integrity.begin(&mut nested.pool, base, ROOT), Ok(()));
+        assert_eq!(nested.integrity.begin(&mut nested.pool, base, ROOT, 7), Ok(()));
         assert_eq!(nested.integrity.add_writer(0xFFFF_FFFF_8100_0000, 0xFFFF_FFFF_8100_0100), Ok(()));
         nested
     }
@@ -329,8 +350,23 @@ mod tests {
         }
         assert_eq!(nested.integrity.add_writer(1, 2), Err(Code::BadArgument));
         assert_eq!(protect(&mut nested, BLOCK, 512), Ok(()));
-        assert_eq!(nested.integrity.begin(&mut nested.pool, base, ROOT), Ok(()));
+        assert_eq!(nested.integrity.begin(&mut nested.pool, base, ROOT, 7), Ok(()));
         assert_eq!(store(&mut nested, BLOCK, POKE), Some(Store::Foreign));
+    }
+
+    /// What each CPU publishes is what its tables are.
+    #[test]
+    fn a_cpu_publishes_the_pages_that_are_restricted_beneath_it() {
+        let mut cpu = crate::model::Attached::new();
+        let mut published = |on_snapshot| {
+            cpu.area.cpu.on_snapshot = on_snapshot;
+            publish(&mut cpu.area);
+            cpu.area.shared().read_only
+        };
+        READ_ONLY.store(7, Ordering::Relaxed);
+        assert_eq!([published(0), published(1), published(2), published(0)], [7, 1, 1, 7]);
+        READ_ONLY.store(READ_ONLY_NONE, Ordering::Relaxed);
+        assert_eq!([published(0), published(1)], [0, 1]);
     }
 
     #[test]

@@ -15,7 +15,7 @@ use crate::host::entry::Next;
 use crate::nested;
 use crate::snapshot::view::Access;
 use crate::x86::{DR6_BS, Hardware, Processor, RFLAGS_RF, RFLAGS_TF};
-use crate::{emergency, exit, fault, machine_check, publish};
+use crate::{emergency, exit, fault, integrity, machine_check, publish};
 
 /// Length of VMMCALL in bytes.
 pub const VMMCALL_LENGTH: u64 = 3;
@@ -175,6 +175,7 @@ fn apply(area: &mut Area, hardware: &mut impl Hardware, answer: Answer, length: 
         Answer::NewTables(root) => {
             area.control.nested_cr3 = root.as_u64();
             area.own.shadow.expire();
+            integrity::publish(area);
             return apply(area, hardware, Answer::HypercallFlushed, length);
         }
         Answer::Inject(fault) => inject(area, fault),

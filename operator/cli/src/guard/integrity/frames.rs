@@ -4,6 +4,7 @@ use super::{
     layout::{PAGE, Part},
     memory::{Memory, number},
 };
+use mercury_abi::gate::MERCURY_INTEGRITY_WRITERS;
 use std::{
     collections::{BTreeMap, HashMap},
     io::{self, Error},
@@ -156,8 +157,23 @@ impl<'a, M: Memory> PageTables<'a, M> {
         let table =
             found.ok_or_else(|| Error::other("the page tables for changes of code were not found"))?;
         let page = self.page(table)?.ok_or_else(|| Error::other("page tables that are not mapped"))?;
-        Ok(Poking { root: page.phys, writers: functions(symbols, &WRITERS) })
+        Ok(Poking { root: page.phys, writers: writers(symbols)? })
     }
+}
+
+/// Returns start and end of the code that writes new code.
+fn writers(symbols: &str) -> io::Result<Vec<(u64, u64)>> {
+    let found = functions(symbols, &WRITERS);
+    if found.len() <= MERCURY_INTEGRITY_WRITERS {
+        return Ok(found);
+    }
+    let names: Vec<_> = own(symbols).map(|(_, name)| name).filter(|name| WRITERS.contains(name)).collect();
+    Err(Error::other(format!(
+        "the kernel changes its code from {} places, and the hypervisor knows {MERCURY_INTEGRITY_WRITERS} at \
+         most: {}",
+        found.len(),
+        names.join(", ")
+    )))
 }
 
 fn word(memory: &impl Memory, address: u64) -> io::Result<u64> {
@@ -275,6 +291,19 @@ mod tests {
         let symbols = "1000 T __pfx_memcpy\n1010 T memcpy\n1010 T __memcpy\n1040 t __pfx_memcpy_orig\n\
             1050 t memcpy_orig\n1180 T __pfx_other\n1190 T other\n2010 t __text_poke\n2100 t next\n";
         assert_eq!(functions(symbols, &WRITERS), [(0x1010, 0x1190), (0x2010, 0x2100)]);
+    }
+
+    #[test]
+    fn a_fifth_range_is_refused_by_name() {
+        let line = |number: usize, name: &str| {
+            format!("{:x}000 t {name}\n{:x}100 t other\n", number + 1, number + 1)
+        };
+        let symbols = |count: usize| -> String {
+            WRITERS[..count].iter().enumerate().map(|(number, name)| line(number, name)).collect()
+        };
+        assert_eq!(writers(&symbols(4)).expect("room").len(), 4);
+        let refused = writers(&symbols(5)).expect_err("no room").to_string();
+        assert!(refused.contains("from 5 places") && refused.contains("text_poke_memset, memcpy, __memcpy"));
     }
 
     #[test]

@@ -33,7 +33,7 @@ pub enum End {
 /// Bytes that nobody is known to have changed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Finding {
-    /// Address of the first byte, in hexadecimal; of a register its CPU.
+    /// Address of the first byte, in hexadecimal; of a register its CPU; of stores that were lost nothing.
     pub address: String,
     /// Symbol and offset, and the module; or the register.
     pub symbol: String,
@@ -62,6 +62,9 @@ impl Finding {
     pub fn text(&self) -> String {
         if self.kind == KIND_OF_STORES {
             let by = self.why.as_deref().unwrap_or("unknown code");
+            if self.address.is_empty() {
+                return format!("{} by {by}", self.symbol);
+            }
             return format!("a store to {} ({}) by {by}", self.symbol, self.address);
         }
         let Self { address, symbol, kind, before, found, bits, .. } = self;

@@ -9,7 +9,7 @@ use super::{
     registers::{self, Registers},
     report::{End, Finding, State, now},
     sites::{Sites, probe_addresses},
-    stores::{self, Stores},
+    stores::{self, News, Stores},
 };
 use mercury_control::{access, error::Result};
 use rustix::{
@@ -48,6 +48,10 @@ pub struct Scrubber {
     accepted: BTreeMap<u64, Hash>,
     /// Findings that were reported, by address and bytes.
     reported: BTreeSet<(u64, Vec<u8>)>,
+    /// News of stores that were read, without names yet.
+    unnamed: Vec<News>,
+    /// Stores of which no pass has told yet.
+    untold: Vec<Finding>,
     locks: Locks,
     state: State,
 }
@@ -73,6 +77,8 @@ impl Scrubber {
             sites: None,
             accepted: BTreeMap::new(),
             reported: BTreeSet::new(),
+            unnamed: Vec::new(),
+            untold: Vec::new(),
             locks: Locks::find(&files.symbols()?)?,
             files,
             memory,
@@ -155,18 +161,21 @@ impl Scrubber {
         self.state = State::read(&self.folder).unwrap_or_default();
         self.memory = kcore(&self.files)?;
         self.follow_modules()?;
-        let mut findings = self.new_stores()?;
+        self.read_stores()?;
         let suspects = self.suspects()?;
         (self.state.own_changes, self.state.busy) = (0, 0);
+        let mut findings = Vec::new();
         if !suspects.is_empty() {
             findings.extend(self.look_closely(suspects, mends)?);
         }
         if let Some(stores) = self.stores.as_mut() {
-            self.state.not_guarded = stores.follow(&self.files, &self.memory, &self.copy.parts).err();
+            let mut machine = stores::Running::new(&self.files, &self.memory, &self.copy.parts);
+            self.state.not_guarded = stores.follow(&mut machine, &self.copy.parts).err();
             self.state.guarded = stores.pages();
         }
         let (changed, cpus) = self.registers.compare(registers::read, || thread::sleep(SECOND_READING))?;
         findings.extend(changed);
+        findings.splice(0..0, std::mem::take(&mut self.untold));
         self.state.cpus = cpus;
         self.state.passes += 1;
         self.state.last_pass = now();
@@ -176,17 +185,18 @@ impl Scrubber {
         Ok(findings)
     }
 
-    /// Returns stores to parts that are still there.
-    fn new_stores(&mut self) -> io::Result<Vec<Finding>> {
-        let Some(stores) = self.stores.as_mut() else { return Ok(Vec::new()) };
-        let news = stores.news();
-        if news.is_empty() {
-            return Ok(Vec::new());
+    /// Reads the log of stores. It is read once, and a pass may fail after that.
+    fn read_stores(&mut self) -> io::Result<()> {
+        let Some(stores) = self.stores.as_mut() else { return Ok(()) };
+        self.unnamed.extend(stores.news());
+        if self.unnamed.is_empty() {
+            return Ok(());
         }
         let symbols = self.files.symbols()?;
-        let is_there = |store: &&stores::Store| self.copy.parts.contains_key(&store.part);
-        let told = news.iter().filter(is_there).filter_map(|store| store.finding(&symbols));
-        Ok(told.collect())
+        let is_there = |part: &String| self.copy.parts.contains_key(part);
+        let told = self.unnamed.drain(..).filter_map(|news| news.finding(&symbols, is_there));
+        self.untold.extend(told);
+        Ok(())
     }
 
     fn lock(&self) -> io::Result<File> {
