@@ -32,6 +32,7 @@ static const struct {
 	{ "state", 1, test_state },
 	{ "refuse", 1, test_refuse },
 	{ "restless", 1, test_restless },
+	{ "wait", 1, test_wait },
 	{ "send-read-only", 0, test_send_read_only },
 	{ "queue-without-pages", 1, test_queue_without_pages },
 	{ "sum", 1, test_sum },

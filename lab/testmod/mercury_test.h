@@ -70,6 +70,7 @@ int test_state(struct test_answer *answer, const u64 *arguments);
 /* refuse.c */
 int test_refuse(struct test_answer *answer, const u64 *arguments);
 int test_restless(struct test_answer *answer, const u64 *arguments);
+int test_wait(struct test_answer *answer, const u64 *arguments);
 int test_refuse_init(void);
 void test_refuse_exit(void);
 

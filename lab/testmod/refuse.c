@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
  * A device whose driver refuses to be quiesced, on request, or starts a kernel thread that never rests when
- * the device comes back in a machine from an image.
+ * the device comes back in a machine from an image. And a task that hears no signals.
  */
+#include <linux/delay.h>
 #include <linux/kthread.h>
 #include <linux/platform_device.h>
 #include <linux/pm.h>
@@ -69,6 +70,13 @@ int test_restless(struct test_answer *answer, const u64 *arguments)
 		return 0;
 	rest();
 	return runs ? 0 : -ESRCH;
+}
+
+/* wait MILLISECONDS: the task that asks for it cannot be frozen meanwhile */
+int test_wait(struct test_answer *answer, const u64 *arguments)
+{
+	msleep(arguments[0]);
+	return 0;
 }
 
 int test_refuse_init(void)

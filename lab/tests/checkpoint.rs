@@ -146,7 +146,13 @@ fn memory_of_virtio_mem_is_refused() -> Result<()> {
     let machine = Machine::boot(memory.into_iter().chain(device).fold(spec, Spec::qemu_arg))?;
     machine.sh("modprobe -r kvm_amd 2> /dev/null || true; modprobe virtio_mem")?;
     machine.sh("for i in $(seq 300); do grep -q virtio_mem /proc/iomem && exit; sleep 0.1; done; exit 1")?;
-    fails_with(&machine, &format!("mercury checkpoint --poweroff {DISK}"), "restore-memory")?;
+    for line in [&format!("checkpoint --poweroff {DISK}"), "checkpoint /run/x", "migrate --dry-run"] {
+        fails_with(&machine, &format!("mercury {line}"), "restore-memory")?;
+    }
+    for section in machine.mercury("doctor")?["operations"].as_array().unwrap() {
+        let is_named = section["items"].to_string().contains("restore-memory");
+        assert_eq!(is_named, section["operation"] != "snapshot", "{section}");
+    }
     machine.check_next_attach()?;
     machine.ends_clean()
 }
@@ -471,13 +477,19 @@ fn registers_go_on() -> Result<()> {
 /// A process that drives a card by itself, and reports that. Its arguments are the card's address
 /// and IOMMU group.
 const USER_OF_A_CARD: &str = r#"
-import fcntl, os, time
+import ctypes, fcntl, mmap, os, struct, time
 GROUP_GET_DEVICE_FD, GROUP_SET_CONTAINER, SET_IOMMU, TYPE_1 = 0x3b6a, 0x3b68, 0x3b66, 1
-address, number = sys.argv[1:]
+MAP_DMA, READ_WRITE = 0x3b71, 3
+address, number, way = sys.argv[1:]
 container, group = (os.open(f"/dev/vfio/{name}", os.O_RDWR) for name in ("vfio", number))
 fcntl.ioctl(group, GROUP_SET_CONTAINER, container.to_bytes(4, "little"))
 fcntl.ioctl(container, SET_IOMMU, TYPE_1)
-device = fcntl.ioctl(group, GROUP_GET_DEVICE_FD, address.encode() + b"\0")
+if way == "maps":
+    memory = mmap.mmap(-1, 4096)
+    at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    fcntl.ioctl(container, MAP_DMA, struct.pack("<IIQQQ", 32, READ_WRITE, at, 0x100000, 4096))
+else:
+    device = fcntl.ioctl(group, GROUP_GET_DEVICE_FD, address.encode() + b"\0")
 say(1)
 time.sleep(10000)
 "#;
@@ -491,11 +503,16 @@ fn devices_of_processes_are_refused() -> Result<()> {
     let address = machine.sh("cd /sys/bus/pci/devices; dirname $(grep -l 0x020000 */class)")?;
     let card = format!("/sys/bus/pci/devices/{address}");
     machine.sh(&format!(
-        "modprobe vfio-pci; echo vfio-pci > {card}/driver_override; echo {address} > \
-         /sys/bus/pci/drivers_probe"
+        "modprobe vfio-pci; echo vfio-pci > {card}/driver_override; \
+         test ! -e {card}/driver || echo {address} > {card}/driver/unbind; \
+         echo {address} > /sys/bus/pci/drivers_probe; \
+         until readlink {card}/driver | grep vfio; do sleep 0.1; done"
     ))?;
     let group = machine.sh(&format!("basename $(readlink {card}/iommu_group)"))?;
-    start(&machine, "card", USER_OF_A_CARD, &format!("{address} {group}"))?;
+    machine.sh("sync; mount -o remount,ro /")?;
+    devices_count_that_are_opened_later(&machine, &format!("{address} {group}"))?;
+    machine.sh("mount -o remount,rw /")?;
+    start(&machine, "card", USER_OF_A_CARD, &format!("{address} {group} opens"))?;
     let named = format!("device {address}, which a process drives by itself (vfio-pci)");
     for line in ["checkpoint --hook true /dev/vda", "checkpoint --poweroff /dev/vda", "snapshot"] {
         fails_with(&machine, &format!("mercury {line}"), &named)?;
@@ -506,7 +523,57 @@ fn devices_of_processes_are_refused() -> Result<()> {
     machine.sh("mercury snapshot --force-devices")?;
     assert!(machine.sh("mercury status --json")?.contains("\"kept\""));
     machine.sh("mercury snapshot --drop; mercury detach; pgrep -f '^python3 /run/card.py'")?;
+    machine.sh(END_OF_CARD)?;
+    devices_of_uio_count(&machine, &address)?;
     machine.check_next_attach()
+}
+
+/// A command that ends the user of the card.
+const END_OF_CARD: &str = "pkill -f '^python3 /run/card.py'; while pgrep -f '^python3 /run/card.py'; do \
+    sleep 0.1; done; rm -f /run/card";
+
+/// Waits until the kept snapshot is lost, because a device may have written to memory unseen.
+fn is_lost(machine: &Machine) -> Result<()> {
+    machine.sh(
+        "for i in $(seq 100); do mercury status | grep 'lost: snapshot-devices' && break; sleep 0.1; done; \
+         ! mercury rollback 2> /run/said && grep no-snapshot /run/said && mercury detach",
+    )?;
+    Ok(())
+}
+
+/// Loses a kept snapshot when a process begins to drive a device by itself, or only gives it memory. A
+/// checkpoint that reads memory meanwhile makes no image, although the device is idle again at the end.
+fn devices_count_that_are_opened_later(machine: &Machine, card: &str) -> Result<()> {
+    for way in ["maps", "opens"] {
+        machine.sh("mercury snapshot && mercury status --json | grep '\"kept\"'")?;
+        start(machine, "card", USER_OF_A_CARD, &format!("{card} {way}"))?;
+        is_lost(machine)?;
+        machine.sh(END_OF_CARD)?;
+    }
+    let slow = machine.spawn("mercury checkpoint - 2> /run/said | (sleep 25; cat > /dev/null)")?;
+    machine.sh("until mercury status --json | grep -q '\"in-use\"'; do sleep 0.1; done")?;
+    start(machine, "card", USER_OF_A_CARD, &format!("{card} maps"))?;
+    machine.sh(END_OF_CARD)?;
+    slow.wait(Duration::from_secs(240))?;
+    let said = machine.sh("cat /run/said")?;
+    assert!(said.contains("snapshot-devices"), "{said}");
+    // Idle again, it is no obstacle.
+    machine.sh("mercury snapshot && mercury snapshot --drop | cat && mercury detach").map(drop)
+}
+
+/// Loses a kept snapshot when the module of uio comes, and when a process opens a device of uio.
+fn devices_of_uio_count(machine: &Machine, address: &str) -> Result<()> {
+    let card = format!("/sys/bus/pci/devices/{address}");
+    machine.sh("mount -o remount,ro / && mercury snapshot && modprobe uio_pci_generic")?;
+    is_lost(machine)?;
+    machine.sh(&format!(
+        "echo {address} > {card}/driver/unbind; echo uio_pci_generic > {card}/driver_override; \
+         echo {address} > /sys/bus/pci/drivers_probe; test -c /dev/uio0; \
+         setpci -s {address} COMMAND=0:4 2> /dev/null || true; mercury snapshot; sleep 1000 < /dev/uio0 & \
+         sleep 1"
+    ))?;
+    is_lost(machine)?;
+    machine.sh("pkill -x sleep; mount -o remount,rw /").map(drop)
 }
 
 /// Keeps connections with a third machine across the end of the first emulator. Neither side sees

@@ -380,10 +380,18 @@ fn lockdown_forbids_what_it_should(machine: &Machine) -> Result<()> {
     );
     let doctor = machine.sh("mercury doctor")?;
     assert!(doctor.contains("no checkpoint, no move, no restore"), "{doctor}");
+    for section in machine.mercury("doctor")?["operations"].as_array().unwrap() {
+        let is_named = section["items"].to_string().contains("locked-down");
+        assert_eq!(is_named, section["operation"] != "snapshot", "{section}");
+        assert!(!is_named || section["possible"] == "no", "{section}");
+    }
     for command in ["checkpoint /run/x", "migrate 10.0.0.1 --dry-run"] {
         let refusal = machine.mercury_refused(command)?;
         assert_eq!((refusal.exit, refusal.code.as_str()), (3, "locked-down"), "{refusal:?}");
     }
+    let metrics = machine.sh("mercury metrics")?;
+    let last = r#"mercury_action_last_refusal{action="checkpoint",code="locked-down"} 1"#;
+    assert!(metrics.contains(last), "{metrics}");
     machine.mercury("detach")?;
     machine.check_health()
 }

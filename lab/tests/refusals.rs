@@ -10,7 +10,11 @@ use mercury_lab::{
     restart::{self, boot_id, is_well, script::CLOCK, start},
 };
 use serde_json::Value;
-use workloads::restart::{DISK, need_qemu, spec};
+use std::time::Duration;
+use workloads::{
+    load_test_module,
+    restart::{DISK, need_qemu, spec},
+};
 
 /// A program that opens an RDMA device and has a context of it, as every program that uses one has
 /// (libibverbs's first command).
@@ -79,6 +83,8 @@ fn only_devices_in_use_are_refused() -> Result<()> {
         "tombstone --prepare",
     )?;
     machine.sh("pkill -f '^python3 /run/rdma'")?;
+    used_meanwhile(&machine)?;
+    macsec_is_predicted(&machine)?;
 
     machine.sh("modprobe softdog soft_margin=12")?;
     start(&machine, "feeds", FEEDS, "")?;
@@ -88,6 +94,99 @@ fn only_devices_in_use_are_refused() -> Result<()> {
     // Longer than the watchdog waits, and no program runs meanwhile.
     machine.sh(&format!("mercury checkpoint --hook 'sleep 18' {DISK}"))?;
     assert_eq!(boot_id(&machine)?, id);
+    machine.check_next_attach()
+}
+
+/// Makes no image if a device is in use when memory has been read, and not before.
+fn used_meanwhile(machine: &Machine) -> Result<()> {
+    let slow = machine.spawn("mercury checkpoint - 2> /run/said | (sleep 25; cat > /dev/null)")?;
+    machine.sh("until mercury status --json | grep -q '\"in-use\"'; do sleep 0.1; done")?;
+    start(machine, "rdma", USER_OF_RDMA, "")?;
+    slow.wait(Duration::from_secs(240))?;
+    let said = machine.sh("cat /run/said; pkill -f '^python3 /run/rdma'")?;
+    assert!(said.contains("the image is not complete") && said.contains("devices-unseen"), "{said}");
+    Ok(())
+}
+
+/// Predicts the refusal of MACsec, also in another network namespace.
+fn macsec_is_predicted(machine: &Machine) -> Result<()> {
+    machine.sh("modprobe macsec; ip netns add blue; ip -n blue link add cable type dummy; \
+         ip -n blue link add link cable safe type macsec")?;
+    for operation in ["checkpoint", "snapshot", "migrate"] {
+        let (possible, codes) = predicted(machine, operation)?;
+        assert!(possible == "no" && codes.contains(&"macsec-in-use".into()), "{operation}: {codes:?}");
+    }
+    is_refused(machine, &format!("checkpoint {DISK}"), "macsec-in-use", "safe")?;
+    is_refused(machine, "snapshot --force-disks", "macsec-in-use", "safe")?;
+    is_refused(machine, "migrate --dry-run --without-tombstone", "macsec-in-use", "safe")?;
+    machine
+        .sh("ip netns delete blue; while mercury doctor | grep -q macsec-in-use; do sleep 0.2; done")
+        .map(drop)
+}
+
+/// A program that notes the longest time for which it did not run, in milliseconds.
+const STOOD: &str = r#"
+import time
+last, most = time.monotonic(), 0
+while True:
+    time.sleep(0.02)
+    now = time.monotonic()
+    most, last = max(most, now - last), now
+    say(int(most * 1000))
+"#;
+
+/// The longest standstill of an attempt that fails, in milliseconds: 1.5 s, on an emulator on a busy host.
+/// The kernel's own patience is 20 s.
+const LONGEST_MS: u64 = 6000;
+
+/// Lets a machine stand still for a moment only when a task does not come to rest, and names the task.
+/// Nothing but the kernel's own freezer stops this machine, whose files are in memory. A watchdog is fed.
+#[test]
+fn a_task_that_does_not_rest_holds_the_machine_for_a_moment() -> Result<()> {
+    need_qemu()?;
+    let spec = spec(Kernel::BookwormGeneric).memory_mib(2048).kernel_arg("lab.root=ram");
+    let machine = Machine::boot(spec)?;
+    let patience = || machine.sh("cat /sys/power/pm_freeze_timeout");
+    assert_eq!(patience()?, "20000");
+    machine.sh("modprobe softdog soft_margin=15")?;
+    start(&machine, "feeds", FEEDS, "")?;
+    load_test_module(&machine)?;
+    start(&machine, "stood", STOOD, "")?;
+
+    // One of which it is known what it waits for is found before anything stands still.
+    machine.sh("modprobe dm-mod; dmsetup create x --noudevsync --table '0 2048 zero'; \
+         dmsetup suspend --noudevsync x; sleep 1")?;
+    for (line, flags) in [("snapshot", ""), ("checkpoint /run/x", "iflag=direct")] {
+        machine.sh(&format!(
+            "setsid dd if=/dev/dm-0 of=/dev/null {flags} count=1 > /run/dd.said 2>&1 < /dev/null & sleep 1; \
+             cat /run/dd.said; grep State:.D /proc/$(pgrep -x -n dd)/status"
+        ))?;
+        let refused = machine.run(&format!("mercury {line}"))?;
+        assert!(
+            refused.stderr.contains("dd (") && refused.stderr.contains("waits for a disk"),
+            "{refused:?}"
+        );
+    }
+    machine.sh("dmsetup resume --noudevsync x; sleep 1; dmsetup remove --noudevsync x")?;
+    let known: u64 = machine.sh("cat /run/stood")?.parse().unwrap();
+
+    // Another one makes the instant fail.
+    for line in ["snapshot", "checkpoint /run/x"] {
+        let waits = machine.spawn("exec mercury-workload kernel wait 30000")?;
+        machine
+            .sh("until grep -q 'State:.D' /proc/$(pgrep -f '^mercury-workload kernel wait')/status; do \
+             sleep 0.1; done")?;
+        let refused = machine.run(&format!("mercury {line}"))?;
+        assert!(refused.stderr.contains("snapshot-quiesce"), "{refused:?}");
+        assert!(refused.stderr.contains("state D, which waits (msleep)"), "{refused:?}");
+        assert_eq!(patience()?, "20000");
+        waits.wait(Duration::from_secs(120))?;
+    }
+    let most: u64 = machine.sh("cat /run/stood")?.parse().unwrap();
+    println!("it stood still for {known} ms, and for {most} ms in an instant that failed");
+    assert!(known < LONGEST_MS && most < LONGEST_MS, "{known} {most}");
+    machine.sh("mercury snapshot && mercury snapshot --drop && mercury detach")?;
+    assert_eq!(patience()?, "20000");
     machine.check_next_attach()
 }
 

@@ -72,6 +72,32 @@ fn compare_on(spec: Spec, cpus: u32) -> Result<()> {
     machine.check_next_attach()
 }
 
+/// A CPU that comes online after `verify` attaches, or stays native, as it would have before. After a kill
+/// each CPU is in its mode. A machine without the driver has none afterwards.
+#[test]
+fn verify_leaves_the_machine_as_it_was() -> Result<()> {
+    let machine = Machine::boot(Spec::new(Kernel::BookwormCloud).cpus(4).memory_mib(768))?;
+    let online = |on: u8| machine.sh(&format!("echo {on} > /sys/devices/system/cpu/cpu3/online"));
+    machine.mercury("verify")?;
+    assert_eq!(machine.sh("grep -c '^mercury ' /proc/modules || true")?, "0");
+    for (command, later) in [("attach", "attached"), ("attach --cpus 0-2", "native")] {
+        online(0)?;
+        machine.mercury(command)?;
+        machine.mercury("verify")?;
+        online(1)?;
+        assert_eq!(machine.modes()?, format!("attached attached attached {later}"), "{command}");
+        machine.mercury("detach")?;
+    }
+    let killed = "for i in $(seq 15); do mercury verify > /dev/null 2>&1 & sleep 0.$((i % 5))$i; \
+        kill -KILL $! || true; wait $! || true; \
+        while pgrep -f 'exe [u]ndo' > /dev/null; do sleep 0.05; done; done 2> /dev/null";
+    machine.mercury("attach --cpus 0,2")?;
+    machine.sh(killed)?;
+    assert_eq!(machine.modes()?, "attached native attached native");
+    machine.mercury("detach")?;
+    machine.check_next_attach()
+}
+
 #[test]
 fn debian_12() -> Result<()> {
     compare_on(Spec::new(Kernel::BookwormCloud), 4)

@@ -258,7 +258,7 @@ static int run_switch(union request *request, struct mercury_outcome *outcome, b
 	int result;
 
 	change->results_count = 0;
-	if (change->flags & ~(attach ? MERCURY_SWITCH_CHECK_ONLY : 0ULL))
+	if (change->flags & ~(attach ? MERCURY_SWITCH_CHECK_ONLY : MERCURY_SWITCH_FOR_NOW))
 		return MERCURY_CODE_BAD_ARGUMENT;
 	result = read_mask(change, &storage, &cpus);
 	if (result)
@@ -266,7 +266,7 @@ static int run_switch(union request *request, struct mercury_outcome *outcome, b
 	if (attach)
 		result = mercury_attach(cpus, change->flags & MERCURY_SWITCH_CHECK_ONLY, outcome);
 	else
-		result = mercury_detach(cpus, outcome);
+		result = mercury_detach(cpus, change->flags, outcome);
 	return result ? result : write_results(change, room, attach);
 }
 

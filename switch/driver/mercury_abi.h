@@ -602,6 +602,11 @@
 #define MERCURY_MODE_ATTACHED 2
 /* Flag of SwitchRequest::flags: run the preflight checks and switch no CPU. */
 #define MERCURY_SWITCH_CHECK_ONLY 1
+/*
+ * Flag of SwitchRequest::flags for a detach: CPUs that come online later attach as
+ * before. Otherwise a detach leaves them native.
+ */
+#define MERCURY_SWITCH_FOR_NOW 2
 
 /* Codes of refusals and departures (`mercury explain`). */
 #define MERCURY_CODE_OK 0

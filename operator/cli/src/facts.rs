@@ -5,13 +5,18 @@ use clap::Args;
 use mercury_control::{
     access::{loaded, observe},
     cpus::CpuSet,
-    error::Result,
+    device::Device,
+    driver::{Direction, Driver},
+    error::{Error, Result},
     exit::Exit,
-    facts,
+    facts::{self, Care},
     interrupt::Deferred,
+    module,
     say::Say,
+    switch::Prepared,
     sysroot::Sysroot,
 };
+use mercury_quiesce::undo::{Undo, UndoProcess};
 
 #[derive(Debug, Args)]
 pub struct VerifyArgs {
@@ -36,11 +41,45 @@ pub fn show(args: &CpusArgs, say: Say<'_>) -> Result<Exit> {
 ///
 /// Returns an error if a CPU cannot be switched.
 pub fn verify(args: &VerifyArgs, say: Say<'_>) -> Result<Exit> {
-    let (device, _) = loaded(args.module.module.as_deref(), "verify")?;
+    let (device, prepared) = loaded(args.module.module.as_deref(), "verify")?;
     let _deferred = Deferred::begin();
-    let report = facts::verify(&device, &chosen(&args.cpus))?;
+    let verified = UndoProcess::start().and_then(|undo| {
+        let cpus = chosen(&args.cpus);
+        facts::verify(&device, &cpus, &mut Back(undo))
+    });
+    leave_as_before(device, prepared);
+    let report = verified?;
     say.done(&report);
     Ok(if report.equal { Exit::Done } else { Exit::Failed })
+}
+
+/// Removes what was loaded for the comparison alone.
+fn leave_as_before(device: Device, prepared: Prepared) {
+    // Another process may have begun to use the hypervisor or the driver; then they stay.
+    if prepared.hypervisor_loaded {
+        let _ = device.unload();
+    }
+    drop(device);
+    if prepared.driver_inserted {
+        let _ = module::remove();
+    }
+}
+
+/// The undo process, which switches a CPU back if this process is killed.
+struct Back(UndoProcess);
+
+impl Care for Back {
+    fn will(&mut self, cpu: u32, back: Direction) -> Result<()> {
+        let step = Undo::Switch { cpu, attach: back == Direction::Attach };
+        self.0.will(&step).map_err(|error| {
+            Error::new(Exit::Failed, format!("the undo process is gone: {error}"))
+                .hint("`dmesg` may say more")
+        })
+    }
+
+    fn is_back(&mut self) {
+        self.0.is_undone();
+    }
 }
 
 /// Returns the named CPUs, or all that are online.

@@ -153,12 +153,7 @@ impl Gathered {
 
     /// Freezes the groups, and waits until all are frozen.
     fn freeze(self) -> Result<Frozen> {
-        // Nothing needs to stand still to find out that a task would not come to rest.
-        let own = processes(&self.root.join(SELF)).unwrap_or_default();
-        let tasks = waits::stuck(&own, ATTEMPTS.iter().sum());
-        if !tasks.is_empty() {
-            return Err(restless(&self.root, &tasks));
-        }
+        refuse_stuck(&processes(&self.root.join(SELF)).unwrap_or_default())?;
         let mut attempts = ATTEMPTS.iter().peekable();
         while let Some(patience) = attempts.next() {
             let frozen = self.freeze_within(*patience).map_err(still_failed)?;
@@ -310,6 +305,17 @@ impl Drop for Pulse {
         // The thread thaws all groups before it ends.
         let _ = self.thread.take().map(thread::JoinHandle::join);
     }
+}
+
+/// Refuses while a task waits that would not come to rest. Nothing needs to stand still to find that out.
+/// The processes that are `needed` do not count.
+///
+/// # Errors
+///
+/// Returns an error that names the tasks.
+pub fn refuse_stuck(needed: &[u32]) -> Result<()> {
+    let tasks = waits::stuck(needed, ATTEMPTS.iter().sum());
+    if tasks.is_empty() { Ok(()) } else { Err(restless(Path::new("/"), &tasks)) }
 }
 
 fn still_failed(error: io::Error) -> Error {

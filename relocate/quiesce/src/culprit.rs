@@ -1,5 +1,6 @@
-//! The device that kept the kernel from stopping all devices.
+//! The device or the tasks that kept the kernel from stopping all of them.
 
+use super::waits::{self, Task};
 use mercury_abi::code::Code;
 use mercury_control::{error::Error, sysroot::Sysroot};
 
@@ -12,20 +13,63 @@ pub fn quiesce_failures(sysroot: &Sysroot) -> u64 {
 }
 
 /// Adds the device that did not stop to an error, if the kernel names it; before,
-/// [`quiesce_failures`] was `failures`.
-pub fn name_culprit(mut error: Error, failures: u64, sysroot: &Sysroot) -> Error {
-    if quiesce_failures(sysroot) == failures {
+/// [`quiesce_failures`] was `failures`. Otherwise adds the tasks that may not have come to rest.
+pub fn name_culprit(error: Error, failures: u64, sysroot: &Sysroot) -> Error {
+    name_one_of(error, failures, sysroot, &waits::uninterruptible)
+}
+
+fn name_one_of(mut error: Error, failures: u64, sysroot: &Sysroot, tasks: &dyn Fn() -> Vec<Task>) -> Error {
+    if error.code != Some(Code::SnapshotQuiesce) {
         return error;
     }
     let stats =
         |file| sysroot.text(&format!("sys/power/suspend_stats/{file}")).filter(|text| !text.is_empty());
-    if error.code == Some(Code::SnapshotQuiesce)
-        && let Some(device) = stats("last_failed_dev")
-    {
+    if quiesce_failures(sysroot) == failures {
+        name_tasks(&mut error, &tasks());
+    } else if let Some(device) = stats("last_failed_dev") {
         let step = stats("last_failed_step").map(|step| format!(", at step {step}")).unwrap_or_default();
         error.message += &format!(": device {device}{step}");
         error.hint =
             Some(format!("unbind the driver of {device}, or end the programs that use it, and try again"));
     }
     error
+}
+
+fn name_tasks(error: &mut Error, tasks: &[Task]) {
+    if tasks.is_empty() {
+        return;
+    }
+    let named: Vec<_> = tasks.iter().map(ToString::to_string).collect();
+    error.message += &format!(": these tasks hear no signals: {}", named.join("; "));
+    if let Some(remedy) = tasks.iter().find_map(Task::remedy) {
+        error.hint = Some(remedy.into());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mercury_control::error::Error;
+    use std::fs;
+
+    #[test]
+    fn a_device_is_named_or_else_tasks() {
+        let root = tempfile::tempdir().expect("a folder");
+        let stats = root.path().join("sys/power/suspend_stats");
+        fs::create_dir_all(&stats).expect("a folder");
+        for (file, text) in [("failed_suspend", "3\n"), ("last_failed_dev", "sda\n")] {
+            fs::write(stats.join(file), text).expect("a file");
+        }
+        let sysroot = Sysroot::at(root.path());
+        let task = || vec![waits::tests::waiting("blk_io_schedule")];
+        let refused = |code| Error::refused("snapshot", code, None, [0; 2]);
+        let named = |code, failures| name_one_of(refused(code), failures, &sysroot, &task);
+        assert!(named(Code::SnapshotQuiesce, 2).message.ends_with(": device sda"));
+        let of_tasks = named(Code::SnapshotQuiesce, 3);
+        assert!(of_tasks.message.ends_with("dd (7), state D, which waits for a disk (blk_io_schedule)"));
+        assert!(of_tasks.hint.is_some_and(|hint| hint.contains("the disk is less busy")));
+        let none = name_one_of(refused(Code::SnapshotQuiesce), 3, &sysroot, &Vec::new);
+        assert_eq!(none, refused(Code::SnapshotQuiesce));
+        assert_eq!(named(Code::SnapshotSwap, 2), refused(Code::SnapshotSwap));
+    }
 }

@@ -16,7 +16,7 @@ use mercury_control::{
     module,
     sysroot::Sysroot,
 };
-use std::{collections::BTreeSet, io};
+use std::{cell::LazyCell, collections::BTreeSet, io, ops::Deref};
 
 /// Names each such device in use with its users, such as "GPU 0000:01:00.0 (nvidia), used by train
 /// (77)".
@@ -27,7 +27,8 @@ pub fn untracked(sysroot: &Sysroot) -> Vec<String> {
 
 /// Names the devices, with `rdma` for the users of an RDMA device.
 fn untracked_by(sysroot: &Sysroot, rdma: &dyn Fn(&str) -> io::Result<BTreeSet<User>>) -> Vec<String> {
-    let openers = Openers::read(sysroot);
+    // Most machines have no such device, and need no look at the open files of all processes.
+    let openers = LazyCell::new(|| Openers::read(sysroot));
     let mut found = Vec::new();
     if posts_interrupts(&sysroot.text("proc/cmdline").unwrap_or_default()) {
         found.push("an IOMMU that keeps interrupts in memory (boot without intremap=posted_msi)".into());
@@ -48,7 +49,7 @@ fn untracked_by(sysroot: &Sysroot, rdma: &dyn Fn(&str) -> io::Result<BTreeSet<Us
     for address in sysroot.names("sys/bus/pci/devices") {
         found.extend(PciDevice::new(address, sysroot).and_then(|device| device.untracked(&openers)));
     }
-    if !guests_are_seen(sysroot) {
+    if sysroot.exists("sys/module/kvm") && !guests_are_seen(sysroot) {
         let users = openers.of(|target| target == "anon_inode:kvm-vm");
         found.extend(
             users.iter().map(|process| format!("a virtual machine of {}", openers::names([*process]))),
@@ -81,7 +82,7 @@ fn used(device: String, users: &[&Process]) -> Option<String> {
 /// loaded.
 fn rdma_devices(
     sysroot: &Sysroot,
-    openers: &Openers,
+    openers: &impl Deref<Target = Openers>,
     rdma: &dyn Fn(&str) -> io::Result<BTreeSet<User>>,
 ) -> Vec<String> {
     let described = |name: String| {
@@ -138,7 +139,7 @@ impl<'a> PciDevice<'a> {
     }
 
     /// Describes the device with its users if it may write to memory unseen.
-    fn untracked(&self, openers: &Openers) -> Option<String> {
+    fn untracked(&self, openers: &impl Deref<Target = Openers>) -> Option<String> {
         let Self { address, driver, .. } = self;
         if driver.contains("vfio") {
             let device = format!("device {address}, which a process drives by itself ({driver})");
@@ -254,6 +255,23 @@ pub fn refuse_untracked(sysroot: &Sysroot) -> Result<()> {
     }
     let text = format!("these write to memory that the driver cannot see: {}", found.join("; "));
     Err(Error::coded(Code::DevicesUnseen, text))
+}
+
+/// Refuses an image for which memory was read while a process began to use such a device.
+///
+/// The driver sees VFIO, uio and shared page tables itself ([`Code::SnapshotDevices`]).
+///
+/// # Errors
+///
+/// Returns an error that names the devices.
+pub fn refuse_begun(sysroot: &Sysroot) -> Result<()> {
+    refuse_untracked(sysroot).map_err(|error| Error {
+        message: format!(
+            "the image is not complete, because devices came into use after the instant; {}",
+            error.message
+        ),
+        ..error
+    })
 }
 
 /// Refuses hardware that another kernel would have to set up before the machine goes on, and names
@@ -402,6 +420,9 @@ mod tests {
         let root = Root::new();
         root.device("0000:00:01.0", "0x120000", "secret");
         assert_eq!(root.untracked(), ["GPU 0000:00:01.0 (secret), whose users are unknown"]);
+        let begun = refuse_begun(&Sysroot::at(root.path())).expect_err("refused");
+        assert_eq!(begun.code, Some(Code::DevicesUnseen));
+        assert!(begun.message.starts_with("the image is not complete"), "{begun}");
     }
 
     #[test]
@@ -444,6 +465,7 @@ mod tests {
     fn virtual_machines_count_where_they_cannot_be_seen() {
         let root = Root::new();
         process(root.path(), 77, "qemu", &["anon_inode:kvm-vm"]);
+        root.folder("sys/module/kvm");
         assert_eq!(root.untracked(), ["a virtual machine of qemu (77)"]);
         let parameter =
             |name: &str, value: &[u8]| root.write(&format!("sys/module/kvm_amd/parameters/{name}"), value);

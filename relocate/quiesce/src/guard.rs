@@ -6,8 +6,10 @@ use super::{
     watchdogs::Feeder,
 };
 use mercury_control::{
+    cpus::CpuSet,
     device::{Access, Device},
     driver::{Direction, Driver},
+    error::Result,
     exit::Exit,
     sysroot::Sysroot,
 };
@@ -97,25 +99,33 @@ fn no_progress(steps: &[Undo]) -> String {
 fn undo_step(step: &Undo, moves: &dyn Moves) {
     match step {
         Undo::Remove(path) => drop(patient::remove(path)),
-        Undo::Detach => {
-            // The kernel first ends the snapshot of the killed process.
-            let end = Instant::now() + PATIENCE;
-            let mut device = Device::open(Access::Control);
-            while device.as_ref().is_err_and(|error| error.exit == Exit::Busy) && Instant::now() < end {
-                thread::sleep(Duration::from_millis(10));
-                device = Device::open(Access::Control);
-            }
-            drop(device.and_then(|device| device.switch(Direction::Detach, None)));
+        Undo::Detach => drop(driver().and_then(|device| device.switch(Direction::Detach, None))),
+        Undo::Switch { cpu, attach } => {
+            let direction = if *attach { Direction::Attach } else { Direction::Detach };
+            let one: CpuSet = [*cpu].into_iter().collect();
+            drop(driver().and_then(|device| device.switch_for_now(direction, &one)));
         }
         Undo::Thaw(path) => drop(fs::File::open(path).and_then(|file| disks::thaw(&file))),
         Undo::Release(array) => array.release(),
         Undo::SwapOn(area) => drop(area.switch_on()),
         Undo::Unfreeze(group) => drop(fs::write(group.join("cgroup.freeze"), "0")),
+        Undo::Patience(number) => number.put_back(),
         Undo::Return { from, to } => applications::give_back(from, to),
         Undo::Open => moves.open_fence(),
         Undo::CallOff(facts) => moves.call_off(facts),
         Undo::Decide(facts) => moves.settle(facts),
     }
+}
+
+/// Opens the driver when the kernel has ended the snapshot of the killed process.
+fn driver() -> Result<Device> {
+    let end = Instant::now() + PATIENCE;
+    let mut device = Device::open(Access::Control);
+    while device.as_ref().is_err_and(|error| error.exit == Exit::Busy) && Instant::now() < end {
+        thread::sleep(Duration::from_millis(10));
+        device = Device::open(Access::Control);
+    }
+    device
 }
 
 /// Undoes the steps, the last first. A file system whose device does not answer is thawed when it
@@ -165,8 +175,8 @@ fn to_undo(
                     Err(_) if text == RELEASED => steps.retain(|undo: &Undo| !undo.belongs_to_hold()),
                     Err(_) => {}
                 }
-                let frozen = steps.iter().any(|undo| matches!(undo, Undo::Unfreeze(_)));
-                tell(if frozen { Stillness::Begins } else { Stillness::Ended });
+                let stopped = steps.iter().any(Undo::stops_programs);
+                tell(if stopped { Stillness::Begins } else { Stillness::Ended });
             }
             // A step that holds a machine which may run at the destination lasts as long as needed.
             Err(RecvTimeoutError::Timeout) if matches!(steps.last(), Some(Undo::Decide(_))) => {}
@@ -179,7 +189,10 @@ fn to_undo(
 
 #[cfg(test)]
 mod tests {
-    use super::{super::undo::ALIVE, *};
+    use super::{
+        super::undo::{ALIVE, Number},
+        *,
+    };
 
     struct NoMoves;
 
@@ -230,6 +243,34 @@ mod tests {
         let _ = to_undo(&told(&texts), SILENCE, &mut |stillness| told_of.push(stillness));
         use Stillness::{Begins, Ended};
         assert_eq!(told_of, [Ended, Begins, Begins, Ended, Begins, Ended]);
+    }
+
+    /// Watchdogs are fed too if nothing but the kernel's own freezer stops programs.
+    #[test]
+    fn the_instant_alone_is_a_standstill() {
+        let patience = Undo::Patience(Number { file: "/patience".into(), was: "20000".into() });
+        let texts = [serde_json::to_string(&patience).expect("JSON"), THAWED.into(), RELEASED.into()];
+        let mut told_of = Vec::new();
+        assert_eq!(to_undo(&told(&texts), SILENCE, &mut |stillness| told_of.push(stillness)), (vec![], true));
+        assert_eq!(told_of, [Stillness::Begins, Stillness::Begins, Stillness::Ended]);
+        // No silence ends it: only a step that holds applications by itself has a limit.
+        let (sender, lines) = channel();
+        sender.send(texts[0].clone()).expect("sent");
+        thread::spawn(move || {
+            thread::sleep(Duration::from_millis(100));
+            drop(sender);
+        });
+        assert_eq!(to_undo(&lines, Duration::from_millis(10), &mut |_| ()), (vec![patience], true));
+    }
+
+    #[test]
+    fn the_patience_of_the_kernel_s_freezer_is_put_back() {
+        let root = tempfile::tempdir().expect("a folder");
+        let file = root.path().join("pm_freeze_timeout");
+        fs::write(&file, "1500").expect("a file");
+        let number = Number { file: file.clone(), was: "20000".into() };
+        undo_all(vec![Undo::Patience(number)], Duration::from_millis(20), &no_moves());
+        assert_eq!(fs::read_to_string(file).expect("a file"), "20000");
     }
 
     /// A device that does not answer delays only its own file system.

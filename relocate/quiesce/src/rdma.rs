@@ -8,14 +8,12 @@
 //!
 //! The constants and layouts are those of `include/uapi/rdma/rdma_netlink.h` and of netlink(7).
 
-use super::openers::Process;
-use mercury_control::sysroot::Sysroot;
-use std::{
-    collections::BTreeSet,
-    fs::File,
-    io::{self, Read, Write},
-    os::fd::FromRawFd,
+use super::{
+    netlink::{Socket, attributes, number, text},
+    openers::Process,
 };
+use mercury_control::sysroot::Sysroot;
+use std::{collections::BTreeSet, io};
 
 const NETLINK_RDMA: i32 = 20;
 /// `RDMA_NL_GET_TYPE(RDMA_NL_NLDEV, 0)`.
@@ -24,11 +22,6 @@ const GET_DEVICES: u16 = 1;
 const GET_QUEUE_PAIRS: u16 = 10;
 const GET_REGIONS: u16 = 13;
 const GET_CONTEXTS: u16 = 22;
-
-const NLMSG_ERROR: u16 = 2;
-const NLMSG_DONE: u16 = 3;
-const NLM_F_REQUEST: u16 = 1;
-const NLM_F_DUMP: u16 = 0x300;
 
 const DEVICE_INDEX: u16 = 1;
 const DEVICE_NAME: u16 = 2;
@@ -71,106 +64,25 @@ impl User {
 ///
 /// Returns an error if the kernel does not report them.
 pub fn users(name: &str) -> io::Result<BTreeSet<User>> {
-    let mut socket = Socket::open()?;
-    let devices = socket.dump(GET_DEVICES, None)?;
+    let mut socket = Socket::open(NETLINK_RDMA)?;
+    let devices = socket.dump(CLIENT | GET_DEVICES, &[])?;
     let index = devices.iter().find_map(|message| index_of(message, name)).ok_or(io::ErrorKind::NotFound)?;
     let mut found = BTreeSet::new();
     for (request, table) in [(GET_CONTEXTS, CONTEXTS), (GET_QUEUE_PAIRS, QUEUE_PAIRS), (GET_REGIONS, REGIONS)]
     {
-        for message in socket.dump(request, Some(index))? {
+        for message in socket.dump(CLIENT | request, &of_device(index))? {
             found.extend(users_in(&message, table));
         }
     }
     Ok(found)
 }
 
-struct Socket(File);
-
-impl Socket {
-    fn open() -> io::Result<Self> {
-        // SAFETY: makes a descriptor, which has no other owner.
-        let fd = unsafe { libc::socket(libc::AF_NETLINK, libc::SOCK_RAW | libc::SOCK_CLOEXEC, NETLINK_RDMA) };
-        if fd < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: the descriptor was just made, and has no other owner.
-        Ok(Self(unsafe { File::from_raw_fd(fd) }))
-    }
-
-    /// Returns the attributes of each message of the answer.
-    fn dump(&mut self, command: u16, device: Option<u32>) -> io::Result<Vec<Vec<u8>>> {
-        self.0.write_all(&request(command, device))?;
-        let mut found = Vec::new();
-        let mut buffer = vec![0; 1 << 16];
-        loop {
-            let length = self.0.read(&mut buffer)?;
-            if take_messages(&buffer[..length], &mut found)? {
-                return Ok(found);
-            }
-        }
-    }
-}
-
-fn request(command: u16, device: Option<u32>) -> Vec<u8> {
-    let attribute = device.map(|index| {
-        let mut bytes = 8_u16.to_ne_bytes().to_vec();
-        bytes.extend(DEVICE_INDEX.to_ne_bytes());
-        bytes.extend(index.to_ne_bytes());
-        bytes
-    });
-    let attribute = attribute.unwrap_or_default();
-    let mut bytes = (16 + attribute.len() as u32).to_ne_bytes().to_vec();
-    bytes.extend((CLIENT | command).to_ne_bytes());
-    bytes.extend((NLM_F_REQUEST | NLM_F_DUMP).to_ne_bytes());
-    // The request's number, and the sender's, which the kernel fills in.
-    bytes.extend([0; 8]);
-    bytes.extend(attribute);
+/// Makes the content of a request about one device.
+fn of_device(index: u32) -> Vec<u8> {
+    let mut bytes = 8_u16.to_ne_bytes().to_vec();
+    bytes.extend(DEVICE_INDEX.to_ne_bytes());
+    bytes.extend(index.to_ne_bytes());
     bytes
-}
-
-/// Collects the contents of messages; returns true after the last one.
-fn take_messages(mut bytes: &[u8], found: &mut Vec<Vec<u8>>) -> io::Result<bool> {
-    let malformed = || io::Error::from(io::ErrorKind::InvalidData);
-    while !bytes.is_empty() {
-        let length = number(bytes, 0).ok_or_else(malformed)? as usize;
-        let kind = bytes.get(4..6).and_then(|two| two.try_into().ok()).map(u16::from_ne_bytes);
-        let content = bytes.get(16..length).ok_or_else(malformed)?;
-        match kind {
-            Some(NLMSG_DONE) => return error_of(content).map(|()| true),
-            Some(NLMSG_ERROR) => return error_of(content).map(|()| true),
-            _ => found.push(content.to_vec()),
-        }
-        bytes = bytes.get(length.next_multiple_of(4)..).unwrap_or_default();
-    }
-    Ok(false)
-}
-
-fn error_of(content: &[u8]) -> io::Result<()> {
-    match number(content, 0).map(u32::cast_signed) {
-        Some(error) if error < 0 => Err(io::Error::from_raw_os_error(-error)),
-        _ => Ok(()),
-    }
-}
-
-fn number(bytes: &[u8], at: usize) -> Option<u32> {
-    bytes.get(at..at + 4)?.try_into().ok().map(u32::from_ne_bytes)
-}
-
-/// Iterates over the attributes of a message, or of another attribute: type and value.
-fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
-    /// Mask that removes flags from the type.
-    const TYPE_MASK: u16 = 0x3fff;
-    std::iter::from_fn(move || {
-        let word = |at: usize| bytes.get(at..at + 2)?.try_into().ok().map(u16::from_ne_bytes);
-        let (length, kind) = (usize::from(word(0)?), word(2)? & TYPE_MASK);
-        let value = bytes.get(4..length)?;
-        bytes = bytes.get(length.next_multiple_of(4)..).unwrap_or_default();
-        Some((kind, value))
-    })
-}
-
-fn text(value: &[u8]) -> String {
-    mercury_control::status::nul_padded(value)
 }
 
 /// Returns the index of the device of this name, if the message is about that device.
@@ -205,16 +117,11 @@ fn user_of(entry: &[u8], table: u16) -> Option<User> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{
+        super::netlink::{NLMSG_DONE, NLMSG_ERROR, request, take_messages, tests::attribute},
+        *,
+    };
     use proptest::prelude::*;
-
-    fn attribute(kind: u16, value: &[u8]) -> Vec<u8> {
-        let mut bytes = (4 + value.len() as u16).to_ne_bytes().to_vec();
-        bytes.extend(kind.to_ne_bytes());
-        bytes.extend(value);
-        bytes.resize(bytes.len().next_multiple_of(4), 0);
-        bytes
-    }
 
     fn message(kind: u16, content: &[u8]) -> Vec<u8> {
         let mut bytes = (16 + content.len() as u32).to_ne_bytes().to_vec();
@@ -268,8 +175,8 @@ mod tests {
         let failed = message(NLMSG_ERROR, &(-libc::EPERM).to_ne_bytes());
         let error = take_messages(&failed, &mut found).expect_err("an error");
         assert_eq!(error.raw_os_error(), Some(libc::EPERM));
-        assert_eq!(request(GET_REGIONS, Some(7)).len(), 24);
-        assert_eq!(request(GET_DEVICES, None).len(), 16);
+        assert_eq!(request(GET_REGIONS, &of_device(7)).len(), 24);
+        assert_eq!(request(GET_DEVICES, &[]).len(), 16);
     }
 
     proptest! {

@@ -163,11 +163,14 @@ fn end_in(namespace: &File, sysroot: &Sysroot) {
     });
 }
 
-/// Opens the network namespaces that a process is in or that are mounted (`ip netns`), each once.
-fn namespaces(sysroot: &Sysroot) -> Vec<File> {
+/// Opens the network namespaces that a thread is in or that are mounted (`ip netns`), each once.
+pub(super) fn namespaces(sysroot: &Sysroot) -> Vec<File> {
     let is_number = |name: &String| name.bytes().all(|byte| byte.is_ascii_digit());
     let processes = sysroot.names("proc").into_iter().filter(is_number);
-    let of_processes = processes.map(|process| sysroot.path(&format!("proc/{process}/ns/net")));
+    let of_tasks = processes.flat_map(|process| {
+        let tasks = sysroot.names(&format!("proc/{process}/task"));
+        tasks.into_iter().map(move |task| sysroot.path(&format!("proc/{process}/task/{task}/ns/net")))
+    });
     let mountinfo = sysroot.text("proc/self/mountinfo").unwrap_or_default();
     let mounted: Vec<PathBuf> = mountinfo.lines().filter_map(mounted_namespace).collect();
     let mut seen = BTreeSet::new();
@@ -176,7 +179,7 @@ fn namespaces(sysroot: &Sysroot) -> Vec<File> {
         let inode = file.metadata().ok()?.ino();
         seen.insert(inode).then_some(file)
     };
-    of_processes.chain(mounted).filter_map(open).collect()
+    of_tasks.chain(mounted).filter_map(open).collect()
 }
 
 /// Returns the mount point of a network namespace, from a line of mountinfo.

@@ -62,6 +62,14 @@ pub struct Array {
     pub(super) time_base: Option<String>,
 }
 
+/// A number of the kernel's that is changed for an instant.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Number {
+    pub(super) file: PathBuf,
+    /// The text before the change.
+    pub(super) was: String,
+}
+
 /// A swap area that is on, as /proc/swaps shows it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Area {
@@ -79,6 +87,13 @@ pub enum Undo {
     Remove(PathBuf),
     /// The hypervisor beneath the machine.
     Detach,
+    /// One CPU that is in the other mode for a moment.
+    Switch {
+        /// Number of the CPU.
+        cpu: u32,
+        /// True if it was attached.
+        attach: bool,
+    },
     /// A frozen file system, by its mount point.
     Thaw(PathBuf),
     /// An array whose thread is held.
@@ -87,6 +102,8 @@ pub enum Undo {
     SwapOn(Area),
     /// A control group that is frozen.
     Unfreeze(PathBuf),
+    /// The patience of the kernel's freezer: the instant is near.
+    Patience(Number),
     /// Processes that were moved into a group of Mercury's; the group is removed.
     Return {
         /// Mercury's group.
@@ -109,12 +126,22 @@ impl Undo {
         matches!(self, Self::Thaw(_) | Self::Unfreeze(_))
     }
 
+    /// Returns true if programs may stand still from this step on, and feed no watchdog.
+    pub(super) fn stops_programs(&self) -> bool {
+        matches!(self, Self::Unfreeze(_) | Self::Patience(_))
+    }
+
     /// Returns true if this step belongs to holding applications still.
     pub(super) fn belongs_to_hold(&self) -> bool {
         self.holds()
             || matches!(
                 self,
-                Self::Return { .. } | Self::Release(_) | Self::SwapOn(_) | Self::Open | Self::Decide(_)
+                Self::Return { .. }
+                    | Self::Release(_)
+                    | Self::SwapOn(_)
+                    | Self::Patience(_)
+                    | Self::Open
+                    | Self::Decide(_)
             )
     }
 }
@@ -125,10 +152,12 @@ impl fmt::Display for Undo {
         match self {
             Self::Remove(path) => write!(f, "write {}", path.display()),
             Self::Detach => write!(f, "attach the hypervisor"),
+            Self::Switch { cpu, .. } => write!(f, "switch CPU {cpu}"),
             Self::Thaw(path) => write!(f, "freeze the file system at {}", path.display()),
             Self::Release(array) => write!(f, "hold the array {}", array.name),
             Self::SwapOn(area) => write!(f, "switch off swap on {}", area.path.display()),
             Self::Unfreeze(group) => write!(f, "freeze the control group {}", group.display()),
+            Self::Patience(_) => write!(f, "shorten the patience of the kernel's freezer"),
             Self::Return { from, .. } => write!(f, "gather processes in {}", from.display()),
             Self::Open => write!(f, "commit the move"),
             Self::CallOff(_) => write!(f, "move"),

@@ -56,6 +56,16 @@ impl Task {
                 "folio_wait",
                 "wait_on_page",
                 "blk_",
+                "__blkdev_",
+                "blkdev_",
+                "bio_",
+                "submit_bio",
+                "iomap_dio_",
+                "__iomap_dio_",
+                "__wait_on_buffer",
+                "__lock_buffer",
+                "dm_",
+                "md_",
                 "jbd2_",
                 "xfs_",
                 "rq_qos",
@@ -167,6 +177,39 @@ pub fn restless(group: &Path) -> Vec<Task> {
     found
 }
 
+/// Returns the first few tasks that wait in the kernel without hearing signals, the kernel's own threads
+/// last. After a freeze that has failed, the task that did not come to rest is one of them.
+#[must_use]
+pub fn uninterruptible() -> Vec<Task> {
+    uninterruptible_in(Path::new("/proc"))
+}
+
+fn uninterruptible_in(proc: &Path) -> Vec<Task> {
+    let folders = |at: &Path| fs::read_dir(at).into_iter().flatten().flatten().map(|entry| entry.path());
+    let is_number = |path: &PathBuf| {
+        let name = path.file_name().unwrap_or_default();
+        name.to_string_lossy().bytes().all(|byte| byte.is_ascii_digit())
+    };
+    let threads = folders(proc).filter(is_number).flat_map(|process| folders(&process.join("task")));
+    let mut found: Vec<_> = threads
+        .filter_map(|thread| {
+            let task = task(&thread).filter(|task| task.state == 'D')?;
+            let flags = fields(&thread)?.get(6)?.parse::<u64>().ok()?;
+            Some((flags & PF_KTHREAD != 0, task))
+        })
+        .collect();
+    found.sort_by_key(|(is_kernels, _)| *is_kernels);
+    found.truncate(TASKS_MAX);
+    found.into_iter().map(|(_, task)| task).collect()
+}
+
+/// Returns the first fields of a task's stat, from its state on.
+fn fields(folder: &Path) -> Option<Vec<String>> {
+    let stat = fs::read_to_string(folder.join("stat")).ok()?;
+    // The name, in parentheses, may contain any character.
+    Some(stat.rsplit_once(')')?.1.split_whitespace().take(7).map(str::to_owned).collect())
+}
+
 /// Watches tasks that wait in the kernel for something that a freeze would wait for too, while
 /// everything runs. Returns those that have waited for all of `patience`, without the processes in
 /// `but`. Takes no time if there are none.
@@ -197,12 +240,10 @@ struct Waiting {
 
 impl Waiting {
     fn found(folder: PathBuf) -> Option<Self> {
-        let stat = fs::read_to_string(folder.join("stat")).ok()?;
-        // The name, in parentheses, may contain any character.
-        let rest: Vec<_> = stat.rsplit_once(')')?.1.split_whitespace().take(7).collect();
+        let rest = fields(&folder)?;
         let is_kernels = rest.get(6)?.parse::<u64>().ok()? & PF_KTHREAD != 0;
         // Most tasks are left out here, after one small read.
-        if is_kernels || !matches!(rest[0], "D" | "S") {
+        if is_kernels || !matches!(&*rest[0], "D" | "S") {
             return None;
         }
         let task = task(&folder)?;
@@ -269,10 +310,10 @@ fn is_served_by(file: &Path) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::*;
 
-    fn waiting(function: &str) -> Task {
+    pub fn waiting(function: &str) -> Task {
         Task { name: "dd".into(), number: 7, state: 'D', function: function.into() }
     }
 
@@ -285,7 +326,9 @@ mod tests {
         );
         assert!(said("handle_userfault").contains("waits for a page of a userfaultfd"));
         assert!(said("rpc_wait_bit_killable").contains("an NFS server"));
-        assert!(said("folio_wait_bit_common").contains("a disk"));
+        for function in ["folio_wait_bit_common", "__blkdev_direct_IO_simple", "__wait_on_buffer"] {
+            assert!(said(function).contains("waits for a disk"), "{function}");
+        }
         assert_eq!(said("0"), "dd (7), state D, which runs in the kernel");
         assert!(said("pipe_read").ends_with("which waits (pipe_read)"));
         assert!(waiting("request_wait_answer").remedy().is_some() && waiting("pipe_read").remedy().is_none());
@@ -365,6 +408,31 @@ mod tests {
             assert!(!waiting.goes_on(), "it has run");
         }
         assert_eq!(stuck(&[], Duration::ZERO).iter().filter(|task| task.name == "a) b").count(), 0);
+    }
+
+    #[test]
+    fn tasks_that_kept_the_kernel_s_freezer_waiting_are_named() {
+        let root = tempfile::tempdir().expect("a folder");
+        let add = |number: u32, state: char, flags: u64, wchan: &str| {
+            let folder = root.path().join(format!("{number}/task/{number}"));
+            fs::create_dir_all(&folder).expect("a folder");
+            let stat = format!("{number} (a) b) {state} 1 77 77 0 -1 {flags} 0");
+            for (file, text) in [("stat", &*stat), ("comm", "a) b\n"), ("wchan", wchan)] {
+                fs::write(folder.join(file), text).expect("a file");
+            }
+        };
+        add(5, 'D', PF_KTHREAD, "worker_thread");
+        add(6, 'S', 0, "pipe_read");
+        assert_eq!(uninterruptible_in(root.path()).len(), 1, "only one hears no signals");
+        add(77, 'D', 0, "blk_io_schedule");
+        let named: Vec<_> = uninterruptible_in(root.path()).iter().map(ToString::to_string).collect();
+        assert_eq!(
+            named,
+            [
+                "a) b (77), state D, which waits for a disk (blk_io_schedule)",
+                "a) b (5), state D, which waits (worker_thread)"
+            ]
+        );
     }
 
     #[test]

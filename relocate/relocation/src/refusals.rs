@@ -2,20 +2,23 @@
 //! it begins. The commands refuse by these checks; `mercury migrate --dry-run` and `mercury doctor`
 //! predict by the same checks.
 
-use crate::{restore::microcode, tombstone};
+use crate::{
+    restore::{fit, microcode},
+    tombstone,
+};
 use mercury_abi::code::Code;
 use mercury_control::{
     error::{Error, Result},
-    exit::Exit,
     lockdown,
     sysroot::Sysroot,
 };
 use mercury_quiesce::{
-    arrays, devices, disks,
+    arrays, describe, devices, disks,
     ethernet::{self, made},
+    macsec,
     mounts::{self, Mounted},
     nfs::{self, Volume},
-    swap, watchdogs,
+    plugged, swap, watchdogs,
 };
 
 /// An operation on the whole machine.
@@ -26,6 +29,17 @@ pub enum Operation {
     PowerOff,
     Snapshot,
     Migrate,
+}
+
+impl Operation {
+    /// Returns the command's name.
+    fn name(self) -> &'static str {
+        match self {
+            Checkpoint | PowerOff => "checkpoint",
+            Snapshot => "snapshot",
+            Migrate => "migrate",
+        }
+    }
 }
 
 /// A reason for refusal that the operator has lifted by an option.
@@ -60,6 +74,13 @@ const COMPARABLE: &str = "the fingerprints of all file systems can be compared";
 
 const QUESTIONS: &[Question] = &[
     Question {
+        name: "kernel lockdown",
+        fine: "the kernel lets root read its memory",
+        before: &[Checkpoint, PowerOff, Migrate],
+        lifted_by: None,
+        ask: |operation, sysroot| lockdown::refuse_reading(operation.name(), sysroot),
+    },
+    Question {
         name: "lockdown",
         fine: "a restore environment may replace its memory",
         before: &[PowerOff],
@@ -93,6 +114,27 @@ const QUESTIONS: &[Question] = &[
         before: &[Checkpoint, PowerOff, Migrate],
         lifted_by: Some(Lifted::Devices),
         ask: |_, sysroot| devices::refuse_forgotten(sysroot),
+    },
+    Question {
+        name: "plugged memory",
+        fine: "none that a restore environment would not find",
+        before: &[Checkpoint, PowerOff, Migrate],
+        lifted_by: None,
+        ask: |_, sysroot| plugged::refuse(sysroot),
+    },
+    Question {
+        name: "restore environment",
+        fine: "it would have the devices of this machine",
+        before: &[PowerOff],
+        lifted_by: Some(Lifted::Devices),
+        ask: |_, sysroot| fit::refuse_unrestorable(&describe::describe(sysroot), sysroot),
+    },
+    Question {
+        name: "MACsec",
+        fine: "no network device encrypts with it",
+        before: &[Checkpoint, PowerOff, Snapshot, Migrate],
+        lifted_by: None,
+        ask: |_, sysroot| macsec::refuse(sysroot),
     },
     Question {
         name: "devices' writes",
@@ -241,7 +283,7 @@ fn refuse_uncomparable(operation: Operation, sysroot: &Sysroot) -> Result<()> {
 fn refuse_microcode(sysroot: &Sysroot) -> Result<()> {
     microcode::predict_in(sysroot).map_err(|why| {
         let text = format!("a restore environment on this machine would refuse the image: {why}");
-        Error::new(Exit::Impossible, text).hint(
+        Error::coded(Code::RestoreUnfit, text).hint(
             "restart this machine once, so that it starts with that microcode (`update-initramfs -u` puts \
              it into the initial RAM disk), and try again; or go on with --force-devices, for an image that \
              is only to be inspected",
@@ -333,7 +375,17 @@ mod tests {
         write("sys/devices/system/cpu/present", "0-3\n");
         write("sys/class/watchdog/watchdog0/state", "active\n");
         write("sys/class/watchdog/watchdog0/timeout", "2\n");
+        write("sys/kernel/security/lockdown", "none integrity [confidentiality]\n");
+        write("proc/iomem", "00000000-0009ffff : System RAM\n00100000-001fffff : System RAM (virtio_mem)\n");
+        let mut boot = vec![0; 4096];
+        boot[0x1e8] = 1;
+        boot[0x2d0 + 8..0x2d0 + 16].copy_from_slice(&0xA_0000_u64.to_le_bytes());
+        let path = root.path().join("sys/kernel/boot_params/data");
+        fs::create_dir_all(path.parent().expect("a folder")).expect("a folder");
+        fs::write(path, boot).expect("a file");
         write("sys/bus/pci/devices/0000:00:01.0/class", "0x120000\n");
+        // A virtual function of a card.
+        write("sys/bus/pci/devices/0000:00:01.0/physfn/class", "0x120000\n");
         symlink("../drivers/secret", root.path().join("sys/bus/pci/devices/0000:00:01.0/driver"))
             .expect("a link");
         root
@@ -347,14 +399,16 @@ mod tests {
 
     #[test]
     fn each_operation_has_its_reasons() {
-        const ALL: [&str; 3] = ["swap", "devices", "watchdogs"];
-        assert_eq!(names_of(Checkpoint, &[]), [&ALL[..], &["offline CPUs", "NFS"]].concat());
-        assert_eq!(names_of(Snapshot, &[]), [&ALL[..], &["local disks", "NFS"]].concat());
+        const READ: [&str; 4] = ["kernel lockdown", "swap", "devices", "plugged memory"];
+        const REST: [&str; 2] = ["watchdogs", "offline CPUs"];
+        assert_eq!(names_of(Checkpoint, &[]), [&READ[..], &REST, &["NFS"]].concat());
+        assert_eq!(names_of(Snapshot, &[]), ["swap", "devices", "watchdogs", "local disks", "NFS"]);
+        assert_eq!(names_of(Migrate, &[]), [&READ[..], &REST, &["fingerprints", "tombstone"]].concat());
         assert_eq!(
-            names_of(Migrate, &[]),
-            [&ALL[..], &["offline CPUs", "fingerprints", "tombstone"]].concat()
+            names_of(PowerOff, &[]),
+            [&READ[..1], &["lockdown"], &READ[1..], &["restore environment"], &REST, &["fingerprints"]]
+                .concat()
         );
-        assert_eq!(names_of(PowerOff, &[]), [&ALL[..], &["offline CPUs", "fingerprints"]].concat());
     }
 
     #[test]
@@ -396,10 +450,11 @@ mod tests {
     #[test]
     fn options_lift_reasons() {
         let all = [Lifted::Devices, Lifted::Offline, Lifted::Disks, Lifted::Tombstone];
-        assert_eq!(names_of(Checkpoint, &all), ["swap", "watchdogs"]);
-        assert_eq!(names_of(PowerOff, &all), ["swap", "watchdogs"]);
+        const NEVER: [&str; 4] = ["kernel lockdown", "swap", "plugged memory", "watchdogs"];
+        assert_eq!(names_of(Checkpoint, &all), NEVER);
+        assert_eq!(names_of(PowerOff, &all), NEVER);
         assert_eq!(names_of(Snapshot, &all), ["swap", "watchdogs", "NFS"]);
-        assert_eq!(names_of(Migrate, &all), ["swap", "watchdogs", "fingerprints"]);
+        assert_eq!(names_of(Migrate, &all), [&NEVER[..], &["fingerprints"]].concat());
     }
 
     #[test]
@@ -413,7 +468,8 @@ mod tests {
                 assert_eq!(error.exit, mercury_control::exit::Exit::Impossible, "{error:?}");
             }
             let refused = refuse(operation, &[], &sysroot).expect_err("refused");
-            assert_eq!(refused.code, Some(Code::SwapInUse));
+            let first = if operation == Snapshot { Code::SwapInUse } else { Code::LockedDown };
+            assert_eq!(refused.code, Some(first));
             assert!(
                 refused
                     .hint

@@ -24,8 +24,11 @@ use mercury_control::{
     sysroot::Sysroot,
 };
 use mercury_quiesce::{
+    applications,
     attached::Attached,
-    culprit, disks, fence, hook,
+    culprit, devices, disks, fence,
+    freezer::Limited,
+    hook,
     mounts::Mounted,
     phases::Phases,
     pool,
@@ -152,6 +155,7 @@ fn keep(
     let flags = MERCURY_SNAPSHOT_KEEP | hash | once;
     let mut swap = swap::Off::switch(guard, sysroot)?;
     device.snapshot_prepare(pool, flags)?;
+    let limited = Limited::set(guard, sysroot)?;
     let mut stale = connections(sysroot)?;
     let has_servers = fence::has_servers(sysroot);
     let left_behind: Vec<_> = mounts.iter().filter(|mount| is_left_behind(mount)).cloned().collect();
@@ -163,6 +167,9 @@ fn keep(
     // A kernel without hooks for packets ends connections as early as it can. So does a machine
     // whose files come from a server: even a look-up of /proc may ask the server of the root.
     let fenced = !has_servers && device.fence(&[], Silent::Second).is_ok();
+    if !is_held {
+        applications::refuse_stuck(&[])?;
+    }
     let begun = time::Instant::now();
     let still = if is_held {
         disks::sync(mounts, sysroot)?;
@@ -172,6 +179,10 @@ fn keep(
         None
     };
     disks::are_still(mounts, sysroot)?;
+    // A process may have opened a device since the first question.
+    if !args.force_devices {
+        devices::refuse_untracked(sysroot)?;
+    }
     let were = guard.hear_during(|| fingerprints(&left_behind));
     if let Some(hook) = &args.hook {
         hook::run_hook(hook)?;
@@ -181,6 +192,7 @@ fn keep(
     let failures = culprit::quiesce_failures(sysroot);
     let swap_pages = swap.pages(sysroot)?;
     let begin = device.snapshot_begin(pool, flags, swap_pages);
+    drop(limited);
     // Without disks to put back, applications wait for nothing. A server of files that the machine
     // talked to after the instant may take minutes to answer, and this process waits for it below.
     if has_servers

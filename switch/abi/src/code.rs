@@ -369,4 +369,8 @@ codes! {
     GuestDescription = 210, "guest-description";
     /// The kernel has no drivers of a guest's devices.
     GuestDrivers = 211, "guest-drivers";
+
+    // 212..: refusals of the command alone, before an image
+    /// A restore environment on the same hardware would refuse the image.
+    RestoreUnfit = 212, "restore-unfit";
 }

@@ -664,3 +664,6 @@ pub struct FaultRequest {
 
 /// Flag of [`SwitchRequest::flags`]: run the preflight checks and switch no CPU.
 pub const MERCURY_SWITCH_CHECK_ONLY: u64 = 1 << 0;
+/// Flag of [`SwitchRequest::flags`] for a detach: CPUs that come online later attach as before. Otherwise a
+/// detach leaves them native.
+pub const MERCURY_SWITCH_FOR_NOW: u64 = 1 << 1;

@@ -24,9 +24,9 @@ use mercury_abi::{
         MERCURY_IOC_RESTORE_READ, MERCURY_IOC_ROLLBACK, MERCURY_IOC_SNAPSHOT_BEGIN, MERCURY_IOC_SNAPSHOT_END,
         MERCURY_IOC_SNAPSHOT_MACHINE, MERCURY_IOC_SNAPSHOT_PREPARE, MERCURY_IOC_SNAPSHOT_READ,
         MERCURY_IOC_SNAPSHOT_READ_PRESENT, MERCURY_IOC_STATUS, MERCURY_IOC_SYSTEM, MERCURY_IOC_UNLOAD,
-        MERCURY_IOC_WATCH, MERCURY_IOC_WATCH_STATUS, MERCURY_POSTMORTEM_DROP, MeasureRequest, MendRequest,
-        Outcome, PostmortemRequest, RestartRequest, SnapshotReadRequest, SnapshotRequest, StatusRequest,
-        SwitchRequest, SwitchResult, SystemInfo, WatchRequest,
+        MERCURY_IOC_WATCH, MERCURY_IOC_WATCH_STATUS, MERCURY_POSTMORTEM_DROP, MERCURY_SWITCH_FOR_NOW,
+        MeasureRequest, MendRequest, Outcome, PostmortemRequest, RestartRequest, SnapshotReadRequest,
+        SnapshotRequest, StatusRequest, SwitchRequest, SwitchResult, SystemInfo, WatchRequest,
     },
     restart::{LoadEntry, RestartCpu, RestartRange},
     shared::{SHARED_CPU_SIZE, SHARED_MAGIC, SharedCpu},
@@ -182,6 +182,34 @@ fn same_version(theirs: &Header, ours: &Header) -> Result<()> {
     if theirs == ours { Ok(()) } else { Err(mismatch()) }
 }
 
+impl Device {
+    fn switch_with(
+        &self,
+        direction: Direction,
+        cpus: Option<&CpuSet>,
+        flags: u64,
+    ) -> Result<Vec<SwitchResult>> {
+        let mask = cpus.map(CpuSet::mask).unwrap_or_default();
+        let mut results = vec![SwitchResult::default(); self.system()?.possible_cpus as usize];
+        let mut request = SwitchRequest {
+            header: Header::of::<SwitchRequest>(),
+            mask_addr: if cpus.is_some() { address(mask.as_ptr()) } else { 0 },
+            mask_words: mask.len() as u32,
+            results_count: results.len() as u32,
+            results_addr: address(results.as_mut_ptr()),
+            flags,
+            ..SwitchRequest::default()
+        };
+        let result = match direction {
+            Direction::Attach => self.request::<MERCURY_IOC_ATTACH, _>(&mut request),
+            Direction::Detach => self.request::<MERCURY_IOC_DETACH, _>(&mut request),
+        };
+        failure(direction.name(), result, &request.outcome)?;
+        results.truncate(request.results_count as usize);
+        Ok(results)
+    }
+}
+
 impl Driver for Device {
     fn system(&self) -> Result<SystemInfo> {
         let header = Header::of::<SystemInfo>();
@@ -216,23 +244,13 @@ impl Driver for Device {
     }
 
     fn switch(&self, direction: Direction, cpus: Option<&CpuSet>) -> Result<Vec<SwitchResult>> {
-        let mask = cpus.map(CpuSet::mask).unwrap_or_default();
-        let mut results = vec![SwitchResult::default(); self.system()?.possible_cpus as usize];
-        let mut request = SwitchRequest {
-            header: Header::of::<SwitchRequest>(),
-            mask_addr: if cpus.is_some() { address(mask.as_ptr()) } else { 0 },
-            mask_words: mask.len() as u32,
-            results_count: results.len() as u32,
-            results_addr: address(results.as_mut_ptr()),
-            ..SwitchRequest::default()
-        };
-        let result = match direction {
-            Direction::Attach => self.request::<MERCURY_IOC_ATTACH, _>(&mut request),
-            Direction::Detach => self.request::<MERCURY_IOC_DETACH, _>(&mut request),
-        };
-        failure(direction.name(), result, &request.outcome)?;
-        results.truncate(request.results_count as usize);
-        Ok(results)
+        self.switch_with(direction, cpus, 0)
+    }
+
+    fn switch_for_now(&self, direction: Direction, cpus: &CpuSet) -> Result<()> {
+        // An attach of CPUs by name changes nothing for others.
+        let flags = if direction == Direction::Detach { MERCURY_SWITCH_FOR_NOW } else { 0 };
+        self.switch_with(direction, Some(cpus), flags).map(drop)
     }
 
     fn status(&self) -> Result<Vec<CpuStatus>> {

@@ -49,6 +49,8 @@ pub trait Driver {
     fn unload(&self) -> Result<()>;
     /// Switches the given CPUs, or all that are online.
     fn switch(&self, direction: Direction, cpus: Option<&CpuSet>) -> Result<Vec<SwitchResult>>;
+    /// Switches CPUs, and leaves it as it is whether CPUs attach that come online later.
+    fn switch_for_now(&self, direction: Direction, cpus: &CpuSet) -> Result<()>;
     /// Returns the modes of all possible CPUs, asked of each CPU.
     fn status(&self) -> Result<Vec<CpuStatus>>;
     /// Measures hypercall round trips on one attached CPU.

@@ -46,7 +46,9 @@ impl Exit {
             Code::Ok => Self::Done,
             Code::Busy => Self::Busy,
             Code::NotLoaded | Code::AlreadyLoaded | Code::StillAttached | Code::Crashed => Self::State,
-            Code::OrphanedHypervisor | Code::LockedDown => Self::Impossible,
+            Code::OrphanedHypervisor | Code::LockedDown | Code::MacsecInUse | Code::RestoreMemory => {
+                Self::Impossible
+            }
             Code::SelfTestFailed => Self::Failed,
             code if matches!(code as u32, 40..100 | 180..220) => Self::Impossible,
             _ => Self::Failed,

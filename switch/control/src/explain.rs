@@ -586,14 +586,17 @@ pub const TABLE: &[Entry] = &[
         "the driver cannot see which memory devices write to",
         "Devices write to memory without asking the nested tables, so the driver watches by ftrace which \
          memory the kernel gives them. The driver could not watch, or the first virtual device came while \
-         it watched.",
-        "boot a kernel with CONFIG_DYNAMIC_FTRACE_WITH_REGS and CONFIG_KPROBES, \
-         set the sysctl kernel.ftrace_enabled to 1, and try again",
+         it watched. Or a process began to drive a device by itself (VFIO, uio), or to share its page \
+         tables with one: such a device writes unseen.",
+        "end the program that drives the device, and try again; if there is none, \
+         boot a kernel with CONFIG_DYNAMIC_FTRACE_WITH_REGS and CONFIG_KPROBES, and \
+         set the sysctl kernel.ftrace_enabled to 1",
     ),
     entry_of(
         Code::SnapshotQuiesce,
         "the kernel could not stop its tasks and devices for the instant",
-        "A task did not freeze, or a driver refused to suspend its device. The machine runs on.",
+        "A task did not freeze within 1.5 s, or a driver refused to suspend its device. \
+         The machine runs on.",
         "`dmesg` names the task or the driver",
     ),
     entry_of(
@@ -1083,6 +1086,16 @@ pub const TABLE: &[Entry] = &[
         "install the kernel's whole package on the machine (`modprobe -a virtio_mmio virtio_net virtio_blk \
          virtio_rng` must succeed there), and make the checkpoint or the move again; or leave out --net and \
          new disks",
+    ),
+    entry_of(
+        Code::RestoreUnfit,
+        "a restore environment on this machine would refuse the image",
+        "The environment has the kernel and the drivers that it needs to bring a machine back, and no \
+         others. Devices that another driver makes are missing there: virtual functions of a card (SR-IOV). \
+         Or the initial RAM disk on this machine brings other microcode than the machine runs with.",
+        "take the named devices out of use (virtual functions of a card: echo 0 > \
+         /sys/bus/pci/devices/…/sriov_numvfs); or go on with --force-devices, for an image that is only \
+         to be inspected",
     ),
 ];
 

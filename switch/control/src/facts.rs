@@ -100,16 +100,28 @@ impl Mode {
     }
 }
 
+/// Cares for a CPU that is switched for the length of a comparison.
+pub trait Care {
+    /// Hears that a CPU will be switched, before it is, and how it is switched back.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if nothing could switch it back: it is not switched then.
+    fn will(&mut self, cpu: u32, back: Direction) -> Result<()>;
+    /// Hears that the CPU is back in its mode.
+    fn is_back(&mut self);
+}
+
 /// Switches each CPU in turn to the other mode and back, and compares its state before, between and
-/// after.
+/// after. CPUs that come online attach, or do not, as before.
 ///
 /// # Errors
 ///
 /// Returns an error if there is a snapshot of memory, which a detach would end, or a switch is
 /// refused.
-pub fn verify(driver: &dyn Driver, cpus: &CpuSet) -> Result<Verification> {
+pub fn verify(driver: &dyn Driver, cpus: &CpuSet, care: &mut dyn Care) -> Result<Verification> {
     refuse_snapshot(driver)?;
-    let cpus: Vec<Compared> = cpus.iter().map(|cpu| verify_cpu(driver, cpu)).collect::<Result<_>>()?;
+    let cpus: Vec<Compared> = cpus.iter().map(|cpu| verify_cpu(driver, cpu, care)).collect::<Result<_>>()?;
     let equal = cpus.iter().all(Compared::is_equal);
     Ok(Verification { equal, cpus })
 }
@@ -127,12 +139,14 @@ fn refuse_snapshot(driver: &dyn Driver) -> Result<()> {
     .hint("verify before you keep a snapshot; `mercury snapshot --drop` gives up the one that is kept"))
 }
 
-fn verify_cpu(driver: &dyn Driver, cpu: u32) -> Result<Compared> {
+fn verify_cpu(driver: &dyn Driver, cpu: u32, care: &mut dyn Care) -> Result<Compared> {
     let mode = mode_of(driver, cpu)?;
     let before = read_in(driver, cpu, mode)?;
+    care.will(cpu, mode.direction())?;
     switch_to(driver, cpu, mode.other())?;
     let between = read_in(driver, cpu, mode.other());
     switch_to(driver, cpu, mode).map_err(|error| left_in(error, cpu, mode.other()))?;
+    care.is_back();
     let (between, after) = (between?, read_in(driver, cpu, mode)?);
     let changed = |when: Mode, later: &CpuFacts| -> Vec<Change> {
         mercury_preflight::state_difference(&before, later).map(|found| change(when.name(), &found)).collect()
@@ -160,7 +174,7 @@ fn read_in(driver: &dyn Driver, cpu: u32, mode: Mode) -> Result<CpuFacts> {
 
 fn switch_to(driver: &dyn Driver, cpu: u32, mode: Mode) -> Result<()> {
     let one: CpuSet = [cpu].into_iter().collect();
-    driver.switch(mode.direction(), Some(&one)).map(drop)
+    driver.switch_for_now(mode.direction(), &one)
 }
 
 /// Adds to the error of a switch back that failed the mode in which the CPU is now.
@@ -227,6 +241,56 @@ mod tests {
         let mut text = Text::new(false);
         report.render(&mut text);
         text.finish()
+    }
+
+    /// Notes which CPUs are switched, and how they are switched back.
+    #[derive(Default)]
+    struct Noted {
+        told: Vec<(u32, Direction)>,
+        away: Option<u32>,
+    }
+
+    impl Care for Noted {
+        fn will(&mut self, cpu: u32, back: Direction) -> Result<()> {
+            assert_eq!(self.away.replace(cpu), None, "one CPU at a time");
+            self.told.push((cpu, back));
+            Ok(())
+        }
+
+        fn is_back(&mut self) {
+            self.away = None;
+        }
+    }
+
+    fn verify(driver: &dyn Driver, cpus: &CpuSet) -> Result<Verification> {
+        super::verify(driver, cpus, &mut Noted::default())
+    }
+
+    /// A machine on which all CPUs attach that come online stays one, and so does one on which none does.
+    #[test]
+    fn cpus_that_come_later_attach_as_before() {
+        for attaches in [true, false] {
+            let driver = FakeDriver::new(2);
+            let one = "0".parse().expect("list");
+            driver.switch(Direction::Attach, if attaches { None } else { Some(&one) }).expect("attach");
+            verify(&driver, &both()).expect("verify");
+            assert_eq!(driver.want_all.get(), attaches);
+            assert_eq!(*driver.attached.borrow(), [true, attaches]);
+        }
+    }
+
+    /// If the command is killed, the undo process knows which CPU goes back, and how.
+    #[test]
+    fn each_switch_is_told_before() {
+        let driver = FakeDriver::new(2);
+        *driver.attached.borrow_mut() = vec![false, true];
+        let mut noted = Noted::default();
+        super::verify(&driver, &both(), &mut noted).expect("verify");
+        assert_eq!(noted.told, [(0, Direction::Detach), (1, Direction::Attach)]);
+        assert_eq!(noted.away, None);
+        driver.refuse_attach.set(Some(Code::VirtualizationInUse));
+        super::verify(&driver, &"1".parse().expect("list"), &mut noted).expect_err("it stays native");
+        assert_eq!(noted.away, Some(1));
     }
 
     fn both() -> CpuSet {

@@ -29,6 +29,8 @@ pub struct FakeDriver {
     pub refuse_attach: Cell<Option<Code>>,
     /// True if there is a snapshot of memory.
     pub snapshot_live: Cell<bool>,
+    /// True if CPUs attach that come online.
+    pub want_all: Cell<bool>,
 }
 
 impl FakeDriver {
@@ -40,6 +42,7 @@ impl FakeDriver {
             refuse: Cell::new(None),
             refuse_attach: Cell::new(None),
             snapshot_live: Cell::new(false),
+            want_all: Cell::new(false),
         }
     }
 
@@ -124,6 +127,8 @@ impl Driver for FakeDriver {
         {
             return Err(Error::refused(direction.name(), code, Some(0), [0; 2]));
         }
+        let wants = self.want_all.get();
+        self.want_all.set(direction == Direction::Attach && (wants || cpus.is_none()));
         let mut results = Vec::new();
         for (cpu, attached) in (0..).zip(self.attached.borrow_mut().iter_mut()) {
             let target = direction == Direction::Attach;
@@ -133,6 +138,13 @@ impl Driver for FakeDriver {
             }
         }
         Ok(results)
+    }
+
+    fn switch_for_now(&self, direction: Direction, cpus: &CpuSet) -> Result<()> {
+        let wants = self.want_all.get();
+        let switched = self.switch(direction, Some(cpus));
+        self.want_all.set(wants);
+        switched.map(drop)
     }
 
     fn status(&self) -> Result<Vec<CpuStatus>> {

@@ -129,7 +129,7 @@ u32 mercury_load(struct mercury_outcome *outcome);
 u32 mercury_unload(struct mercury_outcome *outcome);
 void mercury_forget(void);
 u32 mercury_attach(const struct cpumask *cpus, bool check_only, struct mercury_outcome *outcome);
-u32 mercury_detach(const struct cpumask *cpus, struct mercury_outcome *outcome);
+u32 mercury_detach(const struct cpumask *cpus, bool for_now, struct mercury_outcome *outcome);
 void mercury_control_exit(void);
 u32 mercury_check_cpu(struct mercury_cpu *m);
 u32 mercury_ask_mode(struct mercury_cpu *m);

@@ -236,7 +236,7 @@ static void leave(struct mercury_outcome *outcome)
 	bool native;
 
 	if (!mercury_fault(MERCURY_FAULT_POINT_EXIT))
-		mercury_detach(NULL, outcome);
+		mercury_detach(NULL, false, outcome);
 	cpus_read_lock();
 	native = all_native(outcome);
 	mercury.state = native ? MERCURY_STATE_LOADED : MERCURY_STATE_CRASHED;
@@ -437,8 +437,11 @@ u32 mercury_attach(const struct cpumask *cpus, bool check_only, struct mercury_o
 	return code;
 }
 
-/* Detaches CPUs, or all if `cpus` is NULL. Offline CPUs are merely no longer wanted. */
-u32 mercury_detach(const struct cpumask *cpus, struct mercury_outcome *outcome)
+/*
+ * Detaches CPUs, or all if `cpus` is NULL. Offline CPUs are merely no longer wanted, and neither are those
+ * that come online later, unless this is for now.
+ */
+u32 mercury_detach(const struct cpumask *cpus, bool for_now, struct mercury_outcome *outcome)
 {
 	static struct cpumask online;
 	u32 code;
@@ -459,7 +462,7 @@ u32 mercury_detach(const struct cpumask *cpus, struct mercury_outcome *outcome)
 			cpumask_andnot(&mercury.wanted, &mercury.wanted, cpus);
 		else
 			cpumask_clear(&mercury.wanted);
-		mercury.want_all = false;
+		mercury.want_all &= for_now;
 		if (mercury.state == MERCURY_STATE_ATTACHED && cpumask_empty(&mercury.wanted))
 			mercury.state = MERCURY_STATE_LOADED;
 	}

@@ -177,7 +177,7 @@ static int reboot_comes(struct notifier_block *block, unsigned long action, void
 			return NOTIFY_DONE;
 		schedule_timeout_uninterruptible(1);
 	}
-	mercury_detach(NULL, &outcome);
+	mercury_detach(NULL, false, &outcome);
 	mutex_unlock(&mercury.lock);
 	return NOTIFY_DONE;
 }
@@ -321,7 +321,7 @@ static int rival_comes(int rival)
 	if (mercury.kvm_may && mercury.state == MERCURY_STATE_ATTACHED) {
 		pr_notice("%s comes, which is not shared with as KVM is: all CPUs are detached\n",
 			  rivals[rival]);
-		mercury_detach(NULL, &outcome);
+		mercury_detach(NULL, false, &outcome);
 	}
 	set_rival(rival, true);
 	mutex_unlock(&mercury.lock);

@@ -30,8 +30,16 @@
 
 #include "snapshot.h"
 
-/* The entry points are watched; their calls matter for a snapshot; and a call may have been missed. */
+/* The entry points are watched; their calls matter for a snapshot; and a write may have been missed. */
 static bool watching, armed, missed;
+
+/* A device may write unseen from here on. A triple fault goes back without asking the driver. */
+static void lose(void)
+{
+	/* Pairs with keep_snapshot(): the one that comes second sees the other. */
+	smp_store_mb(missed, true);
+	mercury_snapshot_give_up_kept(MERCURY_CODE_SNAPSHOT_DEVICES);
+}
 
 /* Returns true if the page is data of processes or files, which may be much; it may be in huge pages. */
 static bool is_data(struct page *page)
@@ -249,8 +257,16 @@ static void before_sync_sg(const struct pt_regs *regs)
 	each((struct scatterlist *)regs->si, regs->dx, regs->cx, touch);
 }
 
+/* iommu_map(domain, ...): in a domain of no driver's, a process's own driver gives memory to its device. */
+static void before_iommu_map(const struct pt_regs *regs)
+{
+	if (((struct iommu_domain *)regs->di)->type == IOMMU_DOMAIN_UNMANAGED)
+		lose();
+}
+
 static struct entry {
 	const char *name;
+	/* NULL: from here on the device writes unseen. */
 	void (*before)(const struct pt_regs *regs);
 	/* Address of the function; 0: there is none. */
 	unsigned long address;
@@ -266,16 +282,19 @@ static struct entry {
 	{ "dma_map_sgtable", before_map_sgtable },
 	{ "dma_unmap_page_attrs", before_unmap_page },
 	{ "dma_unmap_sg_attrs", before_unmap_sg },
-	{ "dma_sync_single_for_device", before_sync_single },
-	{ "dma_sync_sg_for_device", before_sync_sg },
-	{ "dma_sync_single_for_cpu", before_sync_single_for_cpu },
-	{ "dma_sync_sg_for_cpu", before_sync_sg_for_cpu },
-	/* Their names on later kernels. */
 	{ "__dma_sync_single_for_device", before_sync_single },
 	{ "__dma_sync_sg_for_device", before_sync_sg },
 	{ "__dma_sync_single_for_cpu", before_sync_single_for_cpu },
 	{ "__dma_sync_sg_for_cpu", before_sync_sg_for_cpu },
+	/* A process drives a device by itself (VFIO, uio), or the device uses a process's page tables. */
+	{ "iommu_map", before_iommu_map },
+	{ "iommu_sva_bind_device" },
+	{ "vfio_pci_core_enable" },
+	{ "uio_open" },
 };
+
+/* Modules that bring functions of the table. */
+static const char * const modules[] = { "virtio_ring", "vfio_pci_core", "uio" };
 
 static void notrace entered(unsigned long ip, unsigned long parent, struct ftrace_ops *ops,
 			    struct ftrace_regs *fregs)
@@ -283,42 +302,44 @@ static void notrace entered(unsigned long ip, unsigned long parent, struct ftrac
 	const struct pt_regs *regs = ftrace_get_regs(fregs);
 	unsigned int i;
 
-	if (!READ_ONCE(armed) && !mercury_dma_log_is_on())
+	if (!READ_ONCE(watching))
 		return;
 	for (i = 0; regs && i < ARRAY_SIZE(entries); i++) {
-		if (entries[i].address == ip) {
+		if (entries[i].address == ip && entries[i].before) {
 			entries[i].before(regs);
 			return;
 		}
 	}
-	WRITE_ONCE(missed, true);
+	lose();
 }
 
 static struct ftrace_ops ops;
 
 /*
  * Finds the address at which a function calls ftrace, which is where a probe on it would be: after an
- * ENDBR. The address is 0 if there is no such function, so that no caller can exist.
+ * ENDBR. The address is 0 if there is no such function, so that no caller can exist. Earlier kernels have
+ * some names without the underscores.
  */
 static int find_address(struct entry *entry)
 {
 	struct kprobe probe = { .symbol_name = entry->name, .flags = KPROBE_FLAG_DISABLED };
 	int err = register_kprobe(&probe);
 
+	if (err == -ENOENT && entry->name[0] == '_') {
+		entry->name += 2;
+		return find_address(entry);
+	}
 	entry->address = err ? 0 : (unsigned long)probe.addr;
 	if (!err)
 		unregister_kprobe(&probe);
 	return err == -ENOENT ? 0 : err;
 }
 
-/* A module of virtual devices brings functions that are not watched. Not under mercury.lock. */
+/* A module may bring functions that are not watched. Not under mercury.lock. */
 void mercury_dma_module_comes(const char *name)
 {
-	if (!READ_ONCE(watching) || strcmp(name, "virtio_ring"))
-		return;
-	WRITE_ONCE(missed, true);
-	/* A triple fault goes back without asking the driver. */
-	mercury_snapshot_give_up_kept(MERCURY_CODE_SNAPSHOT_DEVICES);
+	if (READ_ONCE(watching) && match_string(modules, ARRAY_SIZE(modules), name) >= 0)
+		lose();
 }
 
 /*
@@ -493,6 +514,4 @@ void mercury_dma_start(bool restored)
 		pci_dev_put(masters[i]);
 	}
 	kvfree(masters);
-	masters = NULL;
-	master_count = 0;
 }

@@ -122,22 +122,15 @@ static void is_done(enum step step)
 	instant.done_tsc[step] = rdtsc_ordered();
 }
 
-static u64 ticks_of(enum step step)
-{
-	return instant.done_tsc[step] - instant.done_tsc[step - 1];
-}
-
+/* The structure has a number for each step, in the order of the steps. */
 void mercury_instant_ticks(struct mercury_instant_ticks *ticks)
 {
-	ticks->quiesce = ticks_of(QUIESCED);
-	ticks->gather = ticks_of(GATHERED);
-	ticks->suspend = ticks_of(SUSPENDED);
-	ticks->search = ticks_of(SEARCHED);
-	ticks->save = ticks_of(SAVED);
-	ticks->enter = ticks_of(ENTERED);
-	ticks->resume = ticks_of(RESUMED);
-	ticks->release = ticks_of(RELEASED);
-	ticks->thaw = ticks_of(THAWED);
+	u64 *spent = (u64 *)ticks;
+	enum step step;
+
+	BUILD_BUG_ON(sizeof(*ticks) != (STEPS - 1) * sizeof(*spent));
+	for (step = QUIESCED; step < STEPS; step++)
+		*spent++ = instant.done_tsc[step] - instant.done_tsc[step - 1];
 }
 
 /* After the second return. A machine from an image has no hypervisor for CPUs that come online later. */

@@ -275,20 +275,22 @@ static u32 arrive(struct mercury_snapshot_request *request)
  */
 static u32 keep_snapshot(const struct mercury_snapshot_request *request)
 {
-	bool same;
+	u32 code = MERCURY_CODE_SNAPSHOT_HOTPLUG;
 
 	if (!request->status.exact)
 		return request->status.invalid_because;
 	/* No CPU is half-way up under this lock. */
 	cpus_read_lock();
-	WRITE_ONCE(snapshot.kept, true);
-	same = !READ_ONCE(snapshot.another_cpu) && cpumask_equal(mercury_instant_cpus(), cpu_online_mask);
+	/* Pairs with lose(), which has the snapshot lost if it is kept. */
+	smp_store_mb(snapshot.kept, true);
+	if (cpumask_equal(mercury_instant_cpus(), cpu_online_mask))
+		code = missed_writes();
 	cpus_read_unlock();
-	if (!same)
-		return MERCURY_CODE_SNAPSHOT_HOTPLUG;
-	lost_because = MERCURY_CODE_OK;
-	mercury_rollback_arm();
-	return MERCURY_CODE_OK;
+	if (code == MERCURY_CODE_OK) {
+		lost_because = MERCURY_CODE_OK;
+		mercury_rollback_arm();
+	}
+	return code;
 }
 
 /*

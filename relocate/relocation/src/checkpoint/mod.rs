@@ -34,7 +34,10 @@ use crate::{
     options::CheckpointOptions,
     random::random,
     refusals::{self, Lifted, Operation},
-    restore::{MEMORY_LEAST_MIB, environment, fit::Room},
+    restore::{
+        MEMORY_LEAST_MIB, environment,
+        fit::{Room, refuse_unrestorable},
+    },
     values::Name,
 };
 use fenced::{Fenced, raise_fence};
@@ -50,7 +53,6 @@ use mercury_control::{
     exit::Exit,
     history::{Action, Attempt, Figures, Outcome},
     interrupt::Deferred,
-    lockdown,
     output::{Render, Text, thousands},
     progress,
     say::Say,
@@ -58,8 +60,11 @@ use mercury_control::{
 };
 use mercury_image::{Identity, Machine, Writer};
 use mercury_quiesce::{
+    applications,
     attached::Attached,
-    culprit, describe, disks, fence, guest, hardware, hook, patient,
+    culprit, describe, devices, disks, fence,
+    freezer::Limited,
+    guest, hardware, hook, patient,
     phases::Phases,
     pool, returned,
     stillness::{Extent, Stillness},
@@ -67,7 +72,7 @@ use mercury_quiesce::{
     undo::{Undo, UndoProcess},
     waits, watchdogs,
 };
-use refuse::{below, no_parent, refuse_blind, refuse_crowded, refuse_unreachable, refuse_unrestorable};
+use refuse::{below, no_parent, refuse_blind, refuse_crowded, refuse_unreachable};
 use report::{Report, how_far};
 use series::Series;
 use std::{fs::File, io::BufWriter, path::Path, time};
@@ -89,7 +94,6 @@ pub fn run(args: &CheckpointOptions, say: Say<'_>) -> Result<Exit> {
     let deferred = Deferred::begin();
     let sysroot = Sysroot::default();
     access::need_root("checkpoint")?;
-    lockdown::refuse_reading("checkpoint", &sysroot)?;
     this_process::stay_in_the_foreground();
     // Later no path may be looked up: the root's server may be behind the fence.
     let may_tell = !args.poweroff || this_process::may_be_written(&sysroot);
@@ -333,6 +337,9 @@ fn checkpoint(
     report.stream_seconds = streaming.elapsed().as_secs_f64();
     let writer = written.map_err(|error| tell_of_pool(error, status.as_ref().ok()))?;
     let status = status?;
+    if !args.poweroff && !args.force_devices {
+        devices::refuse_begun(sysroot)?;
+    }
     let (commit, image) = writer.commit().map_err(image_error)?;
     guard.hear_during(|| target.finish()).map_err(|error| image_error(error.into()))?;
     report.memory = commit.frames * PAGE;
@@ -405,19 +412,27 @@ fn reach(
         false => 0,
     });
     disks::sync(&mounts, sysroot)?;
+    let _limited = Limited::set(guard, sysroot)?;
     let mut fenced = raise_fence(args, device, target, identity, sysroot)?;
-    let begun = time::Instant::now();
     // Applications that go on after the instant would act on the world, and their actions would be
     // lost with the machine's first life. The kernel's own freezer knows no order, and would wait
-    // for 20 s: for a FUSE server, or for the lock of an NFS directory whose holder it has frozen.
+    // in vain: for a FUSE server, or for the lock of an NFS directory whose holder it has frozen.
     let must_rest = args.poweroff
         || mounts.iter().any(|mount| mount.writable)
         || fence::has_servers(sysroot)
         || !waits::servers().is_empty();
+    if !must_rest {
+        applications::refuse_stuck(&[])?;
+    }
+    let begun = time::Instant::now();
     let (needed, arrays) = (target.processes(), args.poweroff || args.hook.is_some());
     let extent = Extent { needed: &needed, mounts: &mounts, arrays };
     let still = if must_rest { Some(Stillness::hold(extent, sysroot, guard)?) } else { None };
     disks::are_still(&mounts, sysroot)?;
+    // A process may have opened a device since the first question.
+    if !args.force_devices {
+        devices::refuse_untracked(sysroot)?;
+    }
     // A fingerprint may need many reads, so all disks are read at once.
     machine.file_systems = guard.hear_during(|| disks::describe_all(&mounts));
     // A hook's snapshot is useless, too, if a restore cannot tell that it was put back.

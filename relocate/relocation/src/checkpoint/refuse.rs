@@ -1,18 +1,13 @@
 //! Refusals of a checkpoint that depend on its options: where the image lies, and what a restore would say.
 
 use super::target::Target;
-use crate::{
-    options::CheckpointOptions,
-    restore::fit::{self, Room},
-    values::Name,
-};
+use crate::{options::CheckpointOptions, restore::fit::Room, values::Name};
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
     output::bytes,
     sysroot::Sysroot,
 };
-use mercury_image::Machine;
 use mercury_quiesce::{arrays, disks, mounts, reachable};
 use std::os::unix::fs::FileTypeExt;
 
@@ -52,21 +47,6 @@ pub(super) fn refuse_blind(
         disks::refuse_unreadable(mounts, sysroot)?;
     }
     Ok(())
-}
-
-/// Refuses a machine whose image a restore environment on the same hardware would refuse.
-pub(super) fn refuse_unrestorable(machine: &Machine, sysroot: &Sysroot) -> Result<()> {
-    let reasons = fit::differences(machine, &fit::in_environment(machine, sysroot));
-    if reasons.is_empty() {
-        return Ok(());
-    }
-    let text =
-        format!("a restore environment on this machine would refuse the image: {}", reasons.join("; "));
-    Err(Error::new(Exit::Impossible, text).hint(
-        "take the named devices out of use (virtual functions of a card: echo 0 > \
-         /sys/bus/pci/devices/…/sriov_numvfs); or go on with --force-devices, for an image that is only \
-         to be inspected",
-    ))
 }
 
 /// Refuses to power off a machine whose image lies where the restore environment cannot reach it.

@@ -38,6 +38,7 @@ use mercury_quiesce::{
     disks::{self, Still},
     ethernet::{self, made},
     fence,
+    freezer::Limited,
     guest::Readiness,
     hardware,
     mounts::Mounted,
@@ -287,6 +288,7 @@ impl System for Here<'_> {
         let With { sysroot, device, guard, .. } = &mut self.with;
         guard.hear();
         let swap_pages = self.held.swap.as_mut().map_or(Ok(0), |swap| swap.pages(sysroot))?;
+        let _limited = Limited::set(guard, sysroot)?;
         let begin = device
             .snapshot_begin(self.pool, self.flags, swap_pages)
             .map_err(|error| culprit::name_culprit(error, self.quiesce_failures, sysroot))?;

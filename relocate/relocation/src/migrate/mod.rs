@@ -56,7 +56,6 @@ use mercury_control::{
     exit::Exit,
     history::{self, Action, Attempt},
     interrupt::Deferred,
-    lockdown,
     output::Format,
     say::Say,
     sysroot::Sysroot,
@@ -86,7 +85,6 @@ const FROZEN: Duration = Duration::from_secs(20);
 pub fn run(args: &MigrateOptions, say: Say<'_>) -> Result<Exit> {
     let deferred = Deferred::begin();
     access::need_root("migrate")?;
-    lockdown::refuse_reading("migrate", &Sysroot::default())?;
     if args.dry_run {
         if args.key.is_some() {
             pairing_token(args.key.as_deref())?;

@@ -1,8 +1,15 @@
 //! Checks if an image fits this machine: collects every reason against it before anything is given
 //! up.
 
-use mercury_abi::restart::{LANDING_CPUS_MAX, LANDING_LIST_MAX};
-use mercury_control::{output::bytes, sysroot::Sysroot};
+use mercury_abi::{
+    code::Code,
+    restart::{LANDING_CPUS_MAX, LANDING_LIST_MAX},
+};
+use mercury_control::{
+    error::{Error, Result},
+    output::bytes,
+    sysroot::Sysroot,
+};
 use mercury_image::{Device, FileSystem, Frame, Iommu, Kind, Machine, PAGE, Range, Source};
 use mercury_quiesce::disks;
 use std::{
@@ -35,6 +42,21 @@ pub fn differences(image: &Machine, here: &Machine) -> Vec<String> {
         iommus(theirs, ours, &mut found);
     }
     found
+}
+
+/// Refuses a machine whose image a restore environment on the same hardware would refuse.
+///
+/// # Errors
+///
+/// Returns an error with all reasons.
+pub fn refuse_unrestorable(machine: &Machine, sysroot: &Sysroot) -> Result<()> {
+    let reasons = differences(machine, &in_environment(machine, sysroot));
+    if reasons.is_empty() {
+        return Ok(());
+    }
+    let text =
+        format!("a restore environment on this machine would refuse the image: {}", reasons.join("; "));
+    Err(Error::coded(Code::RestoreUnfit, text))
 }
 
 /// Predicts the description of this hardware in a restore environment: without devices that only a
