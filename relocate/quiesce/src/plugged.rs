@@ -44,9 +44,9 @@ fn name(range: &FirmwareRange) -> String {
     format!("{:#x}–{:#x} ({})", range.start_phys, range.last_phys, range.kind)
 }
 
-/// Parses a range of memory from a line of /proc/iomem.
+/// Parses a range of memory from a line of /proc/iomem. Memory of virtio-mem is a part of its device's range.
 fn memory(line: &str) -> Option<FirmwareRange> {
-    let (range, kind) = line.split_once(" : ")?;
+    let (range, kind) = line.trim_start().split_once(" : ")?;
     let (start, last) = range.split_once('-')?;
     let address = |text| u64::from_str_radix(text, 16).ok();
     kind.starts_with("System RAM").then_some(())?;
@@ -79,7 +79,8 @@ mod tests {
         let refused = || refuse(&Sysroot::at(root.path())).map_err(|error| error.message);
         let firmwares = "00001000-0009fbff : System RAM\n  00001000-00001fff : Kernel code\n\
             000a0000-000bffff : PCI Bus 0000:00\n";
-        file("proc/iomem", format!("{firmwares}100000000-107ffffff : System RAM (virtio_mem)\n").as_bytes());
+        let virtio = "100000000-107ffffff : virtio1\n  100000000-107ffffff : System RAM (virtio_mem)\n";
+        file("proc/iomem", format!("{firmwares}{virtio}").as_bytes());
         assert_eq!(refused(), Ok(()), "nothing tells what is plugged in");
         let parameters = boot_map::tests::parameters(&[(0, 0x9_FC00), (0x9_FC00, 0x400)]);
         file("sys/kernel/boot_params/data", &parameters);
