@@ -145,8 +145,8 @@ impl Render for Report {
         to.line("");
         let (table, machine) = if is_single { ("1", "one 3.0 GHz Xeon") } else { ("2", "two 3.0 GHz Xeons") };
         to.line(format!(
-            "N-L and further columns are from JCST 2012, table {table} ({machine}, Linux 2.6.16): native Linux, \
-             Mercury in native mode, Mercury attached, and a Xen guest. Compare ratios, not times."
+            "N-L and further columns are from JCST 2012, table {table} ({machine}, Linux 2.6.16): native \
+             Linux, Mercury in native mode, Mercury attached, and a Xen guest. Compare ratios, not times."
         ));
         to.line("protection-fault includes the signal, which lmbench takes off.");
         let older = self.benchmarks.iter().filter_map(|result| Some((result.name, result.paper?)));

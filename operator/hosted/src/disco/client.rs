@@ -409,8 +409,8 @@ impl ListedAny {
     }
 }
 
-/// Reads the machines that run and those that are asleep. A machine that falls asleep or wakes meanwhile is in
-/// one of both lists.
+/// Reads the machines that run and those that are asleep. A machine that falls asleep or wakes meanwhile is
+/// in one of both lists.
 fn all_machines(folder: &Folder) -> io::Result<(Vec<MachineStatus>, Vec<asleep::Asleep>)> {
     let before: Vec<MachineStatus> = folder.living()?;
     let mut sleepers = folder.all_asleep()?;

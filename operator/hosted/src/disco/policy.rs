@@ -89,9 +89,9 @@ pub struct Account {
     pub turn: Duration,
 }
 
-/// Returns the memory that machines may take without asking. The rest of the reserve is for what nobody asks
-/// for: what machines take between two ticks, page tables, the process that writes a machine. `taken` is for a
-/// machine that wakes.
+/// Returns the memory that machines may take without asking. The rest of the reserve is for what nobody
+/// asks for: what machines take between two ticks, page tables, the process that writes a machine. `taken`
+/// is for a machine that wakes.
 #[must_use]
 pub fn free_to_take(available: u64, reserve: u64, taken: u64) -> u64 {
     available.saturating_sub(reserve / 4 * 3 + taken)
