@@ -19,13 +19,14 @@ use super::{
     suite::{dbench_operations, word_after},
 };
 use mercury_lab::{
-    command::Background,
-    error::{Error, Result},
+    command::{Background, patient},
+    error::{Context, Error, Result},
     guests,
     image::Release,
     live::{self, Line},
     machine::Machine,
     markdown::{table, thousands},
+    paths,
     spec::{Bus, Qemu},
 };
 
@@ -45,6 +46,10 @@ const LIMIT: Duration = Duration::from_secs(3600);
 const STILL: Duration = Duration::from_secs(240);
 /// The virtual machines that may stand still at the same benchmark, in all passes. It is then left out.
 const STANDSTILLS_MOST: u32 = 2;
+/// The virtual machines that may stand still before they begin, in all passes.
+const STARTS_MOST: u32 = 6;
+/// The name of that.
+const START: &str = "the start";
 /// The end of the suite's output.
 const END: &str = "== end";
 
@@ -198,6 +203,9 @@ pub struct Papers {
     pub rounds: u32,
     /// Virtual machines of KVM that have stood still, by benchmark.
     pub stopped: BTreeMap<&'static str, u32>,
+    /// The column and round after which no virtual machine was measured any more.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ended_early: Option<String>,
     /// The part of a kernel that was built.
     pub part: String,
     /// The benchmarks, in the order of the suite.
@@ -236,26 +244,47 @@ pub fn measure(plan: Plan) -> Result<Papers> {
         let Pass { costs, report } = suite(&plan)?;
         passes.push((column, costs));
         os = report;
+        keep(&passes)?;
     }
     leave_disks(&machine)?;
     let mut stopped = BTreeMap::new();
+    let mut ended_early = None;
     for (round, column) in rounds(plan, &Column::GUEST) {
         begin(&machine, column)?;
         let mut show = |part: &str| line.show(&format!("round {round}: {}: {part}", column.name()));
-        let Pass { costs, .. } = guest_pass(&machine, &plan, &mut stopped, &mut show)?;
-        passes.push((column, costs));
+        match guest_pass(&machine, &plan, &mut stopped, &mut show) {
+            Ok(Pass { costs, .. }) => passes.push((column, costs)),
+            Err(error) => {
+                ended_early = Some(format!("{} in round {round}", column.name()));
+                live::say(&error.to_string());
+                break;
+            }
+        }
+        keep(&passes)?;
     }
-    machine.check_health()?;
-    machine.shut_down()?;
+    // A machine in which a virtual machine was killed may have said so.
+    if ended_early.is_none() {
+        machine.check_health()?;
+        machine.shut_down()?;
+    }
     Ok(Papers {
         is_quick: plan.rounds == Plan::QUICK.rounds,
         machine: summary,
         kernel,
         rounds: plan.rounds,
         stopped,
+        ended_early,
         part: plan.part.to_owned(),
         benchmarks: summarize(&passes, &os),
     })
+}
+
+/// Keeps the figures of a run that may not end.
+fn keep(passes: &[(Column, Costs)]) -> Result<()> {
+    let all: Vec<_> = passes.iter().map(|(column, costs)| (column.name(), costs)).collect();
+    let text = serde_json::to_string(&all).map_err(|error| Error::Host(error.to_string()))?;
+    let path = paths::lab_dir("bench")?.join("papers-so-far.json");
+    std::fs::write(&path, text).context(|| format!("write {}", path.display()))
 }
 
 /// Returns the emulator's arguments for two network cards on one cable.
@@ -325,7 +354,8 @@ fn guest_pass(
     show: &mut dyn FnMut(&str),
 ) -> Result<Pass> {
     let is_out = |stopped: &BTreeMap<&str, u32>, name: &str| {
-        stopped.get(name).is_some_and(|count| *count >= STANDSTILLS_MOST)
+        let most = if name == START { STARTS_MOST } else { STANDSTILLS_MOST };
+        stopped.get(name).is_some_and(|count| *count >= most)
     };
     let all = ["os"].into_iter().chain(APPLICATIONS.map(|(name, ..)| name));
     let mut left: Vec<&'static str> = all.filter(|name| !is_out(stopped, name)).collect();
@@ -345,12 +375,13 @@ fn guest_pass(
                 // One that has not even started is no matter of a benchmark.
                 let has_begun = guest.output_so_far().is_ok_and(|text| text.contains("ready"));
                 guest.kill(9)?;
-                let _ = guest.wait(STILL);
-                let Some(name) = left.first().copied().filter(|_| has_begun) else {
-                    return Err(error);
-                };
+                let _ = guest.wait(patient(STILL));
+                let name = left.first().copied().filter(|_| has_begun).unwrap_or(START);
                 show(&format!("{name}: the virtual machine stands still"));
                 *stopped.entry(name).or_default() += 1;
+                if is_out(stopped, START) {
+                    return Err(error);
+                }
                 left.retain(|name| !is_out(stopped, name));
             }
         }
@@ -365,14 +396,14 @@ fn run_left(
     said: &mut String,
     show: &mut dyn FnMut(&str),
 ) -> Result<()> {
-    guest.wait_output("ready", STILL)?;
+    guest.wait_output("ready", patient(STILL))?;
     while let Some(name) = left.first().copied() {
         show(name);
         let mut before = String::new();
         for plan in [&Plan::QUICK, plan] {
             before = guest.output_so_far()?;
             guest.write_stdin(format!("{} {name}\n", plan.words()).as_bytes())?;
-            guest.wait_output_times(END, before.matches(END).count() + 1, STILL)?;
+            guest.wait_output_times(END, before.matches(END).count() + 1, patient(STILL))?;
         }
         said.push_str(guest.output_so_far()?.get(before.len()..).unwrap_or_default());
         left.remove(0);
@@ -420,9 +451,13 @@ fn read(said: &str, plan: &Plan, is_out: &dyn Fn(&str) -> bool) -> Result<Pass> 
         let text = part(name).trim_end_matches(|c: char| c != '}');
         serde_json::from_str::<Value>(text).map_err(|_| wrong(name))
     };
-    let report = json("os")?;
+    let report = if is_out("os") { Value::Null } else { json("os")? };
     let mut costs = Costs::new();
-    for benchmark in report["benchmarks"].as_array().ok_or_else(|| unexpected("bench os", &report))? {
+    let operations = report["benchmarks"].as_array();
+    if operations.is_none() && !is_out("os") {
+        return Err(unexpected("bench os", &report));
+    }
+    for benchmark in operations.into_iter().flatten() {
         let name = benchmark["name"].as_str().ok_or_else(|| unexpected("bench os", &report))?;
         let us = benchmark["us"]["median"].as_f64().ok_or_else(|| unexpected("bench os", &report))?;
         costs.insert(name.to_owned(), us * 1e3);
@@ -539,7 +574,7 @@ pub fn section(figures: &Papers) -> String {
         figures.machine,
         figures.kernel,
         if figures.rounds == 1 { "one pass".to_owned() } else { format!("{} passes", figures.rounds) },
-        standstills(&figures.stopped),
+        standstills(figures),
         operations_table(&operations),
         figures.part,
         applications_table(&applications),
@@ -547,13 +582,17 @@ pub fn section(figures: &Papers) -> String {
 }
 
 /// Says where virtual machines have stood still.
-fn standstills(stopped: &BTreeMap<&str, u32>) -> String {
+fn standstills(figures: &Papers) -> String {
+    let stopped = &figures.stopped;
+    let end = figures.ended_early.as_ref().map_or_else(String::new, |at| {
+        format!("\n**The columns X-U and M-U are not complete**: the run ended in {at}, where none began any more.")
+    });
     if stopped.is_empty() {
         return "None did so in\nthis run.".to_owned();
     }
     let all: Vec<String> = stopped.iter().map(|(name, count)| format!("{count} in {name}")).collect();
     format!(
-        "In this\nrun {} did so. A benchmark with {STANDSTILLS_MOST} of them is left out from then on.",
+        "In this\nrun {} did so. A benchmark with {STANDSTILLS_MOST} of them is left out from then on.{end}",
         all.join(", ")
     )
 }
@@ -678,6 +717,7 @@ mod tests {
             columns.zip([1.0, 1.0, 1.01, 1.5, 1.6]).map(|(column, by)| (column, times(by))).collect();
         Papers {
             stopped: BTreeMap::new(),
+            ended_early: None,
             is_quick: true,
             machine: "a machine".into(),
             kernel: "6.1".into(),
