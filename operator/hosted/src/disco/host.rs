@@ -108,11 +108,16 @@ impl Sources {
     }
 }
 
+/// A limit of this size is none.
+const NO_LIMIT: u64 = 1 << 62;
+
+/// Applies the limit of one group. Each level counts, whatever the ones below allow.
 fn limit_by_group(group: &Path, [limit, usage]: [&str; 2], memory: &mut Memory) {
     let number = |name: &str| fs::read_to_string(group.join(name)).ok()?.trim().parse::<u64>().ok();
     memory.is_stalled |= is_stalled(&group.join("memory.pressure"));
     let (Some(limit), Some(usage)) = (number(limit), number(usage)) else { return };
-    if limit >= memory.total {
+    // Version 1 says that there is no limit with a number that no host has.
+    if limit >= NO_LIMIT {
         return;
     }
     // The files of version 1 have the sums of a group's parts under names of their own.
@@ -130,8 +135,9 @@ fn limit_by_group(group: &Path, [limit, usage]: [&str; 2], memory: &mut Memory) 
     // machines is in none of these numbers: it has no place on a disk.
     let dirty = all(&["dirty", "writeback"]).max(all(&["file_dirty", "file_writeback"]));
     let reclaimable = all(&["inactive_file", "active_file"]).saturating_sub(dirty);
-    memory.total = limit;
-    memory.available = memory.available.min((limit + reclaimable.min(usage)).saturating_sub(usage));
+    memory.total = memory.total.min(limit);
+    memory.available =
+        memory.available.min(limit.saturating_add(reclaimable.min(usage)).saturating_sub(usage));
 }
 
 /// Returns true if a file of pressure says that processes wait for memory. Without the file none does.
@@ -245,6 +251,17 @@ mod tests {
         ]);
         let expected = Memory { total: 128 * MIB, available: 33 * MIB, is_stalled: true };
         assert_eq!(second.memory(), Some(expected));
+        // A larger limit above counts as well, because others may have used it up.
+        let (_kept, outer) = sources(&[
+            MEMINFO,
+            ("proc/self/cgroup", "0::/a/b\n"),
+            ("groups/a/b/memory.max", "134217728\n"),
+            ("groups/a/b/memory.current", "33554432\n"),
+            ("groups/a/memory.max", "268435456\n"),
+            ("groups/a/memory.current", "266338304\n"),
+        ]);
+        let expected = Memory { total: 128 * MIB, available: 2 * MIB, is_stalled: false };
+        assert_eq!(outer.memory(), Some(expected));
         let (_kept, nothing) = sources(&[]);
         assert_eq!(nothing.memory(), None);
     }

@@ -75,6 +75,8 @@ const DIVIDE: Duration = Duration::from_millis(50);
 const GROWTH: u64 = 256 << 10;
 /// The time after which machines stand still no longer if nobody makes room.
 const NOBODY: Duration = Duration::from_secs(2);
+/// The time for which a process that writes or reads a machine counts as one that makes room.
+const JOB_MOST: Duration = Duration::from_secs(60);
 /// The time after which no more pages of zeros are looked for.
 const TRIM_MOST: Duration = Duration::from_secs(5);
 
@@ -92,8 +94,10 @@ pub struct Keeper {
     divided: u64,
     /// The last time at which room was made, or nobody stood still.
     made_room: Instant,
-    /// True if machines stand still no longer because nobody makes room.
-    is_lifted: bool,
+    /// The time since which machines stand still no longer, because nobody made room.
+    lifted: Option<Instant>,
+    /// The largest machine that could wake if all machines that may sleep were asleep, in bytes.
+    could_wake: u64,
 }
 
 /// A machine that is asleep.
@@ -169,6 +173,7 @@ struct Job {
     /// Where the process says why it has failed.
     note: File,
     what: Work,
+    begun: Instant,
 }
 
 /// The reason for which a machine falls asleep.
@@ -208,7 +213,8 @@ impl Keeper {
             next_division: Instant::now(),
             divided: 0,
             made_room: Instant::now(),
-            is_lifted: false,
+            lifted: None,
+            could_wake: u64::MAX,
         })
     }
 
@@ -228,11 +234,19 @@ impl Keeper {
         self.sleepers.iter_mut().find(|one| one.asleep.name == *name)
     }
 
-    /// Returns the machine that is to wake next: the one that has waited for the longest time.
+    /// Returns the machine that is to wake next: of those that the host could have room for, the one that has
+    /// waited for the longest time.
     fn next_to_wake(&self) -> Option<&Sleeper> {
         let now = Instant::now();
-        let wanted = self.sleepers.iter().filter(|one| one.wanted.is_some() && one.not_before <= now);
-        wanted.min_by_key(|one| one.wanted)
+        let may = |one: &&Sleeper| {
+            one.wanted.is_some() && one.not_before <= now && one.asleep.own_bytes <= self.could_wake
+        };
+        self.sleepers.iter().filter(may).min_by_key(|one| one.wanted)
+    }
+
+    /// Returns true if another process works, and has not done so for too long.
+    fn makes_progress(&self) -> bool {
+        self.job.as_ref().is_some_and(|job| job.begun.elapsed() < JOB_MOST)
     }
 }
 
@@ -316,6 +330,7 @@ impl Server {
             }
         }
         if self.machines.is_empty() && self.keeper.sleepers.is_empty() {
+            self.keeper.made_room = now;
             return;
         }
         if now >= self.keeper.next_division {
@@ -328,17 +343,21 @@ impl Server {
             let _ = Folder::machines().shorten_log(&machine.name);
         }
         let memory = self.keeper.sources.memory();
+        self.keeper.could_wake = self.could_wake(memory);
         let next = self.keeper.next_to_wake();
         let purpose = next.map(|one| one.asleep.own_bytes);
         let wanted = next.and_then(|one| one.wanted).map_or(Duration::ZERO, |since| since.elapsed());
         let missing = memory.map_or(0, |memory| memory.missing(purpose.unwrap_or(0)));
         let is_busy = missing > 0 || purpose.is_some() || self.keeper.has_job();
         self.keeper.next_look = now + if is_busy { SOON } else { USUALLY };
-        let makes_room = self.obey_plan(memory, missing, wanted);
-        self.keeper.is_lifted &= !makes_room;
+        let makes_room = self.obey_plan(memory, missing, wanted) || self.keeper.makes_progress();
+        if makes_room {
+            self.keeper.lifted = None;
+        }
         let is_stuck = self.machines.iter().any(|one| one.kept.held() >= STUCK);
         if makes_room || !is_stuck {
-            self.keeper.made_room = now;
+            // What was done may have taken its time.
+            self.keeper.made_room = Instant::now();
         }
         // One that wakes while others stand still would stand still, too.
         let is_held = is_stuck && wanted < TURN;
@@ -363,10 +382,17 @@ impl Server {
                 .filter(|one| one.wanted.is_some_and(|since| since.elapsed() >= TURN))
                 .map_or(0, |one| one.asleep.own_bytes),
         };
-        let is_nobodys = self.keeper.is_lifted || now - self.keeper.made_room >= NOBODY;
-        self.keeper.is_lifted = is_nobodys && memory.is_some_and(|memory| memory.missing(0) > 0);
+        // Nobody makes room: machines go on for a while, and then somebody may make room again.
+        if self.keeper.lifted.is_some_and(|since| now.saturating_duration_since(since) >= NOBODY) {
+            (self.keeper.lifted, self.keeper.made_room) = (None, now);
+        }
+        let is_nobodys = now.saturating_duration_since(self.keeper.made_room) >= NOBODY;
+        let is_short = memory.is_some_and(|memory| memory.missing(taken) > 0);
+        self.keeper.lifted = self.keeper.lifted.or(is_nobodys.then_some(now)).filter(|_| is_short);
         let free = match memory {
-            Some(memory) if !self.keeper.is_lifted => free_to_take(memory.available, memory.reserve(), taken),
+            Some(memory) if self.keeper.lifted.is_none() => {
+                free_to_take(memory.available, memory.reserve(), taken)
+            }
             _ => u64::MAX,
         };
         let accounts: Vec<Account> = self.machines.iter().map(|one| self.account(one)).collect();
@@ -407,6 +433,17 @@ impl Server {
             // Room must be made.
             self.keeper.next_look = self.keeper.next_look.min(now + SOON);
         }
+    }
+
+    /// Returns the size of the largest machine that could wake if all machines that may sleep were asleep.
+    fn could_wake(&self, memory: Option<Memory>) -> u64 {
+        let Some(memory) = memory else { return u64::MAX };
+        let is_sleepy =
+            self.keeper.sleep_in.is_some() && !self.template.has_disks() && !self.template.has_subnet();
+        let machines =
+            self.machines.iter().filter(|one| is_sleepy && one.is_detached && one.forward.is_empty());
+        let theirs: u64 = machines.map(|one| one.source.account().used).sum();
+        largest_to_wake(memory.available.saturating_add(theirs), memory.reserve())
     }
 
     fn account(&self, one: &Machine) -> Account {
@@ -903,6 +940,11 @@ fn may_wake(memory: Option<Memory>, missing: u64, is_sleepy: bool) -> bool {
     missing == 0 || !is_sleepy && memory.is_some_and(|memory| missing < memory.reserve() / 2)
 }
 
+/// Returns the size of the largest machine that may wake where so much memory is available.
+fn largest_to_wake(available: u64, reserve: u64) -> u64 {
+    available.saturating_sub(reserve / 2)
+}
+
 /// Returns a number of bytes in pages of a balloon.
 fn pages(bytes: u64) -> u32 {
     u32::try_from(bytes / PAGE).unwrap_or(u32::MAX)
@@ -916,7 +958,7 @@ impl Job {
             let _ = waitpid(Some(pid), WaitOptions::empty());
             failed("watch a process", error)
         })?;
-        Ok(Self { pid, end, note, what })
+        Ok(Self { pid, end, note, what, begun: Instant::now() })
     }
 
     fn is_of(&self, name: &Name) -> bool {
@@ -975,6 +1017,17 @@ mod tests {
         locked.lock().unwrap();
         remove_parts(directory.path()).unwrap();
         assert_eq!([left, written, whole].map(|path| path.exists()), [false, true, true]);
+    }
+
+    /// A machine that cannot wake, whoever sleeps, holds up nobody.
+    #[test]
+    fn a_machine_is_wanted_only_if_the_host_could_have_room() {
+        let (available, reserve) = (80 << 20, 64 << 20);
+        assert_eq!(largest_to_wake(available, reserve), 48 << 20);
+        assert_eq!(largest_to_wake(1 << 20, reserve), 0);
+        let memory = Memory { total: 512 << 20, available, is_stalled: false };
+        let largest = largest_to_wake(available, memory.reserve());
+        assert!(may_wake(Some(memory), memory.missing(largest - 1), false));
     }
 
     #[test]

@@ -25,6 +25,8 @@ const IDLE_IF_URGENT: Duration = Duration::from_millis(500);
 const SETTLED: Duration = Duration::from_secs(2);
 /// The time for which a machine stands still before one at work makes room for it.
 pub const STUCK: Duration = Duration::from_millis(300);
+/// The time for which a machine stands still before one at work makes room, whoever else seems idle.
+const LATE: Duration = Duration::from_secs(1);
 /// The time at work after which a machine makes room before all others that are at work.
 pub const TURN: Duration = Duration::from_secs(20);
 /// The memory that a machine gets at least, or none: about what a fast one fills between two ticks of its
@@ -167,7 +169,9 @@ fn swapped(machines: &[Candidate], wanted: Duration) -> Option<usize> {
     let is_stuck = machines.iter().any(|one| one.held >= STUCK);
     // A machine alone would make room for nobody who is awake, and one that is idle falls asleep soon.
     let is_alone = machines.len() < 2 && wanted < TURN;
-    let is_one_idle = machines.iter().any(|one| one.may_sleep && !one.works);
+    // Where many share few processors, those at work may look idle, and are not put to sleep.
+    let is_late = machines.iter().any(|one| one.held >= LATE);
+    let is_one_idle = !is_late && machines.iter().any(|one| one.may_sleep && !one.works);
     if !is_stuck && wanted < TURN || is_alone || is_one_idle {
         return None;
     }
@@ -295,6 +299,16 @@ mod tests {
                 assert_eq!(limit, Some(if is_given { PORTION + 1 } else { 0 }), "{portions} {index}");
             }
         }
+    }
+
+    /// Where many share few processors each works so little that it seems idle, and is not put to sleep.
+    #[test]
+    fn machines_that_only_seem_idle_hold_up_nobody_for_ever() {
+        let seems = Candidate { works: false, ..idle(0) };
+        let held = |held| Candidate { held, works: true, ..idle(0) };
+        let need = Need { wanted: Duration::ZERO, ..need(MIB, false) };
+        assert_eq!(plan(need, &[held(STUCK), seems.clone()]), []);
+        assert!(matches!(plan(need, &[held(LATE), seems])[..], [Action::Swap(_)]));
     }
 
     /// A host without a clock of its own, on which machines fill memory as fast as they can.
