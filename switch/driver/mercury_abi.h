@@ -1359,7 +1359,8 @@ struct mercury_shared_cpu {
 	/*
 	 * Pages that are read-only beneath this CPU, while it is attached: the number
 	 * that crate::gate::IntegrityCall::Begin gave them, READ_ONLY_NONE or
-	 * READ_ONLY_LATER.
+	 * READ_ONLY_LATER. From an attach to the next crate::gate::IntegrityCall::Enter
+	 * it is READ_ONLY_NONE, even if they are.
 	 */
 	u64 read_only;
 	/* Padding to the second page, zeros. */

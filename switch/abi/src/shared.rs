@@ -266,7 +266,8 @@ pub struct SharedCpu {
     /// Zero.
     pub reserved0: u32,
     /// Pages that are read-only beneath this CPU, while it is attached: the number that
-    /// [`crate::gate::IntegrityCall::Begin`] gave them, [`READ_ONLY_NONE`] or [`READ_ONLY_LATER`].
+    /// [`crate::gate::IntegrityCall::Begin`] gave them, [`READ_ONLY_NONE`] or [`READ_ONLY_LATER`]. From an attach
+    /// to the next [`crate::gate::IntegrityCall::Enter`] it is [`READ_ONLY_NONE`], even if they are.
     pub read_only: u64,
     /// Padding to the second page, zeros.
     pub reserved: [u32; 862],

@@ -23,14 +23,15 @@
 
 /* The factor of the TSC of virtual machines; other kernels give it other names. */
 #define TSC_RATIO		0xc0000104
-/* The end of the MSRs that only KVM uses. */
+/* The end of the MSRs that only KVM uses. Some that only Intel's processors have follow. */
 #define KVMS_END		3
+#define UNUSED_END		(boot_cpu_data.x86_vendor == X86_VENDOR_INTEL ? KVMS_END : 6)
 
 /* MSRs, in the order in which they are written; one that a processor lacks is skipped. */
 static const u32 kept_msrs[] = {
 	MSR_EFER,
-	/* MSRs that only KVM uses, on AMD */
-	MSR_VM_HSAVE_PA, TSC_RATIO,
+	/* MSRs that only KVM uses, on AMD; Intel's HWP_REQUEST_PKG, prefetchers, frequency of the uncore */
+	MSR_VM_HSAVE_PA, TSC_RATIO, 0x00000772, 0x000001a4, 0x00000620,
 	MSR_STAR, MSR_LSTAR, MSR_CSTAR, MSR_SYSCALL_MASK,
 	MSR_IA32_SYSENTER_CS, MSR_IA32_SYSENTER_ESP, MSR_IA32_SYSENTER_EIP,
 	MSR_IA32_CR_PAT, MSR_TSC_AUX, MSR_IA32_MISC_ENABLE, MSR_IA32_SPEC_CTRL,
@@ -40,12 +41,13 @@ static const u32 kept_msrs[] = {
 	0x000006a0, 0x000006a7, 0x000006a2, 0x000006a4, 0x000006a8, 0x000006e1,
 	/* AMD's virtual SPEC_CTRL, load-store and decode configuration; Intel's TSX_CTRL, MCU_OPT_CTRL */
 	0xc001011f, 0xc0011020, 0xc0011029, 0x00000122, 0x00000123,
-	/* UMWAIT_CONTROL, EPB, HWP_REQUEST, MISC_FEATURES_ENABLES, PASID, PQR_ASSOC, HWP_REQUEST_PKG */
-	0x000000e1, 0x000001b0, 0x00000774, 0x00000140, 0x00000d93, 0x00000c8f, 0x00000772,
-	/* KVM's clock, steal time, page faults and ends of interrupts: beneath KVM they are addresses */
-	0x4b564d00, 0x4b564d01, 0x4b564d02, 0x4b564d03, 0x4b564d04,
-	/* DS_AREA; AMD's boost (HWCR), Intel's prefetchers, frequency of the uncore */
-	0x00000600, MSR_K7_HWCR, 0x000001a4, 0x00000620,
+	/* UMWAIT_CONTROL, EPB, HWP_REQUEST, MISC_FEATURES_ENABLES, PASID, PQR_ASSOC */
+	0x000000e1, 0x000001b0, 0x00000774, 0x00000140, 0x00000d93, 0x00000c8f,
+	/*
+	 * KVM's clock, steal time, page faults and ends of interrupts: beneath KVM they are addresses. DS_AREA;
+	 * AMD's boost (HWCR)
+	 */
+	0x4b564d00, 0x4b564d01, 0x4b564d02, 0x4b564d03, 0x4b564d04, 0x00000600, MSR_K7_HWCR,
 	/* Performance counters: Intel's, then AMD's. The MSRs that start them come last. */
 	0x000000c1, 0x000000c2, 0x000000c3, 0x000000c4, 0x000000c5, 0x000000c6, 0x000000c7, 0x000000c8,
 	0x00000309, 0x0000030a, 0x0000030b, 0x0000030c,
@@ -303,9 +305,9 @@ static void load_extended(const struct mercury_cpu_state *state)
 }
 
 /* Reads MSRs from the one with the number `first` on, and notes those that the processor has. */
-static void read_msrs(const u32 *msrs, unsigned int first, unsigned int end, u64 *values, unsigned long *has)
+static __always_inline void read_msrs(const u32 *msrs, u32 first, u32 end, u64 *values, ulong *has)
 {
-	unsigned int i;
+	u32 i;
 
 	for (i = first; i < end; i++)
 		if (!rdmsrl_safe(msrs[i], &values[i]))
@@ -319,8 +321,8 @@ static void save_msrs(struct mercury_cpu_state *state)
 	/* On an attached CPU of AMD's this read exits, and is answered fast. */
 	state->msr[0] = mercury_ask_efer() & ~MERCURY_EFER_ATTACHED;
 	__set_bit(0, state->has_msr);
-	/* MSRs that only KVM uses cost time in each snapshot: they are read if KVM is there. */
-	read_msrs(kept_msrs, mercury.kvm_may ? 1 : KVMS_END, ARRAY_SIZE(kept_msrs), state->msr,
+	/* Each read costs time in each snapshot: the first ones are read where they may be of use. */
+	read_msrs(kept_msrs, mercury.kvm_may ? 1 : UNUSED_END, ARRAY_SIZE(kept_msrs), state->msr,
 		  state->has_msr);
 	read_msrs(banked_msrs, 0, banked_count, state->banked, state->has_banked);
 	/* Hardware virtualization comes back for KVM only. */

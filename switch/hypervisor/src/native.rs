@@ -16,7 +16,7 @@ use crate::cpu::{Area, Phase};
 use crate::host::entry::Next;
 use crate::vendor::Vendor;
 use crate::x86::{Hardware, Processor};
-use crate::{fault, integrity, machine_check, nested, publish, speculation};
+use crate::{fault, machine_check, nested, publish, speculation};
 
 /// Kernel virtual address of physical address 0.
 static DIRECT_MAP_VIRT: AtomicU64 = AtomicU64::new(0);
@@ -162,7 +162,6 @@ fn attach<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Result
     #[cfg(feature = "fault-injection")]
     V::corrupt(area);
     publish::attached(area);
-    integrity::publish(area);
     let tsc = hardware.tsc();
     publish::log(area, LogKind::Attached, tsc, [0; 5]);
     if fault::fires(area, FaultPoint::BeforeRun) {

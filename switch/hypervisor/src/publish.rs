@@ -1,7 +1,7 @@
 //! Counters and the log, as user space reads them (see [`mercury_abi::shared`]).
 
 use mercury_abi::code::Code;
-use mercury_abi::shared::{ExitReason, LOG_RECORDS, LogKind, SHARED_MAGIC};
+use mercury_abi::shared::{ExitReason, LOG_RECORDS, LogKind, READ_ONLY_NONE, SHARED_MAGIC};
 
 use crate::cpu::Area;
 use crate::vendor::Vendor;
@@ -43,6 +43,8 @@ pub fn departed<V: Vendor>(area: &mut Area<V>, because: Code) {
     let shared = area.shared();
     shared.attached = 0;
     shared.detaches = shared.detaches.wrapping_add(1);
+    // A CPU that attaches says nothing of its pages until the driver asks for them again.
+    shared.read_only = READ_ONLY_NONE;
     if because != Code::Ok {
         shared.left_because = u64::from(because as u32);
     }

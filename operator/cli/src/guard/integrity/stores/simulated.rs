@@ -207,9 +207,12 @@ impl World {
         match event {
             Event::Attach(cpu) if !machine.is_attached(cpu) => {
                 machine.published[cpu].attached = 1;
-                machine.run_on(cpu, machine.root);
+                // It says nothing of its pages yet.
+                machine.tables[cpu] = machine.root;
             }
-            Event::Detach(cpu) => machine.published[cpu].attached = 0,
+            Event::Detach(cpu) => {
+                (machine.published[cpu].attached, machine.published[cpu].read_only) = (0, READ_ONLY_NONE);
+            }
             Event::Store(cpu, page) => {
                 let is_known = self.stores.frames.contains_key(&page);
                 self.made += u64::from(machine.store(cpu, page) && is_known);
