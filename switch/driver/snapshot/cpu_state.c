@@ -25,13 +25,18 @@
 #define TSC_RATIO		0xc0000104
 /* The end of the MSRs that only KVM uses. Some that only Intel's processors have follow. */
 #define KVMS_END		3
-#define UNUSED_END		(boot_cpu_data.x86_vendor == X86_VENDOR_INTEL ? KVMS_END : 6)
+#define UNUSED_END		(boot_cpu_data.x86_vendor == X86_VENDOR_INTEL ? KVMS_END : 18)
 
 /* MSRs, in the order in which they are written; one that a processor lacks is skipped. */
 static const u32 kept_msrs[] = {
 	MSR_EFER,
-	/* MSRs that only KVM uses, on AMD; Intel's HWP_REQUEST_PKG, prefetchers, frequency of the uncore */
+	/*
+	 * MSRs that only KVM uses, on AMD; Intel's HWP_REQUEST_PKG, prefetchers, frequency of the uncore, and
+	 * performance counters
+	 */
 	MSR_VM_HSAVE_PA, TSC_RATIO, 0x00000772, 0x000001a4, 0x00000620,
+	0x000000c1, 0x000000c2, 0x000000c3, 0x000000c4, 0x000000c5, 0x000000c6, 0x000000c7, 0x000000c8,
+	0x00000309, 0x0000030a, 0x0000030b, 0x0000030c,
 	MSR_STAR, MSR_LSTAR, MSR_CSTAR, MSR_SYSCALL_MASK,
 	MSR_IA32_SYSENTER_CS, MSR_IA32_SYSENTER_ESP, MSR_IA32_SYSENTER_EIP,
 	MSR_IA32_CR_PAT, MSR_TSC_AUX, MSR_IA32_MISC_ENABLE, MSR_IA32_SPEC_CTRL,
@@ -48,9 +53,7 @@ static const u32 kept_msrs[] = {
 	 * AMD's boost (HWCR)
 	 */
 	0x4b564d00, 0x4b564d01, 0x4b564d02, 0x4b564d03, 0x4b564d04, 0x00000600, MSR_K7_HWCR,
-	/* Performance counters: Intel's, then AMD's. The MSRs that start them come last. */
-	0x000000c1, 0x000000c2, 0x000000c3, 0x000000c4, 0x000000c5, 0x000000c6, 0x000000c7, 0x000000c8,
-	0x00000309, 0x0000030a, 0x0000030b, 0x0000030c,
+	/* Performance counters of AMD's. The MSRs that start counters come last. */
 	0xc0010201, 0xc0010203, 0xc0010205, 0xc0010207, 0xc0010209, 0xc001020b,
 	0x00000186, 0x00000187, 0x00000188, 0x00000189, 0x0000018a, 0x0000018b, 0x0000018c, 0x0000018d,
 	0xc0010200, 0xc0010202, 0xc0010204, 0xc0010206, 0xc0010208, 0xc001020a,
