@@ -133,7 +133,8 @@ impl Unread {
         let is_new = |sequence: u64| sequence > seen.records && sequence <= block.log_written;
         let (mut stores, mut missing) = (Vec::new(), block.log_written - seen.records);
         for record in block.log.iter().filter(|record| is_new(record.sequence)) {
-            missing -= 1;
+            // The system above may scribble on the block.
+            missing = missing.saturating_sub(1);
             if record.kind == LogKind::ForeignStore as u32 {
                 stores.push(record.arguments);
             }
