@@ -931,23 +931,34 @@ fn goes_on_from_a_file_on_a_disk() -> Result<()> {
     machine.ends_clean()
 }
 
+/// Boots a machine without writable disks that has a connection and a security association, and prepares its
+/// restore.
+fn encrypting() -> Result<(Machine, Boot, restart::Folder)> {
+    let machine = Machine::boot(spec(Kernel::BookwormCloud))?;
+    start(&machine, "clock", CLOCK, "")?;
+    let (boot, folder) = prepare(&machine, "--module $MERCURY_MODULE")?;
+    machine.sh("sync; mount -o remount,ro /; modprobe -r kvm_amd 2> /dev/null || true")?;
+    encrypt(&machine)?;
+    Ok((machine, boot, folder))
+}
+
+/// Checks that the security association is still there, and that no connection has ended.
+fn keys_go_on(machine: &Machine) -> Result<()> {
+    let said = machine.sh("sleep 2; ip xfrm state | grep -c proto; ls /run | grep -c ended || true")?;
+    assert_eq!(said, "1\n0");
+    Ok(())
+}
+
 /// Restores a machine that ran on after its image was made: its second life ends connections and
 /// security associations, whose counters the first life has used.
 #[test]
 #[ignore = "long"]
 fn a_machine_that_ran_on_encrypts_nothing_twice() -> Result<()> {
     need_qemu()?;
-    let machine = Machine::boot(spec(Kernel::BookwormCloud))?;
-    start(&machine, "clock", CLOCK, "")?;
-    let (boot, _folder) = prepare(&machine, "--module $MERCURY_MODULE")?;
-    machine.sh("sync; mount -o remount,ro /; modprobe -r kvm_amd 2> /dev/null || true")?;
-    encrypt(&machine)?;
+    let (machine, boot, _folder) = encrypting()?;
     let boot_id = boot_id(&machine)?;
     image(&machine, "", DISK)?;
-    assert_eq!(
-        machine.sh("sleep 2; ip xfrm state | grep -c proto; ls /run | grep -c ended || true")?,
-        "1\n0"
-    );
+    keys_go_on(&machine)?;
     let machine = machine.start_other(&boot)?;
     is_well(&machine, &boot_id)?;
     nothing_is_encrypted_twice(&machine)?;
@@ -962,11 +973,7 @@ fn a_machine_that_ran_on_encrypts_nothing_twice() -> Result<()> {
 #[ignore = "long"]
 fn a_machine_that_comes_back_twice_encrypts_nothing_twice() -> Result<()> {
     need_qemu()?;
-    let machine = Machine::boot(spec(Kernel::BookwormCloud))?;
-    start(&machine, "clock", CLOCK, "")?;
-    let (boot, _folder) = prepare(&machine, "--module $MERCURY_MODULE")?;
-    machine.sh("sync; mount -o remount,ro /; modprobe -r kvm_amd 2> /dev/null || true")?;
-    encrypt(&machine)?;
+    let (machine, boot, _folder) = encrypting()?;
     let boot_id = boot_id(&machine)?;
     checkpoint(&machine)?;
     let machine = machine.start_other(&boot)?;
@@ -975,10 +982,7 @@ fn a_machine_that_comes_back_twice_encrypts_nothing_twice() -> Result<()> {
         machine.sh(&format!("mercury inspect --quick --json {DISK} | grep -c '\"restored\": *true'"))
     };
     assert_eq!(is_used(&machine)?, "1");
-    assert_eq!(
-        machine.sh("sleep 2; ip xfrm state | grep -c proto; ls /run | grep -c ended || true")?,
-        "1\n0"
-    );
+    keys_go_on(&machine)?;
     let machine = machine.start_other(&boot)?;
     is_well(&machine, &boot_id)?;
     nothing_is_encrypted_twice(&machine)?;
