@@ -94,6 +94,8 @@ pub const fn has_svm(area: &Area) -> bool {
 pub fn attach(area: &mut Area) {
     let own = &mut area.own;
     (own.enter_guest, own.gif_is_clear, own.nmi_held, own.quick_guests) = (0, 0, 0, 0);
+    // Of a snapshot that was kept when this CPU went offline.
+    own.extended.forget();
     forget(own);
     arrange(area);
 }

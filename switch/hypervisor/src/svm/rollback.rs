@@ -174,6 +174,16 @@ mod tests {
         assert_eq!(cpu.area.own.extended.tr.base, 0x9000);
     }
 
+    /// A CPU that goes offline beneath a snapshot does not end the watch, and comes back for another one.
+    #[test]
+    fn a_cpu_that_attaches_knows_no_instant() {
+        let mut cpu = watched();
+        crate::svm::guests::attach(&mut cpu.area);
+        cpu.area.control.tr.base = 0x9000;
+        watch(&mut cpu.area, Watch::On);
+        assert_eq!(cpu.area.own.extended.tr.base, 0x9000);
+    }
+
     /// Returns all that VMRUN and VMLOAD read of the save area.
     fn loaded(block: &Vmcb) -> String {
         let segments = [block.fs, block.gs, block.ldtr, block.tr];
