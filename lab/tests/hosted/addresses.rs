@@ -30,11 +30,46 @@ int main(void) {
 }
 "#;
 
+/// Grows its heap from the program's end, and maps memory as programs of old kernels do, until neither gives more.
+/// New memory is zero, and stays what was written.
+const COMPAT: &str = r#"
+#define _GNU_SOURCE
+#include <stdint.h>
+#include <stdio.h>
+#include <sys/mman.h>
+#include <sys/personality.h>
+#include <unistd.h>
+#define SIZE (16 << 20)
+static char *all[512];
+int main(int argc, char **argv) {
+	int count = 0, mapped, bad = 0;
+	if (!(personality(0xffffffff) & ADDR_COMPAT_LAYOUT)) {
+		personality(ADDR_COMPAT_LAYOUT | ADDR_NO_RANDOMIZE);
+		return execv(argv[0], argv);
+	}
+	while (count < 256 && (all[count] = sbrk(SIZE)) != (void *)-1)
+		count++;
+	printf("heap: from %p to %p\n", (void *)all[0], sbrk(0));
+	for (mapped = 0; mapped < 256; mapped++)
+		all[count + mapped] = mmap(0, SIZE, PROT_READ | PROT_WRITE,
+					   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+	printf("mapped: from %p to %p\n", (void *)all[count], (void *)(all[count + 255] + SIZE));
+	for (int i = 0; i < count + mapped; i++)
+		for (int at = 0; at < SIZE; at += 1 << 20)
+			bad += all[i][at], all[i][at] = i % 100 + 1;
+	for (int i = 0; i < count + mapped; i++)
+		for (int at = 0; at < SIZE; at += 1 << 20)
+			bad += all[i][at] != i % 100 + 1;
+	printf("compat: %d parts of heap, %d bad\n", count, bad);
+}
+"#;
+
 /// A loop that a checker of addresses or of threads watches.
 const CHECKED: &str = "int main(void) { return 42; }";
 
 /// The commands. The page cache is full when addresses are asked for again.
 const COMMANDS: &str = "cd /run; gcc -O1 low.c -o low && ./low; \
+    gcc -O1 -static -no-pie compat.c -o compat && ./compat; \
     gcc -fsanitize=address checked.c -o address && ./address; echo add''ress $?; \
     gcc -fsanitize=thread checked.c -o thread && ./thread; echo thr''ead $?; \
     cat /usr/lib/x86_64-linux-gnu/* > /dev/null 2>&1; ./low; echo st''ill $((40 + 2))";
@@ -44,10 +79,12 @@ fn use_addresses(isolation: &str) -> Result<()> {
     let disk = place.root_disk(&Image::ensure(Release::Bookworm)?)?;
     let mut machine = shell_with_memory(&place, &disk, "3072", &[isolation]);
     machine.type_line("mount -t tmpfs t /run");
-    for (name, program) in [("low.c", LOW), ("checked.c", CHECKED)] {
+    for (name, program) in [("low.c", LOW), ("compat.c", COMPAT), ("checked.c", CHECKED)] {
         machine.type_line(&format!("cat > /run/{name} <<'E''ND'"));
         program.lines().for_each(|line| machine.type_line(line));
-        machine.type_line("END");
+        machine.type_line(&format!("END\necho wri''tten {name}"));
+        // A terminal loses what is typed ahead of its reader by more than 4 KiB.
+        machine.wait_within(LIMIT, &format!("written {name}\n"));
     }
     machine.type_line(COMMANDS);
     machine.wait_within(4 * LIMIT, "still 42\n");
@@ -56,6 +93,10 @@ fn use_addresses(isolation: &str) -> Result<()> {
     assert_well(&log);
     // The machine's memory takes all addresses from 1 to 2 GiB.
     assert_eq!(log.matches("low: 0 given, 0 bad\n").count(), 2, "{log}");
+    let line = log.lines().find_map(|line| line.strip_prefix("compat: ")).expect("the heap's line");
+    let (heap, bad) = line.split_once(" parts of heap, ").expect("a count");
+    // The heap begins below the machine's memory, and ends there.
+    assert!(bad == "0 bad" && (1..64).contains(&heap.parse().unwrap_or(0)), "{log}");
     for (program, status) in [("AddressSanitizer", "address "), ("ThreadSanitizer", "thread ")] {
         assert!(
             log.contains(program) && log.contains(status) && !log.contains(&format!("{status}42")),
