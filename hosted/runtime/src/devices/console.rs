@@ -2,7 +2,10 @@
 
 use std::{
     collections::VecDeque,
+    fs::File,
     io::{self, Read, Write},
+    mem::ManuallyDrop,
+    os::fd::{AsRawFd, FromRawFd},
     ptr,
     sync::{
         Arc, Mutex, PoisonError,
@@ -55,7 +58,9 @@ impl Console {
         let typed = Arc::new(Typed::default());
         let is_terminal = terminal::make_raw();
         let (shared, waker) = (Arc::clone(&typed), signal_waker());
-        start_thread("console", move || listen(&shared, is_terminal, &waker))
+        // SAFETY: The process has its standard input for as long as it lives, and this does not close it.
+        let input = ManuallyDrop::new(unsafe { File::from_raw_fd(libc::STDIN_FILENO) });
+        start_thread("console", move || listen(&input, &shared, is_terminal, &waker))
             .map_err(|error| Error::new(format!("cannot start a thread for the console: {error}")))
             .map_err(|error| error.hint("the host limits your processes and threads: raise ulimit -u"))?;
         Ok(Self { typed, output: Vec::new() })
@@ -131,18 +136,19 @@ impl Console {
     }
 }
 
-fn listen(typed: &Typed, is_terminal: bool, waker: &Waker) {
+/// Takes what is typed. The input has no buffer of its own: what one had would be waited for until the next key.
+fn listen(mut input: &File, typed: &Typed, is_terminal: bool, waker: &Waker) {
     let mut buffer = [0; 1024];
     let mut keys = Keys::default();
     loop {
-        await_input();
+        await_input(input);
         typed.is_reading.store(true, Ordering::SeqCst);
         if typed.is_paused.load(Ordering::SeqCst) {
             typed.is_reading.store(false, Ordering::SeqCst);
             thread::park_timeout(MOMENT);
             continue;
         }
-        let Ok(count @ 1..) = io::stdin().read(&mut buffer) else {
+        let Ok(count @ 1..) = input.read(&mut buffer) else {
             typed.is_reading.store(false, Ordering::SeqCst);
             return;
         };
@@ -158,8 +164,37 @@ fn listen(typed: &Typed, is_terminal: bool, waker: &Waker) {
 }
 
 /// Waits until there is something to read, or the end.
-fn await_input() {
-    let mut ready = libc::pollfd { fd: libc::STDIN_FILENO, events: libc::POLLIN, revents: 0 };
+fn await_input(input: &File) {
+    let mut ready = libc::pollfd { fd: input.as_raw_fd(), events: libc::POLLIN, revents: 0 };
     // SAFETY: There is one descriptor. The C library's other function makes a call that is forbidden here.
     unsafe { libc::ppoll(&raw mut ready, 1, ptr::null(), ptr::null()) };
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{os::fd::OwnedFd, sync::mpsc};
+
+    use super::*;
+
+    /// Somebody pastes more than is read at a time, and types nothing after it.
+    #[test]
+    fn all_of_a_long_paste_is_taken() {
+        let pasted: Vec<u8> = (0..3000_u32).map(|number| (number % 251) as u8).collect();
+        let (reader, mut writer) = io::pipe().expect("a pipe");
+        writer.write_all(&pasted).expect("room in the pipe");
+        let typed = Arc::new(Typed::default());
+        let (wake, woken) = mpsc::channel();
+        let shared = Arc::clone(&typed);
+        let listener = thread::spawn(move || {
+            let waker: Waker = Arc::new(move || wake.send(()).unwrap_or(()));
+            listen(&OwnedFd::from(reader).into(), &shared, false, &waker);
+        });
+        let count = || typed.bytes.lock().expect("the bytes").len();
+        while count() < pasted.len() {
+            woken.recv_timeout(Duration::from_secs(10)).expect("the rest of the paste");
+        }
+        drop(writer);
+        listener.join().expect("the thread's end");
+        assert_eq!(*typed.bytes.lock().expect("the bytes"), pasted);
+    }
 }
