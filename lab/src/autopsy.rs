@@ -8,7 +8,7 @@ mod hypervisor;
 mod kallsyms;
 mod kernel;
 
-use std::{fmt::Write as _, fs, path::Path, thread, time::Duration};
+use std::{fmt::Write as _, fs, io::Read as _, path::Path, thread, time::Duration};
 
 use crate::{
     emulator::qmp::Qmp,
@@ -28,6 +28,8 @@ const LOG: &str = "kernel's log";
 const LOG_LINES: usize = 60;
 /// The part of the memory that is searched, in bytes. The lab's usual machines have less memory.
 const MEMORY_LIMIT: u64 = 4 << 30;
+/// The physical address of the memory that is behind the hole for devices.
+const HIGH: u64 = 4 << 30;
 /// The time between the two reads of the processors.
 const PAUSE: Duration = Duration::from_secs(3);
 /// The line that begins the log. Text follows soon after if this is the log, and not a copy of the
@@ -59,13 +61,27 @@ pub fn perform(qmp: &Qmp, scene: &Scene, memory: u64) {
     let _ = fs::write(scene.dir().join(REPORT), report);
 }
 
+/// Returns the physical addresses below which the memory ends, from 0 and from [`HIGH`], as QEMU's Q35 has them.
+fn ends_of(memory: u64) -> [u64; 2] {
+    const SPLITS_FROM: u64 = 0xB000_0000;
+    const LOW_IF_SPLIT: u64 = 2 << 30;
+    let low = if memory < SPLITS_FROM { memory } else { LOW_IF_SPLIT };
+    [low, HIGH + memory - low]
+}
+
+/// Returns the memory by its physical addresses, with zeros in the hole.
 fn memory_of(qmp: &Qmp, dir: &Path, memory: u64) -> Result<Vec<u8>> {
     let image = dir.join("memory");
-    let size = memory.min(MEMORY_LIMIT);
-    qmp.human(&format!("pmemsave 0 {size} memory"))?;
-    let bytes = fs::read(&image).context(|| "read the machine's memory".into());
-    let _ = fs::remove_file(&image);
-    bytes
+    let ends = ends_of(memory.min(MEMORY_LIMIT));
+    let mut bytes = Vec::new();
+    for (start, end) in [0, HIGH].into_iter().zip(ends).filter(|(start, end)| start < end) {
+        qmp.human(&format!("pmemsave {start} {} memory", end - start))?;
+        bytes.resize(start as usize, 0);
+        let read = fs::File::open(&image).and_then(|mut file| file.read_to_end(&mut bytes));
+        let _ = fs::remove_file(&image);
+        read.context(|| "read the machine's memory".into())?;
+    }
+    Ok(bytes)
 }
 
 /// Describes the state of a machine by its memory and by its registers, which were read twice.
@@ -188,6 +204,15 @@ fn text_from(memory: &[u8]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn memory_is_where_the_board_has_it() {
+        const MIB: u64 = 1 << 20;
+        assert_eq!(ends_of(1024 * MIB), [1024 * MIB, HIGH]);
+        assert_eq!(ends_of(2815 * MIB), [2815 * MIB, HIGH]);
+        assert_eq!(ends_of(2816 * MIB), [2048 * MIB, HIGH + 768 * MIB]);
+        assert_eq!(ends_of(3072 * MIB), [2048 * MIB, HIGH + 1024 * MIB]);
+    }
 
     #[test]
     fn a_processor_s_place_is_read() {

@@ -55,7 +55,7 @@ pub fn ensure() -> Result<PathBuf> {
 }
 
 fn recipe() -> String {
-    Ingredients::default().with(format!("{PACKAGES:?}")).with(START).name()
+    Ingredients::default().with(format!("{PACKAGES:?}")).with(START).with(repaired_qemu::RECIPE).name()
 }
 
 fn make(dir: &Path, program: &Path) -> Result<()> {
