@@ -5,7 +5,7 @@
 
 use super::mounts::unescaped;
 use mercury_control::{output::bytes, sysroot::Sysroot};
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, os::unix::fs::MetadataExt};
 
 /// Most of a limit that stays free for growth while swap is off.
 const RESERVE_MOST: u64 = 64 << 20;
@@ -142,8 +142,9 @@ impl Group<'_> {
         let used = self.number(used_file)?;
         let both = self.number("memory.memsw.usage_in_bytes");
         let swapped = match self.version {
+            // The first version ends the charge of swap when a page comes to memory.
             Version::One => both.map(|both| both.saturating_sub(used)),
-            Version::Two => self.number("memory.swap.current"),
+            Version::Two => self.swapped(),
         };
         // A kernel that does not account swap charges the group of the task.
         let swapped = swapped.unwrap_or(most).min(most);
@@ -170,10 +171,29 @@ impl Group<'_> {
         })
     }
 
-    /// Returns the number of its tasks that the kernel has ended for lack of memory.
-    fn kills(&self) -> Option<u64> {
-        let file = if self.version == Version::One { "memory.oom_control" } else { "memory.events.local" };
-        keyed(&self.text(file)?, "oom_kill")
+    /// Returns the bytes that are swapped out, and not in memory as well: the second version charges pages
+    /// in the swap cache to both.
+    fn swapped(&self) -> Option<u64> {
+        let cached = keyed(&self.text("memory.stat").unwrap_or_default(), "swapcached").unwrap_or(0);
+        Some(self.number("memory.swap.current")?.saturating_sub(cached))
+    }
+
+    /// Reads the kernel's counts of ended tasks.
+    fn losses(&self) -> Option<Losses> {
+        let identity = std::fs::metadata(self.sysroot.path(&self.folder)).ok()?.ino();
+        if self.version == Version::One {
+            let kills = keyed(&self.text("memory.oom_control")?, "oom_kill")?;
+            return Some(Losses { identity, kills_here: kills, ..Losses::default() });
+        }
+        let (here, all) = (self.text("memory.events.local")?, self.text("memory.events").unwrap_or_default());
+        Some(Losses {
+            identity,
+            kills_here: keyed(&here, "oom_kill")?,
+            limits_here: keyed(&here, "oom").unwrap_or(0),
+            kills: keyed(&all, "oom_kill").unwrap_or(0),
+            limits: keyed(&all, "oom").unwrap_or(0),
+            is_swapped: self.number("memory.swap.current") != Some(0),
+        })
     }
 }
 
@@ -194,45 +214,139 @@ pub fn tight(swapped: u64, sysroot: &Sysroot) -> Vec<Tight> {
     found
 }
 
+/// The kernel's counts of tasks of a group that it has ended for lack of memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Losses {
+    /// The folder's number, which another group of the same name does not have.
+    identity: u64,
+    /// Tasks of the group itself.
+    kills_here: u64,
+    /// Times that the group's own limit had no room. The machine's own lack of memory is not among them.
+    limits_here: u64,
+    /// Both, with all groups below, and those that are gone. The second version counts them.
+    kills: u64,
+    limits: u64,
+    /// False if the group, and those below it, have no swapped-out pages.
+    is_swapped: bool,
+}
+
+impl Losses {
+    /// Returns true if the group was made anew since then.
+    fn is_new(&self, before: &Self) -> bool {
+        self.identity != before.identity || self.kills < before.kills || self.limits < before.limits
+    }
+
+    /// Returns the growth since then. A group that was made anew has begun at zero, without swapped-out
+    /// pages.
+    fn since(&self, before: &Self) -> Self {
+        let before = if self.is_new(before) { &Self::default() } else { before };
+        Self {
+            identity: self.identity,
+            kills_here: self.kills_here.saturating_sub(before.kills_here),
+            limits_here: self.limits_here.saturating_sub(before.limits_here),
+            kills: self.kills.saturating_sub(before.kills),
+            limits: self.limits.saturating_sub(before.limits),
+            is_swapped: before.is_swapped,
+        }
+    }
+}
+
 /// The numbers of tasks that the kernel has ended for lack of memory, until now.
 #[derive(Debug)]
 pub struct Kills {
     all: Option<u64>,
-    by_group: BTreeMap<String, u64>,
+    /// By the groups' paths.
+    groups: BTreeMap<String, Losses>,
 }
 
 impl Kills {
     /// Reads the numbers.
     #[must_use]
     pub fn now(sysroot: &Sysroot) -> Self {
-        let mut by_group = BTreeMap::new();
+        let all = Self::in_all(sysroot);
+        let mut groups = BTreeMap::new();
         for hierarchy in Hierarchy::all(sysroot) {
             hierarchy.visit(sysroot, &mut |group| {
-                by_group.extend(group.kills().map(|kills| (group.name.to_owned(), kills)));
+                groups.extend(group.losses().map(|losses| (group.name.to_owned(), losses)));
             });
         }
-        Self { all: Self::in_all(sysroot), by_group }
+        Self { all, groups }
     }
 
-    /// The kernel counts those of groups here, too.
+    /// The kernel counts those of groups here, too, and here first.
     fn in_all(sysroot: &Sysroot) -> Option<u64> {
         keyed(&sysroot.text("proc/vmstat")?, "oom_kill")
     }
 
-    /// Returns true if a task was ended since.
+    /// Returns true if a task was ended since, and the reason may be pages that came from swap. It is not
+    /// if the task's group has reached a limit below which nothing was swapped out.
     #[must_use]
     pub fn rose(&self, sysroot: &Sysroot) -> bool {
-        self.all.is_some_and(|before| Self::in_all(sysroot).is_some_and(|now| now > before))
+        let (Some(before), Some(all)) = (self.all, Self::in_all(sysroot)) else { return false };
+        all > before && all - before > self.explained(&Self::now(sysroot)).values().sum()
     }
 
-    /// Names the groups that have lost a task since.
+    /// Names the groups that have lost a task since for which swap may be the reason.
     #[must_use]
     pub fn named(&self, sysroot: &Sysroot) -> String {
-        let now = Self::now(sysroot).by_group;
-        let lost = now.iter().filter(|(name, now)| **now > self.by_group.get(*name).copied().unwrap_or(0));
-        let names: Vec<_> = lost.map(|(name, _)| if name.is_empty() { "/" } else { name }).collect();
+        let now = Self::now(sysroot);
+        let explained = self.explained(&now);
+        let lost = now
+            .groups
+            .keys()
+            .filter(|name| self.growth(&now, name).kills_here > explained.get(*name).copied().unwrap_or(0));
+        let names: Vec<_> = lost.map(|name| if name.is_empty() { "/" } else { name }).collect();
         if names.is_empty() { String::new() } else { format!(" of control group {}", names.join(", ")) }
     }
+
+    fn growth(&self, now: &Self, name: &str) -> Losses {
+        let before = self.groups.get(name).copied().unwrap_or_default();
+        now.groups.get(name).map(|losses| losses.since(&before)).unwrap_or_default()
+    }
+
+    /// Returns the kills of each group, and of those below it that are gone, for which swap is not the
+    /// reason.
+    fn explained(&self, now: &Self) -> BTreeMap<String, u64> {
+        let explained = |name: &String| {
+            let own = self.growth(now, name);
+            if own.kills == 0 {
+                return None;
+            }
+            let (kills, limits) = self.own(now, name);
+            let mut is_swapped = Vec::new();
+            is_swapped.extend((own.limits_here > 0).then_some(own.is_swapped));
+            is_swapped.extend((limits > own.limits_here).then(|| self.has_lost_swapped(now, name)));
+            let above = parents(name).map(|above| self.growth(now, above));
+            is_swapped.extend(above.filter(|above| above.limits_here > 0).map(|above| above.is_swapped));
+            let is_other = !is_swapped.is_empty() && !is_swapped.contains(&true);
+            (kills > 0 && is_other).then(|| (name.clone(), kills))
+        };
+        now.groups.keys().filter_map(explained).collect()
+    }
+
+    /// Returns kills and reached limits of a group and of those below it that are gone.
+    fn own(&self, now: &Self, name: &str) -> (u64, u64) {
+        let all = self.growth(now, name);
+        let below = now.groups.keys().filter(|one| parents(one).next() == Some(name));
+        below.map(|one| self.growth(now, one)).fold((all.kills, all.limits), |(kills, limits), one| {
+            (kills.saturating_sub(one.kills), limits.saturating_sub(one.limits))
+        })
+    }
+
+    /// Returns true if a group below this one had swapped-out pages, and is gone or was made anew.
+    fn has_lost_swapped(&self, now: &Self, name: &str) -> bool {
+        let is_gone = |one: &str, before: &Losses| now.groups.get(one).is_none_or(|now| now.is_new(before));
+        let mut below = self.groups.iter().filter(|(one, _)| parents(one).any(|above| above == name));
+        below.any(|(one, before)| before.is_swapped && is_gone(one, before))
+    }
+}
+
+/// Lists the groups above a group, the closest first, without the root of the hierarchy.
+fn parents(name: &str) -> impl Iterator<Item = &str> {
+    fn above<'a>(name: &&'a str) -> Option<&'a str> {
+        name.rsplit_once('/').map(|(above, _)| above)
+    }
+    std::iter::successors(Some(name), above).skip(1).filter(|above| !above.is_empty())
 }
 
 #[cfg(test)]
@@ -310,6 +424,20 @@ pub mod tests {
         assert!(names(&sysroot, 299).is_empty());
     }
 
+    /// The second version charges a page of the swap cache to memory and to swap.
+    #[test]
+    fn the_swap_cache_is_in_memory_already() {
+        let (_root, sysroot) = root(TWO);
+        group(&sysroot, "/db", [512, 300, 300]);
+        let cached = |mib: u64, most: u64| {
+            let text = format!("anon 1\nswapcached {}\n", mib * MIB);
+            put(&sysroot, &[("sys/fs/cgroup/db/memory.stat", text)]);
+            names(&sysroot, most).is_empty()
+        };
+        assert!(cached(120, 1000) && !cached(119, 1000) && cached(301, 1000));
+        assert!(!cached(100, 181) && cached(100, 180), "those may be pages of zram");
+    }
+
     #[test]
     fn a_limit_holds_for_all_groups_below() {
         let (_root, sysroot) = root(TWO);
@@ -374,19 +502,111 @@ pub mod tests {
         assert_eq!(group([512, 200, 300, 300]), None);
     }
 
+    /// Counts of tasks that were ended, and of limits without room, with those below, and of this group.
+    fn lose(sysroot: &Sysroot, name: &str, all: [u64; 2], here: [u64; 2]) {
+        for (file, [limits, kills]) in [("memory.events", all), ("memory.events.local", here)] {
+            let text = format!("oom {limits}\noom_kill {kills}\n");
+            put(sysroot, &[(&format!("sys/fs/cgroup{name}/{file}"), text)]);
+        }
+    }
+
+    fn ended(sysroot: &Sysroot, number: u64) {
+        put(sysroot, &[("proc/vmstat", format!("pgfault 7\noom_kill {number}\n"))]);
+    }
+
     #[test]
     fn tasks_that_the_kernel_ends_are_noticed() {
         let (_root, sysroot) = root(TWO);
         group(&sysroot, "/db", [512, 400, 300]);
         assert!(!Kills::now(&sysroot).rose(&sysroot), "a kernel that does not count");
-        put(&sysroot, &[("proc/vmstat", "pgfault 7\noom_kill 3\n".into())]);
+        ended(&sysroot, 3);
         let before = Kills::now(&sysroot);
         assert!(!before.rose(&sysroot));
-        put(&sysroot, &[("proc/vmstat", "pgfault 8\noom_kill 4\n".into())]);
+        ended(&sysroot, 4);
         assert!(before.rose(&sysroot));
         assert_eq!(before.named(&sysroot), "");
-        put(&sysroot, &[("sys/fs/cgroup/db/memory.events.local", "oom 9\noom_kill 4\n".into())]);
+        lose(&sysroot, "/db", [10, 4], [10, 4]);
+        assert!(before.rose(&sysroot), "its limit, and it had swapped-out pages");
         assert_eq!(before.named(&sysroot), " of control group /db");
+    }
+
+    /// A machine with a slice that has swapped-out pages, and a container in it that has none.
+    fn crowd() -> (tempfile::TempDir, Sysroot, Kills) {
+        let (root, sysroot) = root(TWO);
+        group(&sysroot, "/a.slice", [u64::MAX, 400, 300]);
+        group(&sysroot, "/a.slice/db", [512, 400, 300]);
+        group(&sysroot, "/a.slice/loop", [64, 60, 0]);
+        lose(&sysroot, "/a.slice", [8, 8], [0, 0]);
+        lose(&sysroot, "/a.slice/db", [0, 0], [0, 0]);
+        lose(&sysroot, "/a.slice/loop", [7, 7], [7, 7]);
+        ended(&sysroot, 8);
+        let before = Kills::now(&sysroot);
+        (root, sysroot, before)
+    }
+
+    #[test]
+    fn a_container_at_its_own_limit_is_no_matter_of_swap() {
+        let (_root, sysroot, before) = crowd();
+        ended(&sysroot, 9);
+        assert!(before.rose(&sysroot), "no group can be named");
+        lose(&sysroot, "/a.slice", [9, 9], [0, 0]);
+        lose(&sysroot, "/a.slice/loop", [8, 8], [8, 8]);
+        assert!(!before.rose(&sysroot));
+        assert_eq!(before.named(&sysroot), "");
+        ended(&sysroot, 10);
+        assert!(before.rose(&sysroot), "another one outside of groups");
+        lose(&sysroot, "/a.slice", [10, 10], [0, 0]);
+        lose(&sysroot, "/a.slice/db", [1, 1], [1, 1]);
+        assert!(before.rose(&sysroot));
+        assert_eq!(before.named(&sysroot), " of control group /a.slice/db");
+    }
+
+    #[test]
+    fn a_container_that_is_gone_or_made_anew_has_lost_its_task() {
+        let (_root, sysroot, before) = crowd();
+        ended(&sysroot, 9);
+        lose(&sysroot, "/a.slice", [9, 9], [0, 0]);
+        lose(&sysroot, "/a.slice/loop", [0, 0], [0, 0]);
+        assert!(!before.rose(&sysroot), "made anew");
+        fs::remove_dir_all(sysroot.path("sys/fs/cgroup/a.slice/loop")).expect("a folder");
+        assert!(!before.rose(&sysroot), "gone");
+        let db = sysroot.path("sys/fs/cgroup/a.slice/db");
+        fs::rename(&db, sysroot.path("old")).expect("a folder");
+        assert!(before.rose(&sysroot), "it may have been the database");
+        group(&sysroot, "/a.slice/db", [512, 10, 0]);
+        lose(&sysroot, "/a.slice/db", [0, 0], [0, 0]);
+        assert!(before.rose(&sysroot), "started again");
+    }
+
+    #[test]
+    fn a_task_without_swap_is_ended_for_others() {
+        // The limit of the slice, which has swapped-out pages.
+        let (_root, sysroot, before) = crowd();
+        ended(&sysroot, 9);
+        lose(&sysroot, "/a.slice", [9, 9], [1, 0]);
+        lose(&sysroot, "/a.slice/loop", [7, 8], [7, 8]);
+        assert!(before.rose(&sysroot));
+        assert_eq!(before.named(&sysroot), " of control group /a.slice/loop");
+        // The machine's memory, which has no limit that is reached.
+        let (_root, sysroot, before) = crowd();
+        ended(&sysroot, 9);
+        lose(&sysroot, "/a.slice", [8, 9], [0, 0]);
+        lose(&sysroot, "/a.slice/loop", [7, 8], [7, 8]);
+        assert!(before.rose(&sysroot));
+        // Swap that is not accounted may be any group's.
+        let (_root, sysroot, _) = crowd();
+        fs::remove_file(sysroot.path("sys/fs/cgroup/a.slice/loop/memory.swap.current")).expect("a file");
+        let before = Kills::now(&sysroot);
+        ended(&sysroot, 9);
+        lose(&sysroot, "/a.slice", [9, 9], [0, 0]);
+        lose(&sysroot, "/a.slice/loop", [8, 8], [8, 8]);
+        assert!(before.rose(&sysroot));
+    }
+
+    #[test]
+    fn groups_above_are_listed() {
+        assert_eq!(parents("/a/b/c").collect::<Vec<_>>(), ["/a/b", "/a"]);
+        assert_eq!(parents("/a").count() + parents("").count(), 0);
     }
 
     /// The kernel's rule, as a model: it drops clean data of files, and then ends a task.

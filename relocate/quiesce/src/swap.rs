@@ -69,18 +69,20 @@ impl Area {
     /// ends no task for it, and no signal asks for an end.
     fn switch_off(&self, kills: &Kills, sysroot: &Sysroot) -> io::Result<()> {
         let mut left = Remains::default();
+        let reads_back = self.used > 0 || self.left(sysroot) > 0;
+        let kills_rose = || reads_back && kills.rose(sysroot);
         let get_on = |elapsed: Duration| {
             let used = self.left(sysroot);
             if elapsed > QUIET {
                 progress::line(&format!("reading back {} from {}", bytes(used), self.path.display()));
             }
-            left.goes_on(used, elapsed) && !interrupt::requested() && !kills.rose(sysroot)
+            left.goes_on(used, elapsed) && !interrupt::requested() && !kills_rose()
         };
         let result = patient::swap_off(&self.path, get_on);
         progress::line("");
         match result {
             Err(_) if interrupt::requested() => Err(io::ErrorKind::Interrupted.into()),
-            _ if kills.rose(sysroot) => {
+            _ if kills_rose() => {
                 let text = format!(
                     "the kernel ended a program{} for lack of memory meanwhile",
                     kills.named(sysroot)
@@ -220,13 +222,15 @@ impl Off {
             );
         }
         let mut off = Self { areas: Vec::new(), table: None };
-        let kills = Kills::now(sysroot);
         for area in found {
+            let kills = Kills::now(sysroot);
             let failed = |error: io::Error| {
                 let is_interrupted = error.kind() == io::ErrorKind::Interrupted;
                 let exit = if is_interrupted { Exit::Interrupted } else { Exit::Failed };
                 let text = format!("swap on {} could not be switched off: {error}", area.path.display());
-                let hint = if kills.rose(sysroot) {
+                // The kernel's own errors have a number.
+                let has_ended = error.kind() == io::ErrorKind::OutOfMemory && error.raw_os_error().is_none();
+                let hint = if has_ended {
                     "nothing else was changed; `dmesg` names the program; raise the limit of its group, and \
                      try again"
                 } else {
@@ -391,6 +395,9 @@ mod tests {
         put(&sysroot, &[("proc/vmstat", "oom_kill 2\n".into())]);
         let error = areas(BOTH)[1].switch_off(&kills, &sysroot).expect_err("no such area");
         assert!(error.to_string().contains("ended a program for lack of memory"), "{error}");
+        // An area that holds nothing is not the reason.
+        let error = areas(BOTH)[2].switch_off(&kills, &sysroot).expect_err("no such area");
+        assert!(!error.to_string().contains("ended a program"), "{error}");
     }
 
     #[test]
