@@ -40,9 +40,11 @@ fn name_tasks(error: &mut Error, tasks: &[Task]) {
         return;
     }
     let named: Vec<_> = tasks.iter().map(ToString::to_string).collect();
-    error.message += &format!(": these tasks hear no signals: {}", named.join("; "));
+    error.message +=
+        &format!(": these were waiting a moment later, and may be the reason: {}", named.join("; "));
     if let Some(remedy) = tasks.iter().find_map(Task::remedy) {
-        error.hint = Some(remedy.into());
+        let logged = error.hint.take().map(|hint| hint + ". ").unwrap_or_default();
+        error.hint = Some(format!("{logged}If it is one of these: {remedy}"));
     }
 }
 
@@ -67,7 +69,10 @@ mod tests {
         assert!(named(Code::SnapshotQuiesce, 2).message.ends_with(": device sda"));
         let of_tasks = named(Code::SnapshotQuiesce, 3);
         assert!(of_tasks.message.ends_with("dd (7), state D, which waits for a disk (blk_io_schedule)"));
-        assert!(of_tasks.hint.is_some_and(|hint| hint.contains("the disk is less busy")));
+        assert!(of_tasks.message.contains(": these were waiting a moment later, and may be the reason: dd"));
+        let hint = of_tasks.hint.expect("a hint");
+        assert!(hint.starts_with("`dmesg` names the task or the driver. If it is one of these: "), "{hint}");
+        assert!(hint.contains("the disk is less busy"), "{hint}");
         let none = name_one_of(refused(Code::SnapshotQuiesce), 3, &sysroot, &Vec::new);
         assert_eq!(none, refused(Code::SnapshotQuiesce));
         assert_eq!(named(Code::SnapshotSwap, 2), refused(Code::SnapshotSwap));

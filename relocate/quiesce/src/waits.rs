@@ -177,8 +177,8 @@ pub fn restless(group: &Path) -> Vec<Task> {
     found
 }
 
-/// Returns the first few tasks that wait in the kernel without hearing signals, the kernel's own threads
-/// last. After a freeze that has failed, the task that did not come to rest is one of them.
+/// Returns the first few programs' tasks that wait in the kernel without hearing signals, or threads of the
+/// kernel if there are none. The task that a freeze has waited for in vain may be one of them.
 #[must_use]
 pub fn uninterruptible() -> Vec<Task> {
     uninterruptible_in(Path::new("/proc"))
@@ -198,7 +198,9 @@ fn uninterruptible_in(proc: &Path) -> Vec<Task> {
             Some((flags & PF_KTHREAD != 0, task))
         })
         .collect();
-    found.sort_by_key(|(is_kernels, _)| *is_kernels);
+    // The kernel's threads wait for disks all the time.
+    let has_programs = found.iter().any(|(is_kernels, _)| !is_kernels);
+    found.retain(|(is_kernels, _)| !is_kernels || !has_programs);
     found.truncate(TASKS_MAX);
     found.into_iter().map(|(_, task)| task).collect()
 }
@@ -428,10 +430,8 @@ pub mod tests {
         let named: Vec<_> = uninterruptible_in(root.path()).iter().map(ToString::to_string).collect();
         assert_eq!(
             named,
-            [
-                "a) b (77), state D, which waits for a disk (blk_io_schedule)",
-                "a) b (5), state D, which waits (worker_thread)"
-            ]
+            ["a) b (77), state D, which waits for a disk (blk_io_schedule)"],
+            "a thread of the kernel is left out"
         );
     }
 
