@@ -741,6 +741,87 @@ fn goes_on_with_volumes() -> Result<()> {
     Ok(())
 }
 
+/// A thin pool on a disk, with a volume that nothing has mounted.
+const THIN_POOL: &str = r"
+set -e
+modprobe -a dm-mod dm-thin-pool
+dmsetup create meta --noudevsync --table '0 8192 linear /dev/vdb 0'
+dmsetup create data --noudevsync --table '0 98304 linear /dev/vdb 8192'
+head -c 4096 /dev/zero > /dev/dm-0
+sync
+dmsetup create pool --noudevsync --table '0 98304 thin-pool /dev/dm-0 /dev/dm-1 128 0'
+dmsetup message pool 0 'create_thin 0'
+dmsetup create thin --noudevsync --table '0 65536 thin /dev/dm-2 0'
+dd if=/dev/urandom of=/dev/dm-3 bs=1M count=4 oflag=direct status=none
+";
+
+/// A hook that makes a thin snapshot.
+const THIN_SNAPSHOT: &str = "set -e\n\
+    dmsetup suspend --nolockfs --noudevsync thin\n\
+    dmsetup message pool 0 'create_snap 1 0'\n\
+    dmsetup resume --noudevsync thin\n";
+
+/// Waits until a thin pool is at rest that is not mounted, also if a hook has written to it, and brings it
+/// back. A machine that runs on is refused: the metadata of the pool would be stale in the image. A thin
+/// snapshot by a hook is for an operator who puts all its disks back, and says so.
+#[test]
+#[ignore = "long"]
+fn goes_on_with_a_thin_pool() -> Result<()> {
+    const STALE: &str = "hold metadata of volumes that change on: pool (dm-2, thin-pool)";
+    const SUMS: &str = "for one in dm-3 dm-4; do dd if=/dev/$one bs=1M iflag=direct status=none | sha256sum; \
+        done; dmsetup status pool";
+    need_qemu()?;
+    let machine = Machine::boot(spec(Kernel::BookwormCloud).disk(Bus::Virtio, 64))?;
+    machine.sh(THIN_POOL)?;
+    start(&machine, "clock", CLOCK, "")?;
+    fails_with(&machine, "mercury checkpoint --hook true /run/x", STALE)?;
+    machine.put("/run/hook", THIN_SNAPSHOT.as_bytes(), 0o755)?;
+    image(&machine, "--force-devices --hook 'sh /run/hook'", "/run/x")?;
+    machine.sh("rm /run/x; dmsetup create snap --noudevsync --table '0 65536 thin /dev/dm-2 1'; \
+         head -c 65536 /dev/urandom > /run/block")?;
+    let (boot, _folder) = prepare(&machine, "--module $MERCURY_MODULE")?;
+    let boot_id = boot_id(&machine)?;
+    // The pool adds a block, which its worker commits later.
+    let write = "dd if=/run/block of=/dev/dm-3 bs=64k seek=128 oflag=direct";
+    restart::checkpoint(&machine, &format!("--hook '{write}'"), DISK)?;
+    let machine = machine.start_other(&boot)?;
+    is_well(&machine, &boot_id)?;
+    let block = "dd if=/dev/dm-3 bs=64k skip=128 count=1 iflag=direct status=none | cmp - /run/block";
+    machine.sh(block)?;
+    machine.sh("dd if=/run/block of=/dev/dm-4 bs=64k seek=200 oflag=direct; sleep 3")?;
+    let sums = machine.sh(SUMS)?;
+    assert!(sums.contains(" rw "), "{sums}");
+    // The same from the disk alone.
+    machine.sh("set -e; for one in snap thin pool; do dmsetup remove --noudevsync $one; done; \
+         dmsetup create pool --noudevsync --table '0 98304 thin-pool /dev/dm-0 /dev/dm-1 128 0'; \
+         dmsetup create thin --noudevsync --table '0 65536 thin /dev/dm-2 0'; \
+         dmsetup create snap --noudevsync --table '0 65536 thin /dev/dm-2 1'")?;
+    assert_eq!(machine.sh(SUMS)?, sums);
+    machine.sh(block)?;
+    machine.ends_clean()
+}
+
+/// Refuses RAID of device mapper by name if it is in use, and waits for it otherwise.
+#[test]
+#[ignore = "long"]
+fn raid_of_device_mapper_is_refused_in_use() -> Result<()> {
+    const LINE: &str = "mercury checkpoint --poweroff --hook 'exit 3' /dev/vda --overwrite";
+    need_qemu()?;
+    let machine = Machine::boot(spec(Kernel::BookwormCloud).disk(Bus::Virtio, 64))?;
+    machine.sh("set -e; modprobe -a dm-mod raid1 dm-raid; \
+         dmsetup create first --noudevsync --table '0 8192 linear /dev/vdb 0'; \
+         dmsetup create second --noudevsync --table '0 8192 linear /dev/vdb 8192'; \
+         dmsetup create both --noudevsync --table '0 8192 raid raid1 2 0 nosync 2 - /dev/dm-0 - /dev/dm-1'")?;
+    println!("{}", machine.sh("dmsetup table; dmsetup status")?);
+    fails_with(&machine, LINE, "the hook failed")?;
+    machine.sh("setsid sleep 10000 < /dev/dm-2 > /dev/null 2>&1 &")?;
+    fails_with(&machine, LINE, "both (dm-2, raid, in use)")?;
+    machine.sh("pkill -f '^sleep 10000'; sleep 1; dmsetup create above --noudevsync --table \
+         '0 8192 linear /dev/dm-2 0'")?;
+    fails_with(&machine, LINE, "the hook failed")?;
+    machine.check_next_attach()
+}
+
 /// One file system of each kind, with a file that can be overwritten in place.
 const FILE_SYSTEMS: &str = r"
 set -e

@@ -8,9 +8,8 @@
 //! its bitmap. A resync is held. For the other two a wait is enough, because there are no more
 //! writes.
 
-use super::{layers, patient};
+use super::patient;
 use crate::undo::{Array, Undo, UndoProcess};
-use mercury_abi::code::Code;
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
@@ -21,25 +20,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Targets of device mapper that write only when they are told to. Others have threads that copy, note
-/// or write back what they have (raid, mirror, cache, writecache, clone, thin-pool, integrity, vdo).
-const QUIET: [&str; 15] = [
-    "linear",
-    "striped",
-    "unstriped",
-    "crypt",
-    "verity",
-    "multipath",
-    "switch",
-    "thin",
-    "snapshot",
-    "snapshot-origin",
-    "error",
-    "zero",
-    "delay",
-    "flakey",
-    "dust",
-];
 /// Time for an array to become clean when there are no writes; md takes 0.2 s.
 const CLEAN_PATIENCE: Duration = Duration::from_secs(10);
 /// Interval in seconds at which md checks its bitmap while everything waits; it is 5 otherwise.
@@ -117,48 +97,6 @@ fn all(sysroot: &Sysroot) -> Vec<Array> {
     names.filter_map(array).collect()
 }
 
-/// Returns the volumes that write to their disks by themselves and cannot be held, such as "vg-data
-/// (dm-3, raid)".
-fn restless_volumes(sysroot: &Sysroot, kinds: &dyn Fn(&str) -> io::Result<Vec<String>>) -> Vec<String> {
-    let disks = sysroot.names("sys/block");
-    let mapped = |disk: &String| {
-        let text = |file: &str| sysroot.text(&format!("sys/block/{disk}/{file}")).unwrap_or_default();
-        // The threads of a suspended one stand still.
-        if !disk.starts_with("dm-") || text("dm/suspended") == "1" {
-            return None;
-        }
-        let found = kinds(&text("dev")).unwrap_or_else(|_| vec!["of an unknown type".into()]);
-        let kind = found.into_iter().find(|kind| !QUIET.contains(&kind.as_str()))?;
-        Some(format!("{} ({disk}, {kind})", text("dm/name")))
-    };
-    let writes_back = |disk: &String| {
-        let mode = sysroot.text(&format!("sys/block/{disk}/md/journal_mode")).unwrap_or_default();
-        mode.contains("[write-back]").then(|| format!("{disk} (md, with a journal that is written back)"))
-    };
-    let mut found: Vec<_> = disks.iter().filter_map(mapped).collect();
-    found.extend(disks.iter().filter_map(writes_back));
-    found.extend(disks.iter().filter(|disk| disk.starts_with("bcache")).cloned());
-    let is_set = |name: &String| sysroot.exists(&format!("sys/fs/bcache/{name}/cache0"));
-    let sets = sysroot.names("sys/fs/bcache").into_iter().filter(is_set);
-    found.extend(sets.map(|set| format!("cache set {set} (bcache)")));
-    found
-}
-
-/// Refuses volumes whose threads write to disks by themselves, and that cannot be held.
-///
-/// # Errors
-///
-/// Returns an error that names them.
-pub fn refuse_restless(sysroot: &Sysroot) -> Result<()> {
-    let found = restless_volumes(sysroot, &layers::kinds);
-    if found.is_empty() {
-        return Ok(());
-    }
-    let text = format!("volumes write to their disks by themselves: {}", found.join(", "));
-    Err(Error::coded(Code::DisksUnheld, text)
-        .hint("deactivate them (`vgchange -an`, `dmsetup remove`; for bcache, its `stop` in /sys)"))
-}
-
 /// Arrays whose threads are held until this is dropped.
 #[derive(Debug, Default)]
 pub struct Arrays {
@@ -222,46 +160,6 @@ mod tests {
     const MDSTAT: &str = "Personalities : [raid1]\nmd127 : active raid1 sdc1[0]\n      1 blocks\n\n\
         md0 : active raid1 sdb[1] sda[0]\n      1046528 blocks super 1.2 [2/2] [UU]\n      \
         bitmap: 2/8 pages [8KB], 65536KB chunk\n\nunused devices: <none>\n";
-
-    #[test]
-    fn volumes_with_threads_are_named() {
-        let root = tempfile::tempdir().expect("a folder");
-        let sysroot = Sysroot::at(root.path());
-        let put = |path: &str, text: &str| {
-            let path = root.path().join(path);
-            std::fs::create_dir_all(path.parent().expect("a folder")).expect("folders");
-            std::fs::write(path, text).expect("a file");
-        };
-        for (disk, name, number) in
-            [("dm-0", "vg-root", "253:0"), ("dm-1", "vg-data", "253:1"), ("dm-2", "odd", "253:2")]
-        {
-            put(&format!("sys/block/{disk}/dm/name"), name);
-            put(&format!("sys/block/{disk}/dev"), number);
-        }
-        let found = || {
-            restless_volumes(&sysroot, &|number| match number {
-                "253:0" => Ok(vec!["linear".into(), "crypt".into()]),
-                "253:1" => Ok(vec!["linear".into(), "raid".into()]),
-                _ => Err(io::ErrorKind::NotFound.into()),
-            })
-        };
-        assert_eq!(found(), ["vg-data (dm-1, raid)", "odd (dm-2, of an unknown type)"]);
-        put("sys/block/dm-1/dm/suspended", "1");
-        put("sys/block/dm-2/dm/suspended", "1");
-        assert!(found().is_empty());
-        put("sys/block/md0/md/journal_mode", "[write-through] write-back\n");
-        put("sys/fs/bcache/register", "");
-        assert!(found().is_empty());
-        put("sys/block/md0/md/journal_mode", "write-through [write-back]\n");
-        put("sys/block/bcache0/size", "1");
-        put("sys/fs/bcache/1234/cache0/written", "1");
-        assert_eq!(
-            found(),
-            ["md0 (md, with a journal that is written back)", "bcache0", "cache set 1234 (bcache)"]
-        );
-        let error = refuse_restless(&sysroot).expect_err("refused");
-        assert_eq!(error.code, Some(Code::DisksUnheld));
-    }
 
     #[test]
     fn bitmaps() {

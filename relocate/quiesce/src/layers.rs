@@ -126,8 +126,8 @@ fn layer(number: &str, sysroot: &Sysroot) -> Result<Layer, String> {
     }
     let folder = format!("sys/dev/block/{number}");
     if sysroot.exists(&format!("{folder}/dm")) {
-        let table = table(number).map_err(|error| format!("the table of {name}: {error}"))?;
-        return mapped(&table).map_err(|why| format!("{name} is {why}"));
+        let answer = ask(number, Question::Table).map_err(|error| format!("the table of {name}: {error}"))?;
+        return mapped(&answer.targets).map_err(|why| format!("{name} is {why}"));
     }
     if sysroot.exists(&format!("{folder}/md")) {
         return mirrored(&folder, sysroot).map_err(|why| format!("{name} is {why}"));
@@ -141,8 +141,25 @@ fn layer(number: &str, sysroot: &Sysroot) -> Result<Layer, String> {
     Err(format!("{name} is neither of device mapper nor of md"))
 }
 
-/// A target of device mapper: start and length in sectors, type and parameters.
-type Target = (u64, u64, String, String);
+/// A target of device mapper: start and length in sectors, type, and parameters or state.
+pub type Target = (u64, u64, String, String);
+
+/// A question to device mapper about one of its devices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Question {
+    /// The parameters of the device's targets.
+    Table,
+    /// The state of the targets, without a commit of their metadata.
+    State,
+}
+
+/// Device mapper's answer about one of its devices.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Answer {
+    /// Number of times that the device is open.
+    pub opens: usize,
+    pub targets: Vec<Target>,
+}
 
 fn mapped(table: &[Target]) -> Result<Layer, String> {
     let part = |(start, length, kind, parameters): &Target| {
@@ -207,12 +224,17 @@ const HEAD: usize = size_of::<Request>() - ANSWER;
 /// Size of `struct dm_target_spec`.
 const SPECIFICATION: usize = 40;
 
-/// Reads a device's table by device mapper's ioctl DM_TABLE_STATUS. The kernel leaves keys out
+/// Asks device mapper about a device by the ioctl DM_TABLE_STATUS. The kernel leaves keys out of tables
 /// unless they are asked for.
-fn table(number: &str) -> io::Result<Vec<Target>> {
+///
+/// # Errors
+///
+/// Returns an error if the kernel does not tell.
+pub fn ask(number: &str, question: Question) -> io::Result<Answer> {
     const DM_TABLE_STATUS: libc::c_ulong = 0xC138_FD0C;
     const DM_STATUS_TABLE_FLAG: u32 = 1 << 4;
     const DM_BUFFER_FULL_FLAG: u32 = 1 << 8;
+    const DM_NOFLUSH_FLAG: u32 = 1 << 11;
     let (major, minor) = number.split_once(':').unwrap_or_default();
     let [major, minor] = [major, minor].map(|text| text.parse::<u64>().unwrap_or(0));
     let control = File::options().read(true).write(true).open("/dev/mapper/control")?;
@@ -222,7 +244,10 @@ fn table(number: &str) -> io::Result<Vec<Target>> {
         data_start: HEAD as u32,
         target_count: 0,
         open_count: 0,
-        flags: DM_STATUS_TABLE_FLAG,
+        flags: match question {
+            Question::Table => DM_STATUS_TABLE_FLAG,
+            Question::State => DM_NOFLUSH_FLAG,
+        },
         event: 0,
         padding: 0,
         // The kernel's 64-bit encoding of device numbers.
@@ -244,16 +269,8 @@ fn table(number: &str) -> io::Result<Vec<Target>> {
     answer
         .filter(|_| !full)
         .and_then(|answer| targets(answer, request.target_count))
-        .ok_or_else(|| io::Error::other("the table is too long, or not understood"))
-}
-
-/// Returns the types in the table of a device of device mapper.
-///
-/// # Errors
-///
-/// Returns an error if the kernel does not tell.
-pub fn kinds(number: &str) -> io::Result<Vec<String>> {
-    Ok(table(number)?.into_iter().map(|(_, _, kind, _)| kind).collect())
+        .map(|targets| Answer { opens: request.open_count.max(0) as usize, targets })
+        .ok_or_else(|| io::Error::other("the answer is too long, or not understood"))
 }
 
 /// Parses the targets in an answer: each has the offset of the next one, counted from the first.

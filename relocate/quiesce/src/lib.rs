@@ -1,7 +1,8 @@
 //! Holding a machine still, so that its memory and its disks agree at one instant.
 //!
 //! * [`applications`], [`arrays`], [`disks`], [`swap`], [`watchdogs`]: programs and devices that are held,
-//!   and go on afterwards; [`control_groups`]: the room for swapped-out pages;
+//!   and go on afterwards; [`volumes`]: those that only come to rest, or not even that; [`control_groups`]:
+//!   the room for swapped-out pages;
 //! * [`mounts`], [`block_devices`]: what is mounted, and reads of the devices below;
 //! * [`file_systems`]: the table of types, with what changes in each of them;
 //! * [`fence`], [`stale`], [`ethernet`], [`nfs`]: the network, on which no peer may hear two machines;
@@ -60,6 +61,7 @@ pub mod stillness;
 pub mod swap;
 pub mod this_process;
 pub mod undo;
+pub mod volumes;
 pub mod waits;
 pub mod watchdogs;
 mod xsave;

@@ -1,7 +1,14 @@
 //! Everything that stands still for an instant: applications, threads of RAID arrays, and file
 //! systems.
 
-use crate::{applications::Frozen, arrays::Arrays, disks::Still, mounts::Mounted, undo::UndoProcess};
+use crate::{
+    applications::Frozen,
+    arrays::Arrays,
+    disks::Still,
+    mounts::Mounted,
+    undo::UndoProcess,
+    volumes::{self, Disks},
+};
 use mercury_control::{error::Result, sysroot::Sysroot};
 
 /// Everything that is held still until this is dropped.
@@ -22,6 +29,8 @@ pub struct Extent<'a> {
     pub mounts: &'a [Mounted],
     /// True if disks must not change by themselves either: RAID arrays come to rest.
     pub arrays: bool,
+    /// The disks of the next life, if volumes must not write to them by themselves either.
+    pub volumes: Option<Disks>,
 }
 
 impl Stillness {
@@ -33,9 +42,12 @@ impl Stillness {
     /// Returns an error that names what does not come to rest; everything goes on then.
     pub fn hold(extent: Extent<'_>, sysroot: &Sysroot, guard: &mut UndoProcess) -> Result<Self> {
         let applications = Frozen::hold(guard, extent.needed)?;
+        // A volume may have come into use since the first question.
+        extent.volumes.map_or(Ok(()), |disks| volumes::refuse_restless(disks, sysroot))?;
         let arrays = if extent.arrays { Arrays::hold(guard, sysroot)? } else { Arrays::default() };
         let file_systems = Still::hold(extent.mounts, guard)?;
         arrays.wait(sysroot)?;
+        extent.volumes.map_or(Ok(()), |_| volumes::wait(sysroot))?;
         Ok(Self { _file_systems: file_systems, _arrays: arrays, applications })
     }
 

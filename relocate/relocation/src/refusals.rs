@@ -13,12 +13,14 @@ use mercury_control::{
     sysroot::Sysroot,
 };
 use mercury_quiesce::{
-    arrays, describe, devices, disks,
+    describe, devices, disks,
     ethernet::{self, made},
     macsec,
     mounts::{self, Mounted},
     nfs::{self, Volume},
-    plugged, swap, watchdogs,
+    plugged, swap,
+    volumes::{self, Disks},
+    watchdogs,
 };
 
 /// An operation on the whole machine.
@@ -183,7 +185,7 @@ const QUESTIONS: &[Question] = &[
         fine: "none writes to its disks by itself, or it can be held",
         before: &[PowerOff, Migrate],
         lifted_by: None,
-        ask: |_, sysroot| arrays::refuse_restless(sysroot),
+        ask: |_, sysroot| volumes::refuse_restless(Disks::AsLeft, sysroot),
     },
     Question {
         name: "fingerprints",

@@ -174,7 +174,11 @@ fn keep(
     let still = if is_held {
         disks::sync(mounts, sysroot)?;
         let mounts = if left_behind.is_empty() { &[] } else { mounts };
-        Some(Stillness::hold(Extent { needed: &[], mounts, arrays: has_disks }, sysroot, guard)?)
+        Some(Stillness::hold(
+            Extent { needed: &[], mounts, arrays: has_disks, volumes: None },
+            sysroot,
+            guard,
+        )?)
     } else {
         None
     };

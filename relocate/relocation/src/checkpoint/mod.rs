@@ -70,9 +70,9 @@ use mercury_quiesce::{
     stillness::{Extent, Stillness},
     swap, this_process,
     undo::{Undo, UndoProcess},
-    waits, watchdogs,
+    volumes, waits, watchdogs,
 };
-use refuse::{below, no_parent, refuse_blind, refuse_crowded, refuse_unreachable};
+use refuse::{below, next_disks, no_parent, refuse_blind, refuse_crowded, refuse_unreachable};
 use report::{Report, how_far};
 use series::Series;
 use std::{fs::File, io::BufWriter, path::Path, time};
@@ -425,8 +425,8 @@ fn reach(
         applications::refuse_stuck(&[])?;
     }
     let begun = time::Instant::now();
-    let (needed, arrays) = (target.processes(), args.poweroff || args.hook.is_some());
-    let extent = Extent { needed: &needed, mounts: &mounts, arrays };
+    let (needed, volumes) = (target.processes(), next_disks(args));
+    let extent = Extent { needed: &needed, mounts: &mounts, arrays: volumes.is_some(), volumes };
     let still = if must_rest { Some(Stillness::hold(extent, sysroot, guard)?) } else { None };
     disks::are_still(&mounts, sysroot)?;
     // A process may have opened a device since the first question.
@@ -442,6 +442,9 @@ fn reach(
     guard.hear();
     if let Some(hook) = &args.hook {
         hook::run_hook(hook)?;
+        guard.hear();
+        // The hook may have told a thin pool to make a snapshot.
+        volumes::wait(sysroot)?;
     }
     guard.hear();
     let held = begun.elapsed();

@@ -8,7 +8,10 @@ use mercury_control::{
     output::bytes,
     sysroot::Sysroot,
 };
-use mercury_quiesce::{arrays, disks, mounts, reachable};
+use mercury_quiesce::{
+    disks, mounts, reachable,
+    volumes::{self, Disks},
+};
 use std::os::unix::fs::FileTypeExt;
 
 pub(super) fn no_parent() -> Error {
@@ -26,6 +29,14 @@ pub(super) fn below<'a>(
     mounts::holder(mounts, &part, sysroot)
 }
 
+/// Returns the disks that a restore will find; `None` if disks are not held still for the instant. A machine
+/// that runs on after a hook writes to them. With --force-devices the hook's snapshot is taken to have all
+/// disks below volumes.
+pub(super) fn next_disks(args: &CheckpointOptions) -> Option<Disks> {
+    let are_as_left = args.poweroff || args.force_devices;
+    (args.poweroff || args.hook.is_some()).then_some(if are_as_left { Disks::AsLeft } else { Disks::PutBack })
+}
+
 /// Refuses to power off a machine that could not be brought back, and a hook for disks that change by
 /// themselves.
 pub(super) fn refuse_blind(
@@ -33,8 +44,8 @@ pub(super) fn refuse_blind(
     mounts: &[mounts::Mounted],
     sysroot: &Sysroot,
 ) -> Result<()> {
-    if args.poweroff || args.hook.is_some() {
-        arrays::refuse_restless(sysroot)?;
+    if let Some(disks) = next_disks(args) {
+        volumes::refuse_restless(disks, sysroot)?;
     }
     if !args.poweroff {
         return Ok(());

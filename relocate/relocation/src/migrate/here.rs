@@ -33,7 +33,7 @@ use mercury_migration::{
 };
 use mercury_quiesce::{
     applications::{Frozen, Throttle},
-    arrays::{Arrays, refuse_restless},
+    arrays::Arrays,
     culprit, describe, devices,
     disks::{self, Still},
     ethernet::{self, made},
@@ -44,6 +44,7 @@ use mercury_quiesce::{
     mounts::Mounted,
     patient, pool, swap, this_process,
     undo::{Step, Undo, UndoProcess},
+    volumes::{self, Disks},
 };
 use std::{
     fs::File,
@@ -268,10 +269,11 @@ impl System for Here<'_> {
             devices::refuse_untracked(sysroot)?;
         }
         self.quiesce_failures = culprit::quiesce_failures(sysroot);
-        refuse_restless(sysroot)?;
+        volumes::refuse_restless(Disks::AsLeft, sysroot)?;
         let arrays = Arrays::hold(guard, sysroot)?;
         let still = Still::hold(&mounts, guard)?;
         arrays.wait(sysroot)?;
+        volumes::wait(sysroot)?;
         self.held.still = Some(still);
         self.held.arrays = Some(arrays);
         self.held.frozen = Some(frozen);
