@@ -291,27 +291,31 @@ fn archive(purpose: &Purpose<'_>, sysroot: &Sysroot) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Returns the early archive with microcode of this system's own initial RAM disk, if there is one,
+/// Returns the path of this system's own initial RAM disk.
+pub(super) fn initial_ram_disk(sysroot: &Sysroot) -> String {
+    format!("boot/initrd.img-{}", kernel::release(sysroot))
+}
+
+/// Returns the early archives with microcode of this system's own initial RAM disk, if there are any,
 /// because processors must be the same as before.
 pub(super) fn early_microcode(sysroot: &Sysroot) -> Vec<u8> {
-    let whole = sysroot.bytes(&format!("boot/initrd.img-{}", kernel::release(sysroot))).unwrap_or_default();
+    let whole = sysroot.bytes(&initial_ram_disk(sysroot)).unwrap_or_default();
     let end = early_end(&whole).unwrap_or(0);
     whole[..end].to_vec()
 }
 
-/// Returns the end of the first archive, if it is not compressed and has microcode in it.
+/// Returns the end of the last archive that has microcode in it and is not compressed. There may be an
+/// archive for each vendor.
 fn early_end(bytes: &[u8]) -> Option<usize> {
-    let (mut at, mut found) = (0, false);
+    let (mut at, mut found, mut end) = (0, false, None);
     while let Some(entry) = Entry::read(bytes, at) {
         found |= entry.name.starts_with(b"kernel/x86/microcode/");
         at = entry.next;
-        if entry.name == b"TRAILER!!!" {
-            // Zeros pad up to the next archive.
-            let zeros = bytes.get(at..)?.iter().take_while(|byte| **byte == 0).count();
-            return found.then_some(at + zeros);
+        if entry.is_last && found && at <= bytes.len() {
+            (found, end) = (false, Some(at));
         }
     }
-    None
+    end
 }
 
 /// Returns the libraries that this program was linked with when it was started, and its
@@ -545,9 +549,20 @@ mod tests {
         assert_eq!(early_end(&whole), Some(early.len()));
         let mut other = Archive::default();
         other.file("init", b"x");
-        assert_eq!(early_end(&other.finish()), None);
+        let other = other.finish();
+        assert_eq!(early_end(&other), None);
         assert_eq!(early_end(&early[..100]), None);
         assert_eq!(early_end(b""), None);
+        // One archive for each vendor, and one with other things between them.
+        let mut intel = Archive::default();
+        intel.file("kernel/x86/microcode/GenuineIntel.bin", b"even");
+        let intel = intel.finish();
+        let both = [&early[..], &other, &intel].concat();
+        assert_eq!(early_end(&[&both[..], &other].concat()), Some(both.len()));
+        for cut in 0..both.len() {
+            let end = early_end(&both[..cut]);
+            assert!(end.is_none_or(|end| end <= cut), "{cut}");
+        }
     }
 
     #[test]

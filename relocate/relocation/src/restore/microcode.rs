@@ -1,6 +1,9 @@
 //! The microcode that a restore environment brings: the early archive of this system's initial RAM disk
 //! may have been renewed since this system started.
 //!
+//! The kernel may decline what the archive has: by `dis_ucode_ldr`, as a guest of a hypervisor, or because a
+//! list in the kernel does not know the patch. What it declined at this start it declines in the environment.
+//!
 //! The formats are Intel's (SDM volume 3, "Microcode Update Facilities") and AMD's container, as Linux
 //! reads them in arch/x86/kernel/cpu/microcode.
 
@@ -8,13 +11,17 @@ use super::environment;
 use mercury_control::sysroot::Sysroot;
 use mercury_image::Processor;
 use mercury_quiesce::describe;
-use std::ops::Range;
+use std::{fs, ops::Range, os::unix::fs::MetadataExt};
 
 const INTEL: &[u8] = b"kernel/x86/microcode/GenuineIntel.bin";
 const AMD: &[u8] = b"kernel/x86/microcode/AuthenticAMD.bin";
+const TRAILER: &[u8] = b"TRAILER!!!";
 /// Bit of /proc/sys/kernel/tainted that loading microcode into a running kernel sets
-/// (`TAINT_CPU_OUT_OF_SPEC`).
+/// (`TAINT_CPU_OUT_OF_SPEC`). So does each write to /dev/cpu/*/msr.
 const LOADED_LATE: u64 = 1 << 2;
+/// File by which microcode is loaded into a running kernel. It exists only if the kernel can do so
+/// (`CONFIG_MICROCODE_LATE_LOADING`).
+const RELOAD: &str = "sys/devices/system/cpu/microcode/reload";
 /// Limit on tables and patches, which no vendor comes near.
 const COUNT_MAX: usize = 1 << 16;
 
@@ -35,6 +42,9 @@ pub fn predict_in(sysroot: &Sysroot) -> Result<(), String> {
 /// Returns the reason, as a clause, if it would be another one than the image's.
 pub fn predict(running: &Processor, early: &[u8], sysroot: &Sysroot) -> Result<(), String> {
     let Some(now) = number(&running.microcode) else { return Ok(()) };
+    if loads_none(running, sysroot) {
+        return Ok(());
+    }
     let [family, model, stepping] = running.signature;
     let signature = signature(family, model, stepping);
     let flags = sysroot.text("sys/devices/system/cpu/cpu0/microcode/processor_flags");
@@ -44,20 +54,48 @@ pub fn predict(running: &Processor, early: &[u8], sysroot: &Sysroot) -> Result<(
         "AuthenticAMD" => file(early, AMD).and_then(|file| amd(file, signature)),
         _ => None,
     };
-    let tainted = sysroot.text("proc/sys/kernel/tainted").and_then(|text| text.parse::<u64>().ok());
     match brought {
-        // The kernel loads only what is newer.
-        Some(brought) if brought > now => Err(format!(
+        // The kernel loads only what is newer. It has declined an archive that it has seen.
+        Some(brought) if brought > now && is_renewed(sysroot) => Err(format!(
             "the microcode would be {brought:#x}, which the initial RAM disk in /boot has since this system \
              started, and the image's {now:#x}"
         )),
         Some(brought) if brought == now => Ok(()),
         // The firmware may have brought it, as it will again. Microcode that came late is forgotten.
-        _ if tainted.is_some_and(|bits| bits & LOADED_LATE != 0) => Err(format!(
+        _ if may_be_late(sysroot) => Err(format!(
             "the microcode {now:#x} was loaded into the running kernel, and a restart forgets it"
         )),
         _ => Ok(()),
     }
+}
+
+/// Returns true if the kernel loads no microcode, neither now nor in the restore environment, which has the
+/// same words on its command line.
+fn loads_none(running: &Processor, sysroot: &Sysroot) -> bool {
+    const WORD: &str = "dis_ucode_ldr";
+    let line = sysroot.text("proc/cmdline").unwrap_or_default();
+    let says_so = |word: &str| {
+        let listed =
+            word.strip_prefix("microcode=").is_some_and(|list| list.split(',').any(|one| one == WORD));
+        word == WORD || listed
+    };
+    running.flags.iter().any(|flag| flag == "hypervisor") || line.split_whitespace().any(says_so)
+}
+
+/// Returns true if the initial RAM disk may have been written since this system started.
+fn is_renewed(sysroot: &Sysroot) -> bool {
+    let stat = sysroot.text("proc/stat").unwrap_or_default();
+    let started = stat.lines().find_map(|line| line.strip_prefix("btime ")?.parse::<i64>().ok());
+    // A file that is copied or renamed into its place may keep its time of modification.
+    let written = fs::metadata(sysroot.path(&environment::initial_ram_disk(sysroot)))
+        .map(|found| found.mtime().max(found.ctime()));
+    written.ok().zip(started).is_none_or(|(written, started)| written >= started)
+}
+
+/// Returns true if microcode may have been loaded into the running kernel.
+fn may_be_late(sysroot: &Sysroot) -> bool {
+    let tainted = sysroot.text("proc/sys/kernel/tainted").and_then(|text| text.parse::<u64>().ok());
+    sysroot.exists(RELOAD) && tainted.is_some_and(|bits| bits & LOADED_LATE != 0)
 }
 
 fn number(text: &str) -> Option<u32> {
@@ -82,11 +120,12 @@ fn part(bytes: &[u8], at: usize, length: usize) -> Option<&[u8]> {
     bytes.get(at..at.checked_add(length)?)
 }
 
-/// Finds a file in an archive that is not compressed (cpio, "newc").
+/// Finds a file in archives that are not compressed (cpio, "newc"), one after the other as the kernel reads
+/// them.
 fn file<'a>(archive: &'a [u8], wanted: &[u8]) -> Option<&'a [u8]> {
     let mut at = 0;
     loop {
-        let Entry { name, data, next } = Entry::read(archive, at)?;
+        let Entry { name, data, next, .. } = Entry::read(archive, at)?;
         if name == wanted {
             return archive.get(data);
         }
@@ -99,8 +138,10 @@ pub(super) struct Entry<'a> {
     pub(super) name: &'a [u8],
     /// Place of the data.
     pub(super) data: Range<usize>,
-    /// Place of the next entry.
+    /// Place of the next entry: after the last one, that of the next archive.
     pub(super) next: usize,
+    /// True if the archive ends with this entry.
+    pub(super) is_last: bool,
 }
 
 impl<'a> Entry<'a> {
@@ -119,7 +160,11 @@ impl<'a> Entry<'a> {
         let name = part(archive, at + HEADER, name_size.checked_sub(1)?)?;
         let start = (at + HEADER + name_size).next_multiple_of(4);
         let end = start.checked_add(size)?;
-        Some(Self { name, data: start..end, next: end.checked_next_multiple_of(4)? })
+        let (next, is_last) = (end.checked_next_multiple_of(4)?, name == TRAILER);
+        // Zeros pad up to the next archive.
+        let padding = archive.get(next..).filter(|_| is_last).unwrap_or_default();
+        let zeros = padding.iter().take_while(|byte| **byte == 0).count();
+        Some(Self { name, data: start..end, next: next + zeros, is_last })
     }
 }
 
@@ -190,7 +235,6 @@ mod tests {
     use super::*;
     use mercury_initramfs::Archive;
     use proptest::prelude::*;
-    use std::fs;
 
     fn words(words: &[u32]) -> Vec<u8> {
         words.iter().flat_map(|word| word.to_le_bytes()).collect()
@@ -222,18 +266,24 @@ mod tests {
         archive.finish()
     }
 
-    /// A machine with this kernel taint and Intel's platform 1.
+    /// A machine with this kernel taint and Intel's platform 1. Its initial RAM disk was renewed after it
+    /// started, and its kernel loads microcode late.
     fn machine(tainted: &str) -> (tempfile::TempDir, Sysroot) {
         let root = tempfile::tempdir().expect("a folder");
-        let file = |path: &str, text: &str| {
-            let path = root.path().join(path);
-            fs::create_dir_all(path.parent().expect("a folder")).expect("folders");
-            fs::write(path, text).expect("a file");
-        };
-        file("sys/devices/system/cpu/cpu0/microcode/processor_flags", "0x2\n");
-        file("proc/sys/kernel/tainted", tainted);
         let sysroot = Sysroot::at(root.path());
+        put(&sysroot, "sys/devices/system/cpu/cpu0/microcode/processor_flags", "0x2\n");
+        put(&sysroot, "proc/sys/kernel/tainted", tainted);
+        put(&sysroot, "proc/sys/kernel/osrelease", "6.1\n");
+        put(&sysroot, "proc/stat", "cpu 1 2\nbtime 1000\nprocesses 1\n");
+        put(&sysroot, "boot/initrd.img-6.1", "");
+        put(&sysroot, RELOAD, "");
         (root, sysroot)
+    }
+
+    fn put(sysroot: &Sysroot, path: &str, text: &str) {
+        let path = sysroot.path(path);
+        fs::create_dir_all(path.parent().expect("a folder")).expect("folders");
+        fs::write(path, text).expect("a file");
     }
 
     fn processor(vendor: &str, signature: [u32; 3]) -> Processor {
@@ -302,6 +352,50 @@ mod tests {
         assert_eq!(predict(&intel, b"", &fine), Ok(()));
         assert!(predict(&intel, b"", &late).is_err());
         assert_eq!(predict(&Processor::default(), b"", &late), Ok(()), "a processor without microcode");
+    }
+
+    /// Writes to MSRs set the same bit, and Debian's kernels load no microcode late.
+    #[test]
+    fn a_taint_is_no_late_load_where_there_is_none() {
+        let (_root, sysroot) = machine("4\n");
+        let intel = processor("GenuineIntel", [6, 0x9E, 9]);
+        assert!(predict(&intel, b"", &sysroot).is_err());
+        fs::remove_file(sysroot.path(RELOAD)).expect("gone");
+        assert_eq!(predict(&intel, b"", &sysroot), Ok(()));
+    }
+
+    #[test]
+    fn what_the_kernel_declined_it_declines_again() {
+        let archive = early(AMD, &container(0x00A0_0F11, 0xA011, 0xA011, 0x21));
+        let amd = processor("AuthenticAMD", [25, 1, 1]);
+        let (_root, sysroot) = machine("0\n");
+        let is_fine = || predict(&amd, &archive, &sysroot).is_ok();
+        assert!(!is_fine(), "it came after the start");
+        put(&sysroot, "proc/stat", "cpu 1 2\nbtime 99999999999\n");
+        assert!(is_fine(), "the kernel has seen it");
+        fs::remove_file(sysroot.path("proc/stat")).expect("gone");
+        assert!(!is_fine(), "it is unknown when the system started");
+        for (line, expected) in [
+            ("quiet dis_ucode_ldr", true),
+            ("microcode=force_minrev,dis_ucode_ldr", true),
+            ("quiet x.dis_ucode_ldr=1", false),
+        ] {
+            put(&sysroot, "proc/cmdline", line);
+            assert_eq!(is_fine(), expected, "{line}");
+        }
+        let guest = Processor { flags: vec!["fpu".into(), "hypervisor".into()], ..amd.clone() };
+        assert_eq!(predict(&guest, &archive, &sysroot), Ok(()));
+    }
+
+    /// Debian's initramfs-tools puts one archive for each package in front.
+    #[test]
+    fn the_second_archive_is_read() {
+        let mut both = early(AMD, &container(0x00A0_0F11, 0xA011, 0xA011, 0x21));
+        both.resize(both.len().next_multiple_of(512), 0);
+        both.extend(early(INTEL, &update(0x21, 0x0009_06E9, 2, None)));
+        let (_root, sysroot) = machine("0\n");
+        let why = predict(&processor("GenuineIntel", [6, 0x9E, 9]), &both, &sysroot).expect_err("newer");
+        assert!(why.starts_with("the microcode would be 0x21"), "{why}");
     }
 
     proptest! {
