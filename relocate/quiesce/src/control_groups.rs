@@ -11,6 +11,8 @@ use std::{collections::BTreeMap, os::unix::fs::MetadataExt};
 const RESERVE_MOST: u64 = 64 << 20;
 /// Part of a limit that stays free for growth.
 const RESERVE_PART: u64 = 16;
+/// Times that the counts of ended tasks are read if they change meanwhile.
+const READS_MAX: usize = 5;
 /// Memory that the kernel may charge before it is needed, and that passes from swap to memory.
 const CHARGED_AHEAD: u64 = 1 << 20;
 
@@ -263,6 +265,18 @@ impl Kills {
     /// Reads the numbers.
     #[must_use]
     pub fn now(sysroot: &Sysroot) -> Self {
+        let mut kills = Self::read(sysroot);
+        // The numbers belong together only if no task was ended between them.
+        for _ in 0..READS_MAX {
+            if Self::in_all(sysroot) == kills.all {
+                break;
+            }
+            kills = Self::read(sysroot);
+        }
+        kills
+    }
+
+    fn read(sysroot: &Sysroot) -> Self {
         let all = Self::in_all(sysroot);
         let mut groups = BTreeMap::new();
         for hierarchy in Hierarchy::all(sysroot) {
@@ -282,8 +296,12 @@ impl Kills {
     /// if the task's group has reached a limit below which nothing was swapped out.
     #[must_use]
     pub fn rose(&self, sysroot: &Sysroot) -> bool {
-        let (Some(before), Some(all)) = (self.all, Self::in_all(sysroot)) else { return false };
-        all > before && all - before > self.explained(&Self::now(sysroot)).values().sum()
+        if Self::in_all(sysroot) == self.all {
+            return false;
+        }
+        let now = Self::now(sysroot);
+        let (Some(before), Some(all)) = (self.all, now.all) else { return false };
+        all.saturating_sub(before) > self.explained(&now).values().sum()
     }
 
     /// Names the groups that have lost a task since for which swap may be the reason.
