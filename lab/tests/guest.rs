@@ -93,7 +93,8 @@ fn time_passes(host: &Machine, guest: &Guest<'_>) -> Result<()> {
     let beside = clocks(&in_host)? - beside;
     println!("ten seconds: {inside:.2} s in the guest, {beside:.2} s in its host, {outside:.2} s outside");
     // The guest's stretch lies within the others', but for the way of the commands.
-    assert!((10.0..12.0).contains(&inside), "{inside}");
+    let late = patient(Duration::from_secs(2)).as_secs_f64();
+    assert!((10.0..10.0 + late).contains(&inside), "{inside}");
     assert!((inside - outside).abs() < 0.6 && (inside - beside).abs() < 0.6, "{inside} {beside} {outside}");
     knows_the_time(guest, "after a sleep")?;
     comes_further(guest, "counter", count(guest, "counter")?)
