@@ -35,8 +35,9 @@ use crate::{
     random::random,
     refusals::{self, Lifted, Operation},
     restore::{
-        MEMORY_LEAST_MIB, environment,
+        MEMORY_LEAST_MIB,
         fit::{Room, refuse_unrestorable},
+        memory_of_environment,
     },
     values::Name,
 };
@@ -72,7 +73,9 @@ use mercury_quiesce::{
     undo::{Undo, UndoProcess},
     volumes, waits, watchdogs,
 };
-use refuse::{below, next_disks, no_parent, refuse_blind, refuse_crowded, refuse_unreachable};
+use refuse::{
+    below, next_disks, no_parent, path_of, refuse_blind, refuse_crowded, refuse_outdated, refuse_unreachable,
+};
 use report::{Report, how_far};
 use series::Series;
 use std::{fs::File, io::BufWriter, path::Path, time};
@@ -216,6 +219,7 @@ fn one(
     let operation = if args.poweroff { Operation::PowerOff } else { Operation::Checkpoint };
     refusals::refuse(operation, &lifted, sysroot)?;
     refuse_unreachable(args, image, sysroot)?;
+    refuse_outdated(args, image, sysroot)?;
     before.refuse_loss(image)?;
     // Only the process that controls the driver writes images.
     let (device, _) = access::loaded(args.module.as_deref(), "checkpoint")?;
@@ -264,7 +268,7 @@ struct Instant {
     restored: bool,
     pause: time::Duration,
     phases: Phases,
-    /// The least memory of an environment that could restore the machine, in MiB.
+    /// The memory of the environment that restores the machine, in MiB.
     environment_mib: u64,
     still: Option<Stillness>,
     /// Switched on again when file systems can be written to.
@@ -407,10 +411,10 @@ fn reach(
     if args.poweroff && !args.force_devices {
         refuse_unrestorable(&machine, sysroot)?;
     }
-    let environment_mib = MEMORY_LEAST_MIB.max(match args.poweroff {
-        true => environment::least_memory(None, sysroot).unwrap_or(0),
-        false => 0,
-    });
+    let environment_mib = match args.poweroff && !args.force_devices {
+        true => memory_of_environment(path_of(&args.image), args.module.as_deref(), sysroot)?,
+        false => MEMORY_LEAST_MIB,
+    };
     disks::sync(&mounts, sysroot)?;
     let _limited = Limited::set(guard, sysroot)?;
     let mut fenced = raise_fence(args, device, target, identity, sysroot)?;
@@ -517,5 +521,6 @@ fn write(
     result?;
     // The image may have zeros where the parent has a page.
     let is_whole = instant.machine.parents.is_empty();
-    if args.poweroff && is_whole && !args.force_devices { refuse_crowded(room) } else { Ok(()) }
+    let must_fit = args.poweroff && is_whole && !args.force_devices;
+    if must_fit { refuse_crowded(room, instant.environment_mib) } else { Ok(()) }
 }

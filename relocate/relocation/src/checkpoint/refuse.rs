@@ -1,7 +1,11 @@
 //! Refusals of a checkpoint that depend on its options: where the image lies, and what a restore would say.
 
 use super::target::Target;
-use crate::{options::CheckpointOptions, restore::fit::Room, values::Name};
+use crate::{
+    options::CheckpointOptions,
+    restore::{fit::Room, prepared},
+    values::Name,
+};
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
@@ -12,7 +16,7 @@ use mercury_quiesce::{
     disks, mounts, reachable,
     volumes::{self, Disks},
 };
-use std::os::unix::fs::FileTypeExt;
+use std::{os::unix::fs::FileTypeExt, path::Path};
 
 pub(super) fn no_parent() -> Error {
     Error::new(Exit::Usage, "--incremental needs the name of the image that was made before")
@@ -75,17 +79,34 @@ pub(super) fn refuse_unreachable(args: &CheckpointOptions, image: &Name, sysroot
     ))
 }
 
-/// Refuses an image that not even the smallest restore environment could load, if the machine is to
+/// Returns the path of an image on this machine.
+pub(super) fn path_of(image: &Name) -> Option<&Path> {
+    match image {
+        Name::Path(path) => Some(path),
+        Name::Remote { .. } | Name::Stdout => None,
+    }
+}
+
+/// Refuses to power off a machine whose prepared restore environment would refuse the image.
+pub(super) fn refuse_outdated(args: &CheckpointOptions, image: &Name, sysroot: &Sysroot) -> Result<()> {
+    let Some(path) = path_of(image).filter(|_| args.poweroff && !args.force_devices) else { return Ok(()) };
+    prepared::memory_mib(path, sysroot).map(drop)
+}
+
+/// Refuses an image that the restore environment, which has so many MiB, could not load, if the machine is to
 /// be off.
-pub(super) fn refuse_crowded(room: Room) -> Result<()> {
+pub(super) fn refuse_crowded(room: Room, memory_mib: u64) -> Result<()> {
     let missing = room.missing();
     if missing == 0 {
         return Ok(());
     }
     let text = format!(
-        "{} of memory would find no room in any restore environment: there is no image, and the machine \
-         runs on",
+        "{} of memory would find no room in a restore environment of {memory_mib} MiB: there is no image, \
+         and the machine runs on",
         bytes(missing)
     );
-    Err(Error::new(Exit::Failed, text).hint("use a larger --pool, which leaves more room"))
+    Err(Error::new(Exit::Failed, text).hint(
+        "use a larger --pool, which leaves more room; or prepare a smaller environment for this image \
+         (`mercury restore --prepare FOLDER --memory SIZE IMAGE`)",
+    ))
 }

@@ -116,14 +116,6 @@ pub fn make(purpose: &Purpose<'_>, sysroot: &Sysroot) -> Result<Made> {
     Ok(Made { archive, memory, command_line: command_line(purpose, memory, sysroot) })
 }
 
-/// Returns the memory in MiB without which no environment of this system can start, whatever disk the image
-/// is on. `None` if there can be none.
-#[must_use]
-pub fn least_memory(module: Option<&Path>, sysroot: &Sysroot) -> Option<u64> {
-    let archive = archive(&Purpose { module, ..Purpose::default() }, sysroot).ok()?;
-    Some(Need::of(archive.len() as u64, sysroot).least_mib())
-}
-
 /// Writes kernel and initial RAM disk into a folder. Older files stay until the new ones are
 /// complete.
 ///
@@ -132,7 +124,7 @@ pub fn least_memory(module: Option<&Path>, sysroot: &Sysroot) -> Option<u64> {
 /// Returns an error if a file that they need is missing.
 pub fn write(purpose: &Purpose<'_>, folder: &Path, sysroot: &Sysroot) -> Result<Prepared> {
     let from = kernel::image(sysroot)?;
-    let Made { archive, command_line, .. } = make(purpose, sysroot)?;
+    let Made { archive, command_line, memory } = make(purpose, sysroot)?;
     let image = fs::read(&from).map_err(|error| failed(&from.display().to_string(), &error))?;
     let _folders = Folders::make(folder).map_err(|error| failed(&folder.display().to_string(), &error))?;
     let title = purpose.menu_title.clone();
@@ -145,7 +137,7 @@ pub fn write(purpose: &Purpose<'_>, folder: &Path, sysroot: &Sysroot) -> Result<
         disks::settle(&made.file, sysroot)?;
     }
     let menu::Entry { kernel, initramfs, command_line, .. } = entry;
-    Ok(Prepared { kernel, initramfs, command_line, boot_menu })
+    Ok(Prepared { kernel, initramfs, command_line, boot_menu, memory_mib: memory })
 }
 
 /// Puts two files that belong together into their places. Only root may read the initial RAM disk,

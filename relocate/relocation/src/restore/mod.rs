@@ -13,6 +13,7 @@ pub mod kernel;
 pub mod menu;
 pub mod microcode;
 pub mod place;
+pub mod prepared;
 mod size;
 
 use crate::{
@@ -56,6 +57,9 @@ pub struct Prepared {
     pub command_line: String,
     /// Its entry in the boot menu, if one was made.
     pub boot_menu: Option<menu::Made>,
+    /// Memory of its kernel.
+    #[serde(skip)]
+    memory_mib: u64,
 }
 
 impl Render for Prepared {
@@ -90,6 +94,12 @@ pub fn run(args: &RestoreOptions, say: Say<'_>) -> Result<Exit> {
     let image = args.image.as_path();
     if let Some(folder) = &args.prepare {
         let prepared = environment::write(&purpose, folder, &sysroot)?;
+        if let Err(error) = prepared::add(folder, image, prepared.memory_mib, &sysroot) {
+            eprintln!(
+                "note: it could not be recorded ({error}), so `mercury checkpoint --poweroff` does not notice \
+                 if it has to be prepared again"
+            );
+        }
         say.done(&prepared);
         return Ok(Exit::Done);
     }
@@ -109,6 +119,29 @@ pub fn run(args: &RestoreOptions, say: Say<'_>) -> Result<Exit> {
     refuse_disks(args, &machine)?;
     environment::start(environment::load(&made, &sysroot)?)?;
     Ok(Exit::Done)
+}
+
+/// Returns the memory of the environment that would restore an image, in MiB. It is the one that was prepared
+/// for the image, or else the one that would be made now.
+///
+/// # Errors
+///
+/// Returns an error if that environment would refuse the image, or none can be made.
+pub fn memory_of_environment(image: Option<&Path>, module: Option<&Path>, sysroot: &Sysroot) -> Result<u64> {
+    if let Some(prepared) = image.map(|image| prepared::memory_mib(image, sysroot)).transpose()?.flatten() {
+        return Ok(prepared);
+    }
+    let args = RestoreOptions { module: module.map(Path::to_owned), ..RestoreOptions::default() };
+    // An image on another host is copied to a place that is not known yet.
+    let purpose = match image.and_then(|image| Place::of(image, sysroot).ok()) {
+        Some(place) => purpose(&args, &place)?,
+        None => Purpose { module, usual_memory: USUAL_MEMORY_MIB, ..Purpose::default() },
+    };
+    let made = environment::make(&purpose, sysroot).map_err(|mut error| {
+        error.message = format!("no restore environment can be made: {}", error.message);
+        error
+    })?;
+    Ok(made.memory)
 }
 
 /// Returns the purpose of the restore environment.

@@ -142,7 +142,7 @@ impl Place {
 }
 
 /// Returns the whole path of a file that may not exist yet.
-fn whole_path(image: &Path) -> io::Result<PathBuf> {
+pub(super) fn whole_path(image: &Path) -> io::Result<PathBuf> {
     match image.canonicalize() {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             let folder = image.parent().filter(|folder| !folder.as_os_str().is_empty());
