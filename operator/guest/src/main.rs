@@ -76,6 +76,11 @@ struct RunArgs {
     guest: GuestArgs,
 }
 
+/// The consequence of a start from an image whose machine goes on with its connections.
+const KEEPS_CONNECTIONS: &str = "note: the machine goes on with its connections and keys. Its image notes \
+    that, if you may write to it: a later return to hardware ends connections with other machines, also \
+    after a trial or a clone";
+
 fn main() -> ExitCode {
     one_heap();
     let cli = Cli::parse();
@@ -98,6 +103,9 @@ fn run(args: &RunArgs, format: Format) -> Result<Ended> {
     let own = own_disks(&args.guest.disk);
     let drivers = drivers(life.net.is_some(), own.len() < args.guest.disk.len());
     let guest = Guest::prepare(&args.image, &drivers, &own)?;
+    if guest.keeps_connections() {
+        note!("{KEEPS_CONNECTIONS}");
+    }
     let name = life.name.clone().unwrap_or_else(|| Name::of_machine(&guest.machine().host));
     let mut folder = claim(&name)?;
     folder.entrust(start_keeper()?).map_err(no_keeper)?;

@@ -273,10 +273,18 @@ impl Prepared {
     }
 }
 
-/// Notes in the image that its machine goes on, for a later return to hardware. The guest does not reach the
-/// image. The user who starts a guest may only be allowed to read it.
-fn note_return(path: &Path, identity: Identity) {
-    let _ = returned::note_at(path, Some(identity));
+/// Returns true if the machine goes on with its connections and keys. Another life of the same image must not
+/// use them again.
+fn keeps_connections(machine: &Machine) -> bool {
+    machine.ends_connections != Some(true)
+}
+
+/// Notes in the image that its machine goes on with its connections, for a later return to hardware. The
+/// guest does not reach the image. The user who starts a guest may only be allowed to read it.
+fn note_return(path: &Path, identity: Identity, machine: &Machine) {
+    if keeps_connections(machine) {
+        let _ = returned::note_at(path, Some(identity));
+    }
 }
 
 /// The machine of an image that can be a guest of this host. Nothing was changed.
@@ -310,6 +318,12 @@ impl Guest {
         self.plan.memory()
     }
 
+    /// Returns true if the machine goes on with its connections and keys, which the image then notes.
+    #[must_use]
+    pub fn keeps_connections(&self) -> bool {
+        keeps_connections(self.machine())
+    }
+
     /// Loads the machine and lets it go on. It runs until [`Running::wait`] returns. With a file for the
     /// memory, guests of the same image share what they have not written.
     ///
@@ -319,12 +333,12 @@ impl Guest {
         if let Some(path) = memory_file {
             let view = clones::map(path, &mut self.image, &self.plan.firmware, &self.plan.layout)?;
             let prepared = self.plan.prepare_with(view, options, None)?;
-            note_return(&self.path, self.image.identity());
+            note_return(&self.path, self.image.identity(), self.image.machine());
             return prepared.start();
         }
         let prepared = self.plan.prepare(options, None)?;
         self.image.load(prepared.memory())?;
-        note_return(&self.path, self.image.identity());
+        note_return(&self.path, self.image.identity(), self.image.machine());
         prepared.start()
     }
 }
@@ -773,6 +787,27 @@ mod tests {
         let tables = Tables { configuration, ..Tables::default() };
         let expected: Vec<Range<u64>> = std::iter::once(0x11_0000..0x11_1000).collect();
         assert_eq!(unbacked(&machine, &layout, &tables), expected);
+    }
+
+    /// A second life of these connections would use their counters again.
+    #[test]
+    fn a_return_is_noted_if_its_connections_go_on() {
+        let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
+        let identity = Identity([7; 16]);
+        for (ends_connections, expected) in [(None, true), (Some(false), true), (Some(true), false)] {
+            let path = folder.path().join(format!("{ends_connections:?}"));
+            let machine = Machine { ends_connections, ..Machine::default() };
+            let file = fs::File::create(&path).expect("a file");
+            let writer = mercury_image::Writer::begin(&file, identity, &machine).expect("begun");
+            writer.commit().expect("committed");
+            // Images have several records of a page and more.
+            file.set_len(8192).expect("longer");
+            let image = Image::open(&path).expect("an image");
+            note_return(&path, image.identity(), image.machine());
+            let first = fs::read(&path).expect("a file");
+            let start = mercury_image::Start::read(&first).expect("an image");
+            assert_eq!(start.was_restored, expected, "{ends_connections:?}");
+        }
     }
 
     #[test]

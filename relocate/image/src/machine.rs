@@ -66,6 +66,10 @@ pub struct Machine {
     /// Clocks of the machine. `None`: an earlier Mercury did not record them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timers: Option<Timers>,
+    /// True if the machine ends its connections with other machines whenever it comes back, because the
+    /// machine that ran on has used them. `None`: an earlier Mercury made the image.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ends_connections: Option<bool>,
     /// Images that this one needs, from the full one to its parent. Empty: this image is a full
     /// one.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

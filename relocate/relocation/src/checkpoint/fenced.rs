@@ -61,6 +61,11 @@ impl Fenced {
         }
     }
 
+    /// Returns true if the machine ends its connections whenever it comes back.
+    pub(super) fn ends_connections(&self) -> bool {
+        self.once.is_none()
+    }
+
     /// Takes the fence away, in the machine that runs on.
     pub(super) fn runs_on(&self, device: &Device) -> Result<()> {
         if self.silent == Silent::Second { device.fence_down() } else { Ok(()) }

@@ -330,6 +330,7 @@ fn checkpoint(
         instant.readiness.stay();
     }
     instant.machine.parents = new.before.lineage();
+    instant.machine.ends_connections = Some(instant.fenced.ends_connections());
     let streaming = time::Instant::now();
     let begun = Writer::begin(&mut target, new.identity, &instant.machine).map_err(image_error);
     let written = begun.and_then(|mut writer| {
