@@ -40,7 +40,13 @@ fn enter_unit(name: &Name, limit: u64) -> Result<(String, Option<PathBuf>), Stri
     let unit = format!("mercury-guest-{name}.scope");
     // A machine that was to be this guest was refused or discarded before.
     let is_there = own_group().is_some_and(|group| group.ends_with(&unit));
-    run(if is_there { change(&unit, limit) } else { begin(&unit, limit) })?;
+    if is_there {
+        run(change(&unit, limit))?;
+    } else {
+        // systemd knows no such policy of a scope before 253. It ends no scope for a kill then.
+        run(begin(&unit, limit, OomPolicy::Continue))
+            .or_else(|_| run(begin(&unit, limit, OomPolicy::Unsaid)))?;
+    }
     let end = Instant::now() + PATIENCE;
     loop {
         match own_group().filter(|group| group.ends_with(&unit)) {
@@ -63,8 +69,16 @@ fn limit(memory_bytes: u64, has_memory_file: bool) -> u64 {
     memory_bytes.saturating_add(memory_bytes / TABLES).saturating_add(BESIDE).saturating_add(file)
 }
 
+/// What systemd does with the unit after the kernel has killed one of its processes because memory was short.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum OomPolicy {
+    /// The rest goes on: the guest, if its copy in a move was killed.
+    Continue,
+    Unsaid,
+}
+
 /// Returns the words that let systemd make the unit of this process. Users have a systemd of their own.
-fn begin(unit: &str, limit: u64) -> Command {
+fn begin(unit: &str, limit: u64, policy: OomPolicy) -> Command {
     let (pid, limit) = (std::process::id().to_string(), limit.to_string());
     let mut command = of_user("busctl");
     command.args(["--quiet", "call", "org.freedesktop.systemd1", "/org/freedesktop/systemd1"]);
@@ -75,8 +89,12 @@ fn begin(unit: &str, limit: u64) -> Command {
         unit,
         "fail",
     ]);
-    command.args(["4", "Description", "s", "A machine that Mercury runs as a guest"]);
+    command.arg(if policy == OomPolicy::Continue { "5" } else { "4" });
+    command.args(["Description", "s", "A machine that Mercury runs as a guest"]);
     command.args(["PIDs", "au", "1", &pid, "MemoryMax", "t", &limit]);
+    if policy == OomPolicy::Continue {
+        command.args(["OOMPolicy", "s", "continue"]);
+    }
     command.args(["CollectMode", "s", "inactive-or-failed", "0"]);
     command
 }
@@ -134,14 +152,21 @@ mod tests {
 
     #[test]
     fn systemd_is_asked_for_a_unit_of_this_process() {
-        let command = begin("mercury-guest-db.scope", 77);
-        let words: Vec<_> = command.get_args().map(|word| word.to_string_lossy().into_owned()).collect();
-        let text = words.join(" ");
+        let words_of = |policy| {
+            let command = begin("mercury-guest-db.scope", 77, policy);
+            let words: Vec<_> = command.get_args().map(|word| word.to_string_lossy().into_owned()).collect();
+            words.join(" ")
+        };
         let pid = std::process::id();
-        let expected = "mercury-guest-db.scope fail 4 Description";
-        assert!(
-            text.contains(expected) && text.contains(&format!("PIDs au 1 {pid} MemoryMax t 77")),
-            "{text}"
-        );
+        for (policy, count) in [(OomPolicy::Continue, 5), (OomPolicy::Unsaid, 4)] {
+            let text = words_of(policy);
+            for words in [
+                format!("mercury-guest-db.scope fail {count} Description"),
+                format!("PIDs au 1 {pid} MemoryMax t 77"),
+            ] {
+                assert!(text.contains(&words), "{text}");
+            }
+            assert_eq!(text.contains("OOMPolicy s continue"), policy == OomPolicy::Continue, "{text}");
+        }
     }
 }

@@ -2,9 +2,11 @@
 //! the guest or a device writes to it.
 
 use std::{
+    fs::File,
     io::{self, Read, Write},
     os::{fd::AsRawFd, unix::net::UnixStream},
     ptr,
+    sync::{Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
@@ -28,6 +30,41 @@ struct Request {
 
 const REQUEST: usize = size_of::<Request>();
 
+/// The kernel's place for the likelihood that it kills this process when memory is short.
+const OOM_SCORE: &str = "/proc/self/oom_score_adj";
+/// Score of a process that is killed first.
+const KILLED_FIRST: &str = "1000";
+/// Held while the score of this process is read or differs from its own.
+static SCORED: Mutex<()> = Mutex::new(());
+
+/// This process's score for the kernel's OOM killer.
+#[derive(Debug)]
+struct Score {
+    /// Stays open, because the monitor may open no files later.
+    file: File,
+    own: String,
+}
+
+impl Score {
+    fn open() -> io::Result<Self> {
+        let _held = hold_score();
+        let mut file = File::options().read(true).write(true).open(OOM_SCORE)?;
+        let mut own = String::new();
+        file.read_to_string(&mut own)?;
+        Ok(Self { file, own })
+    }
+
+    /// Sets a score. Each may be set without privileges that is not lower than the one that a process began
+    /// with. A score that is not taken changes nothing.
+    fn set(&self, score: &str) {
+        let _ = (&self.file).write_all(score.as_bytes());
+    }
+}
+
+fn hold_score() -> MutexGuard<'static, ()> {
+    SCORED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// The means of copies of this process, one after the other.
 #[derive(Debug)]
 pub struct Keeper {
@@ -37,6 +74,8 @@ pub struct Keeper {
     pages: *mut u8,
     length: usize,
     child: Option<libc::pid_t>,
+    /// `None` if the host has no /proc.
+    score: Option<Score>,
     /// The copy has not answered. What was asked and answered since may still come, until it has ended.
     is_broken: bool,
 }
@@ -61,10 +100,12 @@ impl Keeper {
         if pages == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        Ok(Self { own, theirs, pages: pages.cast(), length, child: None, is_broken: false })
+        let score = Score::open().ok();
+        Ok(Self { own, theirs, pages: pages.cast(), length, child: None, score, is_broken: false })
     }
 
-    /// Makes the copy: it has the memory of this process as it is now.
+    /// Makes the copy: it has the memory of this process as it is now. If the host's memory is short, the
+    /// kernel kills the copy, and not the guest: the copy is as large as the guest, and has a higher score.
     ///
     /// # Errors
     /// There is a copy already, or the host has no room for one.
@@ -74,13 +115,21 @@ impl Keeper {
         }
         self.drain();
         self.is_broken = false;
+        let held = hold_score();
+        if let Some(score) = &self.score {
+            score.set(KILLED_FIRST);
+        }
         // SAFETY: The child takes no lock, allocates nothing and ends by itself: see `serve`.
         let child = unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) };
-        match child {
-            -1 => return Err(io::Error::last_os_error()),
-            0 => serve(self.own.as_raw_fd(), self.theirs.as_raw_fd(), self.pages),
-            _ => self.child = Some(child as libc::pid_t),
+        if child == 0 {
+            serve(self.own.as_raw_fd(), self.theirs.as_raw_fd(), self.pages);
         }
+        let made = if child > 0 { Ok(child as libc::pid_t) } else { Err(io::Error::last_os_error()) };
+        if let Some(score) = &self.score {
+            score.set(&score.own);
+        }
+        drop(held);
+        self.child = Some(made?);
         Ok(())
     }
 
@@ -212,5 +261,27 @@ fn serve(parents: i32, own: i32, pages: *mut u8) -> ! {
             }
         }
         libc::_exit(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    #[test]
+    fn the_copy_is_killed_before_the_guest() {
+        let mut keeper = Keeper::new(1).expect("a keeper");
+        let before = keeper.score.as_ref().expect("a score").own.clone();
+        for _ in 0..2 {
+            keeper.start().expect("a copy");
+            let child = keeper.child.expect("a copy");
+            let score = fs::read_to_string(format!("/proc/{child}/oom_score_adj")).expect("a score");
+            assert_eq!(score.trim(), KILLED_FIRST);
+            let held = hold_score();
+            assert_eq!(fs::read_to_string(OOM_SCORE).expect("a score"), before);
+            drop(held);
+            keeper.end();
+        }
     }
 }
