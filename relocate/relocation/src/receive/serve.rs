@@ -22,7 +22,7 @@ use mercury_migration::{
     announcement::{Announcer, Speaker},
     protocol::{
         Attempt, Destination, Digest, Message, Patience, Word,
-        destination::{Action, Advice, Decision, Event, Phase, Verdict},
+        destination::{Action, Decision, Event, Phase, Verdict},
         source::Asked,
     },
     session::Receiver,
@@ -187,9 +187,10 @@ impl Host {
     /// Answers as a destination that was restarted: the machine was started, and does not run any more.
     fn lose(&mut self) {
         let Some(attempt) = self.begun.take() else { return };
+        let advice = after_end(self.destination.phase());
         (self.destination, _) = Destination::restart(&[(attempt, Verdict::Starting)]);
         self.say(Message { attempt, word: Word::Lost });
-        note!("mercury: {}", Advice::Lost);
+        note!("mercury: {advice}");
     }
 
     /// Waits, receives, and goes on in the machine that has arrived. Returns only if that fails.
@@ -711,6 +712,20 @@ impl Host {
     }
 }
 
+/// Advice for the operator of a system in use, after the end of a machine that was started there. A machine
+/// that runs at its next place must not be started a second time.
+fn after_end(phase: Option<Phase>) -> &'static str {
+    if phase == Some(Phase::Running) {
+        "the machine that had moved here has ended here. If it has moved on, or was powered off or stopped, \
+         nothing is to be done. If it has failed and runs nowhere else, start it again from its disks, as \
+         after a power cut"
+    } else {
+        "the machine was started here, and has ended before it said that it runs: it does not run here any \
+         more. If its source still waits, its console says what can be done. If the machine runs nowhere \
+         else, start it again from its disks, as after a power cut"
+    }
+}
+
 /// Does work that a disk may hold up, in a thread. Meanwhile the source gets a sign of life at each interval.
 fn with_signs<T: Send>(
     work: impl FnOnce() -> Result<T, String> + Send,
@@ -747,4 +762,21 @@ fn with_signs<T: Send>(
             }
         }
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_machine_that_has_run_and_ended_is_not_to_be_started_again() {
+        let text = after_end(Some(Phase::Running));
+        assert!(text.contains("moved on") && text.contains("nothing is to be done"), "{text}");
+        let early = after_end(Some(Phase::Starting));
+        assert!(early.contains("source still waits"), "{early}");
+        for text in [text, early] {
+            assert!(text.contains("runs nowhere else"), "{text}");
+            assert!(!text.contains("restarted"), "the host was not: {text}");
+        }
+    }
 }
