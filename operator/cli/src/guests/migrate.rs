@@ -100,6 +100,7 @@ fn follow(name: &Name, socket: &UnixStream, number: &str, limits: Limits, say: S
     let mut reader = BufReader::new(socket);
     let mut moved = None;
     let (mut has_begun, mut limit, mut heard) = (false, limits.begins, Instant::now());
+    let mut stands_still = false;
     loop {
         let mut line = Vec::new();
         wait(socket, limit.saturating_sub(heard.elapsed()))?;
@@ -109,6 +110,7 @@ fn follow(name: &Name, socket: &UnixStream, number: &str, limits: Limits, say: S
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 return Err(match (moved, has_begun) {
                     (Some(_), _) => does_not_end(name),
+                    (None, true) if stands_still => stands_in_doubt(name, limit),
                     (None, true) => says_no_more(name, limit),
                     (None, false) => is_silent(name),
                 });
@@ -135,7 +137,7 @@ fn follow(name: &Name, socket: &UnixStream, number: &str, limits: Limits, say: S
         }
         if let Some(event) = message.get("event") {
             if event.get("event").and_then(Value::as_str) == Some("stops") {
-                limit = limits.stands_still;
+                (limit, stands_still) = (limits.stands_still, true);
             }
             match say.format {
                 Format::Json => print(&format!("{event}\n")),
@@ -190,6 +192,17 @@ fn says_no_more(name: &Name, limit: Duration) -> Error {
     let text = format!("{name} has said nothing of its move for {} s, and runs here", limit.as_secs());
     Error::new(Exit::Failed, text).hint(format!(
         "`mercury migrate` may have been killed there: look at its console (`mercury guests console {name}`)"
+    ))
+}
+
+/// The guest may have said `Commit`, so that this host does not know where it runs.
+fn stands_in_doubt(name: &Name, limit: Duration) -> Error {
+    let text = format!(
+        "{name} has said nothing of its move for {} s. It stands still here, and may run at the destination",
+        limit.as_secs()
+    );
+    Error::new(Exit::Failed, text).hint(format!(
+        "end nothing yet. Its console asks if it waits for a word of yours: `mercury guests console {name}`"
     ))
 }
 
@@ -316,6 +329,9 @@ mod tests {
             b"{\"order\":\"5\",\"begun\":true}\n\
               {\"order\":\"5\",\"event\":{\"event\":\"stops\"},\"text\":\"still\"}\n{",
         );
-        assert!(still.expect_err("silence").message.contains("has said nothing"));
+        let error = still.expect_err("silence");
+        assert!(error.message.contains("may run at the destination"), "{error}");
+        assert!(!error.message.contains("runs here"), "{error}");
+        assert!(error.hint.expect("a hint").contains("guests console node7"));
     }
 }
