@@ -4,7 +4,7 @@
 
 use crate::{
     restore::{fit, microcode},
-    tombstone,
+    tombstone::{self, StartedBy},
 };
 use mercury_abi::code::Code;
 use mercury_control::{
@@ -218,10 +218,10 @@ const QUESTIONS: &[Question] = &[
     },
     Question {
         name: "tombstone",
-        fine: "there is a place that survives a power cut",
+        fine: "there is a place that survives a power cut, or only an operator starts this machine",
         before: &[Migrate],
         lifted_by: Some(Lifted::Tombstone),
-        ask: |_, sysroot| tombstone::refuse_placeless(sysroot),
+        ask: |_, sysroot| tombstone::refuse_placeless(StartedBy::of_this_machine(), sysroot),
     },
 ];
 

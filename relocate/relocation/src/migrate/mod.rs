@@ -43,7 +43,7 @@ use crate::{
     operator::Operator,
     options::MigrateOptions,
     refusals::{self, Lifted, Operation},
-    tombstone::Tombstones,
+    tombstone::{StartedBy, Tombstones},
 };
 use by_host::HostLine;
 use here::{Here, With};
@@ -131,8 +131,11 @@ fn leave(
     let device = access::loaded_for_move(args.module.as_deref(), "migrate")?;
     // The open device keeps other processes from moving this machine now, and the undo process
     // finds what is opened here.
-    let tombstones =
-        if args.without_tombstone { None } else { Some(Tombstones::choose(&args.host, &sysroot)?) };
+    let tombstones = if args.without_tombstone {
+        None
+    } else {
+        Tombstones::choose_against(StartedBy::of_this_machine(), &args.host, &sysroot)?
+    };
     let mut guard = UndoProcess::start()?;
     let attached = Attached::for_move(&device, &mut guard)?;
     let with = With { args, say, sysroot: &sysroot, deferred, device: &device, guard: &mut guard, host };

@@ -22,6 +22,7 @@ use mercury_abi::code::Code;
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
+    monitor::is_guest,
     sysroot::Sysroot,
 };
 use mercury_migration::protocol::{Attempt, Tombstone};
@@ -39,6 +40,23 @@ const SPOTS: &str = "etc/mercury/tombstone.places";
 /// The hint for a machine without a place.
 const WITHOUT: &str = "--without-tombstone moves without a tombstone: then make sure that this machine does \
     not start by itself when its power comes back";
+
+/// What starts this machine after its power comes back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StartedBy {
+    /// The hardware itself, from the disks that it finds.
+    Hardware,
+    /// An operator of the host whose monitor runs this machine. Nothing would read a tombstone.
+    Operator,
+}
+
+impl StartedBy {
+    /// Returns what starts this machine.
+    #[must_use]
+    pub fn of_this_machine() -> Self {
+        if is_guest() { Self::Operator } else { Self::Hardware }
+    }
+}
 
 /// A place for a tombstone by name, for a process that reaches it by descriptors that are open
 /// already.
@@ -126,6 +144,18 @@ impl Tombstones {
     /// Returns an error if there is none, or it holds another system's tombstone.
     pub fn choose(to: &str, sysroot: &Sysroot) -> Result<Self> {
         Self::first(to, sysroot, |tombstones| tombstones.write(Tombstone::Cleared))
+    }
+
+    /// Chooses a place, if a tombstone keeps anything from starting this machine.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if there is no place and a tombstone is wanted.
+    pub fn choose_against(starter: StartedBy, to: &str, sysroot: &Sysroot) -> Result<Option<Self>> {
+        match starter {
+            StartedBy::Hardware => Self::choose(to, sysroot).map(Some),
+            StartedBy::Operator => Ok(None),
+        }
     }
 
     /// Returns the first place that `works` and that no other tombstone occupies.
@@ -253,13 +283,17 @@ impl Standing {
     }
 }
 
-/// Refuses a machine without a place for a tombstone, as far as this shows without writing to one.
+/// Refuses a machine without a place for a tombstone that it wants, as far as this shows without writing to
+/// one.
 ///
 /// # Errors
 ///
 /// Returns an error with the reason why there is none.
-pub fn refuse_placeless(sysroot: &Sysroot) -> Result<()> {
-    Tombstones::first("", sysroot, |_| Ok(())).map(drop)
+pub fn refuse_placeless(starter: StartedBy, sysroot: &Sysroot) -> Result<()> {
+    match starter {
+        StartedBy::Hardware => Tombstones::first("", sysroot, |_| Ok(())).map(drop),
+        StartedBy::Operator => Ok(()),
+    }
 }
 
 fn refusal(why: &str) -> Error {
@@ -459,6 +493,22 @@ mod tests {
         fs::create_dir_all(root.path().join("etc/mercury")).expect("a folder");
         fs::write(root.path().join(SPOTS), "[").expect("a file");
         assert!(Tombstones::choose("b", &sysroot).is_err());
+    }
+
+    /// The firmware cannot be called in a guest, so a guest on UEFI has no place.
+    #[test]
+    fn a_guest_needs_no_place() {
+        let (root, sysroot) = machine(ONE);
+        fs::remove_dir_all(root.path().join("sys")).expect("gone");
+        for (starter, is_refused) in [(StartedBy::Hardware, true), (StartedBy::Operator, false)] {
+            assert_eq!(refuse_placeless(starter, &sysroot).is_err(), is_refused);
+            assert_eq!(Tombstones::choose_against(starter, "b", &sysroot).is_err(), is_refused);
+        }
+        let (root, sysroot) = machine(ONE);
+        let none = Tombstones::choose_against(StartedBy::Operator, "b", &sysroot).expect("not refused");
+        assert!(none.is_none() && !root.path().join(firmware::FOLDER).join(firmware::TOMBSTONE).exists());
+        let one = Tombstones::choose_against(StartedBy::Hardware, "b", &sysroot).expect("not refused");
+        assert!(one.is_some());
     }
 
     #[test]
