@@ -40,6 +40,16 @@ int test_hang_all(struct test_answer *answer, const u64 *arguments)
 	return 0;
 }
 
+/* soft-hang: this CPU loops for ever with interrupts on, through code of several pages */
+int test_soft_hang(struct test_answer *answer, const u64 *arguments)
+{
+	pr_emerg("mercury_test: a CPU loops\n");
+	preempt_disable();
+	for (;;)
+		asm volatile(".rept 16384\n\tnop\n\t.endr");
+	return 0;
+}
+
 static atomic_t hangs_in_nmi = ATOMIC_INIT(-1);
 
 static int hang_here(unsigned int type, struct pt_regs *regs)

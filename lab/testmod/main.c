@@ -39,6 +39,7 @@ static const struct {
 	{ "flip", 2, test_flip },
 	{ "hang", 1, test_hang },
 	{ "hang-all", 1, test_hang_all },
+	{ "soft-hang", 0, test_soft_hang },
 	{ "hang-in-nmi", 1, test_hang_in_nmi },
 	{ "oops", 1, test_oops },
 	{ "hang-and-panic", 1, test_hang_and_panic },

@@ -77,6 +77,7 @@ void test_refuse_exit(void);
 /* death.c */
 int test_hang(struct test_answer *answer, const u64 *arguments);
 int test_hang_all(struct test_answer *answer, const u64 *arguments);
+int test_soft_hang(struct test_answer *answer, const u64 *arguments);
 int test_hang_in_nmi(struct test_answer *answer, const u64 *arguments);
 int test_oops(struct test_answer *answer, const u64 *arguments);
 int test_hang_and_panic(struct test_answer *answer, const u64 *arguments);

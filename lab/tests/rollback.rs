@@ -392,10 +392,24 @@ fn again_and_again() -> Result<()> {
 #[test]
 #[ignore = "long"]
 fn the_same_panic_three_times_is_the_last() -> Result<()> {
+    dies_three_times(PANIC)
+}
+
+/// Catches the loop at another instruction in each life.
+#[test]
+#[ignore = "long"]
+fn the_same_soft_lockup_three_times_is_the_last() -> Result<()> {
+    dies_three_times(
+        "echo 2 > /proc/sys/kernel/watchdog_thresh; echo 1 > /proc/sys/kernel/softlockup_panic; \
+         echo soft-hang > /dev/mercury_test",
+    )
+}
+
+fn dies_three_times(death: &str) -> Result<()> {
     need_qemu()?;
     let machine = at_work(spec(2), &[])?;
     machine.put("/run/lives", MANY_LIVES.as_bytes(), 0o755)?;
-    start(&machine, &format!("bash /run/lives 9 \"{PANIC}\""))?;
+    start(&machine, &format!("bash /run/lives 9 \"{death}\""))?;
     machine.wait_shutdown(Duration::from_secs(300))?;
     let log = machine.serial_log();
     assert!(log.contains("life 2: ") && !log.contains("life 3: "), "{log}");

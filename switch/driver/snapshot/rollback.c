@@ -122,23 +122,18 @@ void mercury_rollback_read(u64 message[16])
 }
 
 /*
- * Returns the signature of this death: those with the same callers have the same. A CPU that hangs is
- * caught at any instruction of its loop, so a hang is told by the name of the task.
+ * Returns the signature of this death: those with the same callers have the same. A CPU that loops is
+ * caught at any instruction of its loop, so a hang and a soft lockup are told by the name of the task.
  */
 static u64 signature_of_death(u32 reason)
 {
+	u32 hash = jhash(current->comm, strnlen(current->comm, sizeof(current->comm)), reason);
 	unsigned long callers[CALLERS];
-	const void *key = callers;
-	size_t length;
 
-	if (reason == MERCURY_ROLLBACK_REASON_HANG) {
-		key = current->comm;
-		length = strnlen(current->comm, sizeof(current->comm));
-	} else {
-		length = stack_trace_save(callers, ARRAY_SIZE(callers), 0) * sizeof(*callers);
-	}
+	if (reason != MERCURY_ROLLBACK_REASON_HANG && !strstarts(note->message, "softlockup"))
+		hash = jhash(callers, sizeof(*callers) * stack_trace_save(callers, CALLERS, 0), reason);
 	/* Not 0, which stands for none. */
-	return (u64)jhash(key, length, reason) << 32 | BIT_ULL(32);
+	return (u64)hash << 32 | BIT_ULL(32);
 }
 
 /*
