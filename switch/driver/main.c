@@ -49,7 +49,7 @@ static void __exit mercury_exit(void)
 	mercury_guest_exit();
 	mercury_control_exit();
 	mercury_device_wait();
-	mercury_watch_exit();
+	mercury_watch_stop();
 	mercury_snapshot_exit();
 	mercury_events_exit();
 }

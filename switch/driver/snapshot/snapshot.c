@@ -498,6 +498,7 @@ static void cpu_starts(void)
 {
 	WRITE_ONCE(snapshot.another_cpu, true);
 	mercury_snapshot_give_up_kept(MERCURY_CODE_SNAPSHOT_HOTPLUG);
+	mercury_hpet_wait();
 }
 
 /* A CPU came online. It does not use the snapshot's tables, so its writes are not seen. */

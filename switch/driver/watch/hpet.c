@@ -239,6 +239,18 @@ u32 mercury_hpet_ticks(void)
 }
 
 /*
+ * Waits for the next NMI, so that none comes for almost a period. A CPU that starts has no table of
+ * interrupts at first, and an NMI there would reset the machine.
+ */
+void mercury_hpet_wait(void)
+{
+	u32 before = mercury_hpet_ticks(), i;
+
+	for (i = 0; i < 20 && READ_ONCE(hpet.on) && mercury_hpet_ticks() == before; i++)
+		msleep(20);
+}
+
+/*
  * Returns the number of the last NMI. @first: this CPU is the first to see it, and has set the timer for the
  * next one.
  */

@@ -291,7 +291,8 @@ static struct notifier_block power_notifier = {
 	.notifier_call = power_changes,
 };
 
-static void stop(void)
+/* Ends the watch, if there is one. */
+void mercury_watch_stop(void)
 {
 	if (!state.acts)
 		return;
@@ -355,11 +356,11 @@ int mercury_watch_set(const struct mercury_watch_request *request)
 		state.acts = acts;
 		return MERCURY_CODE_OK;
 	}
-	stop();
+	mercury_watch_stop();
 	code = acts ? start(acts) : MERCURY_CODE_OK;
 	if (code == MERCURY_CODE_OK && acts && !state.tiers) {
 		code = state.hpet_code;
-		stop();
+		mercury_watch_stop();
 	}
 	return code;
 }
@@ -371,9 +372,4 @@ void mercury_watch_status(struct mercury_watch_request *request)
 	state.ticks = mercury_hpet_ticks();
 	*request = state;
 	request->header = header;
-}
-
-void mercury_watch_exit(void)
-{
-	stop();
 }

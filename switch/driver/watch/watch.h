@@ -25,7 +25,7 @@
 struct mercury_watch_request;
 int mercury_watch_set(const struct mercury_watch_request *request);
 void mercury_watch_status(struct mercury_watch_request *request);
-void mercury_watch_exit(void);
+void mercury_watch_stop(void);
 
 /* hpet.c: from mercury_hpet_resume() on in any context */
 u32 mercury_hpet_start(void);
@@ -36,6 +36,7 @@ u32 mercury_hpet_tick(bool *first);
 u32 mercury_hpet_ticks(void);
 bool mercury_hpet_mend(void);
 void mercury_hpet_silence(void);
+void mercury_hpet_wait(void);
 
 /* mend.c: under mercury.lock */
 struct mercury_mend_request;
