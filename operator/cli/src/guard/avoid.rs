@@ -4,7 +4,7 @@
 //! The cause is what the life that ended says: the module in which its kernel faulted, and the program that
 //! ran on the CPU which asked for the rollback.
 
-use super::keeper::Event;
+use super::{carried, keeper::Event};
 use crate::postmortem::{Report, stacks::Cpu};
 use mercury_control::sysroot::Sysroot;
 use serde::{Deserialize, Serialize};
@@ -12,7 +12,7 @@ use std::{
     ffi::CString,
     fmt::{self, Display},
     fs, io,
-    path::Path,
+    path::{Path, PathBuf},
 };
 
 /// Deaths of the same in a row after which the cause is avoided.
@@ -140,6 +140,18 @@ pub fn avoid(rules: Avoid, is_dry: bool, report: &Report, sysroot: &Sysroot, say
     say(Step::Tell(event));
 }
 
+/// Acts after a death whose report cannot be read: the machine moves, if it is to.
+pub fn without_report(rules: Avoid, is_dry: bool, same: u64, why: &dyn Display, say: &dyn Fn(Step)) {
+    if same < DEATHS || rules == Avoid::default() {
+        return;
+    }
+    if rules.machine == OfMachine::Evacuate && !is_dry {
+        say(Step::Order(TWICE.to_owned()));
+    }
+    let text = format!("{TWICE}, and the life that ended tells nothing: {why}");
+    say(Step::Tell(Event::new(4, "not-avoided", text)));
+}
+
 /// An act that avoids a cause.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Act {
@@ -178,19 +190,38 @@ impl Display for Act {
     }
 }
 
-/// Unbinds a module's devices, and removes the module.
+/// A device, and the folder of its driver.
+type Bound = (PathBuf, String);
+
+/// Unbinds a module's devices, and removes the module. Refuses if one of them carries a mounted file system.
 fn unload(module: &str, sysroot: &Sysroot) -> io::Result<()> {
     if remove(module).is_ok() {
         return Ok(());
     }
+    let mut bound: Vec<Bound> = Vec::new();
     let drivers = format!("sys/module/{module}/drivers");
     for driver in sysroot.names(&drivers) {
         let folder = sysroot.path(&format!("{drivers}/{driver}"));
-        for device in devices(&folder)? {
-            fs::write(folder.join("unbind"), device)?;
-        }
+        bound.extend(devices(&folder)?.into_iter().map(|device| (folder.clone(), device)));
     }
-    remove(module)
+    if let Some((_, device)) =
+        bound.iter().find(|(folder, device)| carried::is_needed(&folder.join(device), sysroot))
+    {
+        let why = format!("{device} may carry a mounted file system or swap space");
+        return Err(io::Error::new(io::ErrorKind::ResourceBusy, why));
+    }
+    without(&bound, || remove(module))
+}
+
+/// Unbinds devices for an act. If the act fails, they are bound again.
+fn without(bound: &[Bound], act: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
+    let write = |(folder, device): &Bound, file: &str| fs::write(folder.join(file), device);
+    let done = bound.iter().try_for_each(|one| write(one, "unbind")).and_then(|()| act());
+    if done.is_err() {
+        // A device that was not unbound refuses. The first error is the one to report.
+        bound.iter().for_each(|one| write(one, "bind").unwrap_or_default());
+    }
+    done
 }
 
 /// Returns the names of a driver's devices: those of its links that lead to a device.
@@ -295,6 +326,22 @@ mod tests {
     }
 
     #[test]
+    fn the_machine_moves_without_a_report() {
+        let said = |machine, is_dry, same| {
+            let steps = RefCell::new(Vec::new());
+            let rules = Avoid { module: OfModule::Unload, machine, ..Avoid::default() };
+            without_report(rules, is_dry, same, &"busy", &|step| steps.borrow_mut().push(step));
+            let steps = steps.into_inner();
+            let orders = steps.iter().filter(|step| matches!(step, Step::Order(_))).count();
+            (orders, steps.len() - orders)
+        };
+        assert_eq!(said(OfMachine::Evacuate, false, 2), (1, 1));
+        assert_eq!(said(OfMachine::Evacuate, true, 2), (0, 1), "a dry run");
+        assert_eq!(said(OfMachine::Keep, false, 2), (0, 1));
+        assert_eq!(said(OfMachine::Evacuate, false, 1), (0, 0), "the first death");
+    }
+
+    #[test]
     fn a_program_is_stopped_if_it_is_the_same() {
         let mut sleep = std::process::Command::new("sleep").arg("60").spawn().expect("a program");
         let (pid, here) = (sleep.id(), Sysroot::default());
@@ -323,5 +370,16 @@ mod tests {
         std::os::unix::fs::symlink(&device, driver.join("0000:00:03.0")).expect("a link");
         fs::write(driver.join("unbind"), "").expect("a file");
         assert_eq!(devices(&driver).expect("devices"), ["0000:00:03.0"]);
+    }
+
+    #[test]
+    fn devices_are_bound_again_if_the_module_stays() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let bound = [(folder.path().to_owned(), "0000:00:03.0".to_owned())];
+        let written = |file: &str| fs::read_to_string(folder.path().join(file)).ok();
+        without(&bound, || Ok(())).expect("removed");
+        assert_eq!((written("unbind").as_deref(), written("bind")), (Some("0000:00:03.0"), None));
+        without(&bound, || Err(io::Error::other("in use"))).expect_err("in use");
+        assert_eq!(written("bind").as_deref(), Some("0000:00:03.0"));
     }
 }

@@ -8,6 +8,7 @@ use mercury_control::{
     output::{Render, Text, Tone},
     sysroot::Sysroot,
 };
+use mercury_quiesce::nfs;
 use serde::Serialize;
 use std::{fs, path::Path};
 
@@ -39,6 +40,8 @@ pub struct Facts {
     hardware_watchdog: bool,
     /// Local file systems that are mounted for writing.
     written: Vec<String>,
+    /// File systems of NFS with which no snapshot can be kept, and their versions.
+    sessions: Vec<String>,
 }
 
 impl Facts {
@@ -48,6 +51,7 @@ impl Facts {
         let text = |path: &str| fs::read_to_string(root.join(path)).unwrap_or_default();
         let number = |path: &str| text(path).trim().parse::<i64>().unwrap_or_default();
         let exists = |path: &str| root.join(path).exists();
+        let volumes = nfs::volumes(&Sysroot::at(root)).into_iter().filter(nfs::Volume::has_sessions);
         Self {
             has_hpet: exists("sys/firmware/acpi/tables/HPET"),
             has_counters: exists("sys/bus/event_source/devices/cpu"),
@@ -56,6 +60,7 @@ impl Facts {
             panic_timeout: number("proc/sys/kernel/panic"),
             hardware_watchdog: exists("dev/watchdog0"),
             written: written(&text("proc/self/mounts")),
+            sessions: volumes.map(|volume| format!("{} (NFS {})", volume.at, volume.version)).collect(),
         }
     }
 
@@ -84,7 +89,8 @@ impl Facts {
 
     fn hpet(&self) -> Finding {
         if self.has_hpet && self.remapped {
-            let text = "the HPET's NMIs do not pass the IOMMU (`mercury explain watch-remapped`)";
+            let text = "the HPET's NMIs do not pass the IOMMU (`mercury explain watch-remapped`): a CPU that \
+                sleeps with interrupts off is not noticed, nor is one that never leaves an NMI";
             return Finding { name: "hpet", state: "note", text: text.into() };
         }
         finding("hpet", self.has_hpet, "NMIs of the HPET", "watch-no-hpet")
@@ -105,6 +111,10 @@ impl Facts {
     /// Tells what a rollback would lose.
     fn lost(&self) -> Finding {
         let name = "rollback";
+        if !self.sessions.is_empty() {
+            let text = "no snapshot can be kept, so nothing is put back: mount with vers=4.0 or vers=3: ";
+            return Finding { name, state: "note", text: text.to_owned() + &self.sessions.join(", ") };
+        }
         if self.written.is_empty() {
             let text = "no local file system is written to: a rollback loses work since the snapshot only";
             return Finding { name, state: "good", text: text.into() };
@@ -124,13 +134,14 @@ fn finding(name: &'static str, good: bool, what: &str, code: &str) -> Finding {
     Finding { name, state: "note", text: format!("no {what} (`mercury explain {code}`)") }
 }
 
-/// Returns the mount points of file systems on local disks that are mounted for writing.
+/// Returns the mount points of file systems on local disks, those of ZFS among them, that are mounted
+/// for writing.
 fn written(mounts: &str) -> Vec<String> {
     let mount = |line: &str| {
         let words: Vec<_> = line.split(' ').collect();
-        let [device, at, _, options, ..] = words.as_slice() else { return None };
+        let [device, at, kind, options, ..] = words.as_slice() else { return None };
         let writes = options.split(',').any(|option| option == "rw");
-        (device.starts_with("/dev/") && writes).then(|| (*at).to_owned())
+        ((device.starts_with("/dev/") || *kind == "zfs") && writes).then(|| (*at).to_owned())
     };
     mounts.lines().filter_map(mount).collect()
 }
@@ -212,6 +223,14 @@ mod tests {
     }
 
     #[test]
+    fn a_machine_that_cannot_keep_a_snapshot_is_told_so() {
+        let findings = Facts { sessions: vec!["/ (NFS 4.2)".into()], ..Facts::default() }.findings();
+        let rollback = state(&findings, "rollback");
+        assert_eq!(rollback.state, "note");
+        assert!(rollback.text.contains("vers=4.0") && rollback.text.contains("/ (NFS 4.2)"), "{rollback:?}");
+    }
+
+    #[test]
     fn each_sensor_is_named() {
         let fake = sensors::testing::Fake::new();
         fake.put("sys/class/hwmon/hwmon0/temp1_alarm", "0");
@@ -238,10 +257,13 @@ mod tests {
         put("proc/interrupts", "   4:  1  IR-IO-APIC    4-edge ttyS0\n");
         put(
             "proc/self/mounts",
-            "/dev/sda1 / ext4 rw,relatime 0 0\n/dev/sdb /x ext4 ro 0 0\ntmpfs /run tmpfs rw 0 0\n",
+            "/dev/sda1 / ext4 rw,relatime 0 0\n/dev/sdb /x ext4 ro 0 0\ntmpfs /run tmpfs rw 0 0\n\
+             tank /pool zfs rw 0 0\n",
         );
+        put("proc/self/mountinfo", "30 1 0:30 / /srv rw - nfs4 s:/ rw,vers=4.2,addr=10.0.0.1\n");
         let facts = Facts::read(root.path());
         assert!(facts.crash_kernel && facts.remapped && !facts.has_hpet);
-        assert_eq!((facts.panic_timeout, facts.written), (-1, vec!["/".to_owned()]));
+        assert_eq!((facts.panic_timeout, &facts.written), (-1, &vec!["/".to_owned(), "/pool".to_owned()]));
+        assert_eq!(facts.sessions, ["/srv (NFS 4.2)"]);
     }
 }

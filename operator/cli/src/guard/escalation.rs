@@ -9,7 +9,7 @@ use super::{
     rules::Rules,
 };
 use crate::postmortem;
-use mercury_control::sysroot::Sysroot;
+use mercury_control::{error::Result, exit::Exit, sysroot::Sysroot};
 use std::{
     io,
     sync::mpsc::{Receiver, TryRecvError, channel},
@@ -19,6 +19,11 @@ use std::{
 
 /// Time after which an act counts as failed, and the machine moves if it is to move.
 const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Time between two attempts to read the post-mortem while another command controls the driver.
+const RETRY: Duration = Duration::from_secs(2);
+/// Such attempts: a minute of them.
+const RETRIES: u32 = 30;
 
 /// An escalation under way.
 #[derive(Debug)]
@@ -40,19 +45,17 @@ pub struct News {
 }
 
 impl Escalation {
-    /// Starts to read what the last life died of, and to avoid that.
+    /// Starts to read what the last life died of, and to avoid that. The machine has died of the same `same`
+    /// times.
     ///
     /// # Errors
     ///
     /// Returns an error if the system has no thread.
-    pub fn begin(rules: &Rules) -> io::Result<Self> {
+    pub fn begin(rules: &Rules, same: u64) -> io::Result<Self> {
         let (avoid, is_dry) = (rules.avoid, rules.dry_run);
-        Self::with(move |say| match postmortem::report() {
+        Self::with(move |say| match while_busy(postmortem::report, RETRY) {
             Ok(report) => avoid::avoid(avoid, is_dry, &report, &Sysroot::default(), say),
-            Err(error) => {
-                let text = format!("the life that ended tells nothing: {error}");
-                say(Step::Tell(Event::new(4, "not-avoided", text)));
-            }
+            Err(error) => avoid::without_report(avoid, is_dry, same, &error, say),
         })
     }
 
@@ -78,7 +81,11 @@ impl Escalation {
         if is_late && !self.is_late {
             self.is_late = true;
             let text = format!("the cause of the last death is not avoided within {} s", PATIENCE.as_secs());
-            news.events.push(Event::new(2, "not-avoided", text + ": the kernel does not end the act"));
+            news.events.push(Event::new(
+                2,
+                "not-avoided",
+                text + ": the driver is busy, or the kernel does not end the act",
+            ));
         }
         if news.has_ended || is_late {
             news.order = self.order.take();
@@ -87,9 +94,41 @@ impl Escalation {
     }
 }
 
+/// Reads again while another command controls the driver, [`RETRIES`] times.
+fn while_busy<T>(read: impl Fn() -> Result<T>, pause: Duration) -> Result<T> {
+    for _ in 0..RETRIES {
+        match read() {
+            Err(error) if error.exit == Exit::Busy => thread::sleep(pause),
+            done => return done,
+        }
+    }
+    read()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use mercury_control::error::Error;
+    use std::cell::Cell;
+
+    #[test]
+    fn a_driver_that_is_busy_is_asked_again() {
+        let tries = Cell::new(0);
+        let read = |busy: u32, exit| {
+            tries.set(0);
+            let result = while_busy(
+                || {
+                    tries.set(tries.get() + 1);
+                    if tries.get() > busy { Ok(7) } else { Err(Error::new(exit, "no")) }
+                },
+                Duration::ZERO,
+            );
+            (result.ok(), tries.get())
+        };
+        assert_eq!(read(3, Exit::Busy), (Some(7), 4));
+        assert_eq!(read(u32::MAX, Exit::Busy), (None, RETRIES + 1));
+        assert_eq!(read(3, Exit::State), (None, 1));
+    }
 
     fn event(name: &'static str) -> Step {
         Step::Tell(Event::new(2, name, String::new()))

@@ -8,12 +8,19 @@ use super::{
     report::Report,
     rules::{Rules, Scrub},
     start,
-    switches::Switches,
+    switches::{Change, RESTART, Switches},
 };
 use libsystemd::logging::Priority;
 use mercury_abi::code::Code;
 use mercury_control::{
-    access, device::Device, error::Result, journal, status::Status, sysroot::Sysroot, watch::Watch,
+    access,
+    device::Device,
+    error::{Error, Result},
+    exit::Exit,
+    journal,
+    status::Status,
+    sysroot::Sysroot,
+    watch::Watch,
 };
 use std::{
     path::Path,
@@ -113,7 +120,7 @@ enum Standing {
     Watching,
     /// The driver refused to.
     Refused,
-    /// The driver was removed.
+    /// The driver was removed, or another process controls it.
     Gone,
 }
 
@@ -126,7 +133,7 @@ impl Standing {
             (Self::Watching, Some(0)) => (self, Some("the watch was ended by another program"), true),
             (Self::Watching, Some(_)) => (self, Some("the watch was changed by another program"), true),
             (Self::Watching, None) => (Self::Gone, Some("the driver was removed"), false),
-            // It was loaded again.
+            // It was loaded again, or may be free by now.
             (Self::Gone, Some(_)) => (self, None, true),
             (Self::Refused | Self::Gone, _) => (self, None, false),
         }
@@ -143,6 +150,8 @@ pub struct Keeper {
     seen: Option<Seen>,
     asked: Option<Instant>,
     snapshot_tried: Option<Instant>,
+    /// The reason that was told last for which no snapshot can be kept.
+    no_snapshot: Option<String>,
     /// Rollbacks of this machine before the snapshot that is kept. In the lives after it this number is still
     /// that of the instant, so the difference counts the rollbacks to this snapshot.
     rollbacks_before: Option<u64>,
@@ -164,7 +173,9 @@ impl Keeper {
         // From now on other commands leave the watch alone.
         let report = Report { pid: std::process::id(), ..Report::default() };
         let _ = report.write(&Sysroot::default());
-        let standing = begin_to_watch(&rules, access::controlled(module, "guard").map(|(device, _)| device));
+        let device = access::controlled(module, "guard").map(|(device, _)| device);
+        let (event, standing) = begin_to_watch(&rules, device);
+        tell(&rules, &event);
         let outlook = Outlook::begin(&Sysroot::default(), &rules);
         let integrity = &rules.integrity;
         let passes = (integrity.scrub != Scrub::Off)
@@ -181,6 +192,7 @@ impl Keeper {
             seen: None,
             asked: None,
             snapshot_tried: None,
+            no_snapshot: None,
             rollbacks_before: None,
             keeping: None,
             going_back: None,
@@ -245,7 +257,12 @@ impl Keeper {
             tell(&self.rules, &Event::new(2, "not-watching", format!("no hang was noticed: {why}")));
         }
         if starts && let Some(device) = access::control_if_loaded().transpose() {
-            self.standing = begin_to_watch(&self.rules, device);
+            let (event, standing) = begin_to_watch(&self.rules, device);
+            // It was told before that nothing is watched.
+            if standing != Standing::Gone {
+                tell(&self.rules, &event);
+            }
+            self.standing = standing;
         }
     }
 
@@ -266,6 +283,7 @@ impl Keeper {
             Some(before) => events(before, &watch, &status),
             None => (Vec::new(), events(&Seen::default(), &watch, &status).1),
         };
+        let rollback = status.rollback;
         let is_kept = status.snapshot.is_some_and(|snapshot| snapshot.state != "lost");
         if !is_kept || self.rollbacks_before.is_none() {
             self.rollbacks_before = Some(now.rollbacks);
@@ -276,19 +294,22 @@ impl Keeper {
             self.keep_snapshot();
         }
         if let Some(ended) = self.keeping.take_if(|keeping| keeping.is_finished()) {
-            self.report_snapshot(&ended.join().unwrap_or_default());
+            let event = snapshot_event(&ended.join().unwrap_or_default());
+            if let Some(event) = event.filter(|event| is_news(&mut self.no_snapshot, event)) {
+                tell(&self.rules, &event);
+            }
         }
-        if events.iter().any(|event| event.name == ROLLED_BACK) {
-            self.escalate();
+        if let Some(death) = rollback.filter(|_| events.iter().any(|event| event.name == ROLLED_BACK)) {
+            self.escalate(death.same);
         }
     }
 
     /// Begins to avoid the cause of the last death, if the machine has died of it before.
-    fn escalate(&mut self) {
+    fn escalate(&mut self, same: u64) {
         if self.rules.avoid == Avoid::default() {
             return;
         }
-        match Escalation::begin(&self.rules) {
+        match Escalation::begin(&self.rules, same) {
             Ok(escalation) => self.escalation = Some(escalation),
             Err(error) => {
                 let text = format!("no thread for what would avoid the last death: {error}");
@@ -367,23 +388,6 @@ impl Keeper {
         self.keeping.take()
     }
 
-    /// Reports the end of that command. It ends a second time after a rollback, which is no matter here.
-    fn report_snapshot(&self, said: &str) {
-        let value: serde_json::Value = serde_json::from_str(said).unwrap_or_default();
-        match (value["state"].as_str(), value["error"]["message"].as_str()) {
-            (Some("kept"), _) => {
-                let text = "a snapshot is kept".to_owned();
-                tell(&self.rules, &Event::new(6, "snapshot-kept", text));
-            }
-            // The second life: the next look reports it.
-            (Some(_), _) => {}
-            (None, why) => {
-                let text = format!("no snapshot can be kept: {}", why.unwrap_or("the command said nothing"));
-                tell(&self.rules, &Event::new(4, "no-snapshot", text));
-            }
-        }
-    }
-
     /// Stops the watch, the sensors and the services, and puts the kernel's switches back.
     pub fn end(self) {
         Report::remove(&Sysroot::default());
@@ -400,20 +404,53 @@ impl Keeper {
     }
 }
 
-/// Starts the watch by the rules, and reports how that went.
-fn begin_to_watch(rules: &Rules, device: Result<Device>) -> Standing {
-    let (event, standing) = match device.and_then(|device| start(&device, rules)) {
-        Ok((watch, _)) => {
+/// Starts the watch by the rules. Returns the event to report.
+fn begin_to_watch(rules: &Rules, device: Result<Device>) -> (Event, Standing) {
+    match device.and_then(|device| start(&device, rules)) {
+        Ok((watch, changes)) => {
             let text = format!("watching {} CPUs, profile {}", watch.cpus, rules.profile.name());
-            (Event::new(6, "watching", text), Standing::Watching)
+            (Event::new(6, "watching", text + &restart_of(&changes)), Standing::Watching)
         }
-        Err(error) => {
-            let event = Event::new(2, "not-watching", format!("no hang is noticed: {error}"));
-            (error.code.into_iter().fold(event, Event::code), Standing::Refused)
-        }
+        Err(error) => refused(&error),
+    }
+}
+
+/// Says that the guard lets a panic restart this machine, if it does.
+fn restart_of(changes: &[Change]) -> String {
+    let change = changes.iter().find(|change| change.name == RESTART.0);
+    let text = |change: &Change| {
+        format!("; without a crash kernel a panic restarts this machine: kernel.panic={}", change.set)
     };
-    tell(rules, &event);
-    standing
+    change.map(text).unwrap_or_default()
+}
+
+/// Judges a watch that could not be started. A driver that another process controls is tried again.
+fn refused(error: &Error) -> (Event, Standing) {
+    let standing = if error.exit == Exit::Busy { Standing::Gone } else { Standing::Refused };
+    let event = Event::new(2, "not-watching", format!("no hang is noticed: {error}"));
+    (error.code.into_iter().fold(event, Event::code), standing)
+}
+
+/// Returns the event for the end of the command that keeps a snapshot. The command ends a second time after a
+/// rollback, which has an event of its own.
+fn snapshot_event(said: &str) -> Option<Event> {
+    let value: serde_json::Value = serde_json::from_str(said).unwrap_or_default();
+    match (value["state"].as_str(), value["error"]["message"].as_str()) {
+        (Some("kept"), _) => Some(Event::new(6, "snapshot-kept", "a snapshot is kept".to_owned())),
+        (Some(_), _) => None,
+        (None, why) => {
+            let text = format!("no snapshot can be kept: {}", why.unwrap_or("the command said nothing"));
+            Some(Event::new(4, "no-snapshot", text))
+        }
+    }
+}
+
+/// Returns true unless the event is the refusal of a snapshot that was told last, which comes each minute.
+fn is_news(told: &mut Option<String>, event: &Event) -> bool {
+    let refusal = (event.name == "no-snapshot").then(|| event.text.clone());
+    let is_news = refusal.is_none() || refusal != *told;
+    *told = refusal;
+    is_news
 }
 
 /// Converts news of the passes.
@@ -538,6 +575,40 @@ mod tests {
         // A driver that refused is not asked again, unless somebody else had more luck.
         assert_eq!(after(Refused, Some(0)), (Refused, None, false));
         assert_eq!(after(Refused, Some(wanted)), (Watching, None, false));
+    }
+
+    /// Such as a checkpoint that began just before the daemon, or the unit that loads the driver at the boot.
+    #[test]
+    fn a_driver_that_another_process_controls_is_tried_again() {
+        let busy = Error { code: Some(Code::Busy), ..Error::new(Exit::Busy, "process 77 controls Mercury") };
+        let (event, standing) = refused(&busy);
+        assert_eq!((event.name, standing), ("not-watching", Standing::Gone));
+        assert!(standing.after(Some(0), Rules::default().acts()).2);
+        let (event, standing) = refused(&Error::coded(Code::WatchNoHpet, "no source of NMIs"));
+        assert_eq!((event.name, standing), ("not-watching", Standing::Refused));
+    }
+
+    #[test]
+    fn a_snapshot_that_is_refused_for_good_is_told_once() {
+        let refused = |why: &str| {
+            snapshot_event(&serde_json::json!({ "error": { "message": why } }).to_string()).expect("an event")
+        };
+        let kept = snapshot_event(r#"{"state": "kept"}"#).expect("an event");
+        let mut told = None;
+        assert!(is_news(&mut told, &refused("NFS 4.2")));
+        assert!(!is_news(&mut told, &refused("NFS 4.2")));
+        assert!(is_news(&mut told, &refused("no memory")), "another reason");
+        assert!(is_news(&mut told, &kept) && is_news(&mut told, &kept));
+        assert!(is_news(&mut told, &refused("no memory")), "it was kept meanwhile");
+        assert_eq!(snapshot_event(r#"{"state": "back"}"#), None);
+        assert_eq!(snapshot_event("").map(|event| event.name), Some("no-snapshot"));
+    }
+
+    #[test]
+    fn a_panic_that_restarts_the_machine_is_told() {
+        let change = |name: &str| Change { name: name.into(), before: "0".into(), set: "10".into() };
+        assert_eq!(restart_of(&[change("kernel/softlockup_panic")]), "");
+        assert!(restart_of(&[change("kernel/panic")]).ends_with("kernel.panic=10"));
     }
 
     #[test]

@@ -4,9 +4,10 @@
 //! * [`rules`]: the file; [`switches`]: the kernel's own detectors;
 //! * [`check`]: the help that this machine gives; [`drill`]: a panic on purpose;
 //! * [`keeper`]: the guard in mercuryd; [`avoid`]: its acts after a machine has died of the same twice;
-//!   [`escalation`]: these acts, in a thread.
+//!   [`escalation`]: these acts, in a thread; [`carried`]: devices that no act takes away.
 
 pub mod avoid;
+pub mod carried;
 pub mod check;
 pub mod drill;
 pub mod escalation;
@@ -131,7 +132,10 @@ pub fn run(command: &GuardCommand, say: Say<'_>) -> Result<Exit> {
 fn start(device: &Device, rules: &Rules) -> Result<(Watch, Vec<Change>)> {
     let watch = Watch::new(&device.watch(rules.acts())?);
     let mut switches = Switches::system();
-    let changes = switches.put_back().and_then(|()| switches.set(&rules.kernel_switches()));
+    let changes = switches.put_back().and_then(|()| {
+        let wanted = rules.kernel_switches(switches.stands_still());
+        switches.set(&wanted)
+    });
     if changes.is_err() {
         // All or nothing. The first error is the one to report.
         let _ = switches.put_back();

@@ -4,6 +4,7 @@ use super::{
     avoid::{Avoid, OfMachine},
     sensors::rules::{Seconds, SensorRules},
     services::{self, rules::Service},
+    switches::RESTART,
 };
 use crate::daemon::spares::Spare;
 use mercury_abi::code::Code;
@@ -229,9 +230,10 @@ impl Rules {
         MERCURY_WATCH_ON | hang | oops
     }
 
-    /// Returns the kernel's switches that have to be set: names below `/proc/sys`.
+    /// Returns the kernel's switches that have to be set: names below `/proc/sys`, and values. A machine that
+    /// `stands_still` after a panic restarts instead, if the guard makes anything a panic.
     #[must_use]
-    pub fn kernel_switches(&self) -> Vec<&'static str> {
+    pub fn kernel_switches(&self, stands_still: bool) -> Vec<(&'static str, &'static str)> {
         let stateless = if self.profile == Profile::Stateless { Detector::Panic } else { Detector::Keep };
         let kernel = &self.kernel;
         let all = [
@@ -240,7 +242,13 @@ impl Rules {
             (kernel.rcu_stall.unwrap_or(stateless), "kernel/panic_on_rcu_stall"),
             (kernel.oops.unwrap_or(Detector::Keep), "kernel/panic_on_oops"),
         ];
-        all.iter().filter(|(wanted, _)| *wanted == Detector::Panic).map(|(_, name)| *name).collect()
+        let panics =
+            all.iter().filter(|(wanted, _)| *wanted == Detector::Panic).map(|(_, name)| (*name, "1"));
+        let mut switches: Vec<_> = panics.collect();
+        if stands_still && (self.hang() == Hang::Panic || !switches.is_empty()) {
+            switches.push(RESTART);
+        }
+        switches
     }
 }
 
@@ -254,7 +262,10 @@ mod tests {
         let rules = Rules::read(Path::new("/nonexistent/guard.toml")).expect("rules");
         assert_eq!(rules, Rules::default());
         assert_eq!(rules.acts(), MERCURY_WATCH_ON | MERCURY_WATCH_PANIC);
-        assert!(rules.kernel_switches().is_empty());
+        assert!(rules.kernel_switches(false).is_empty());
+        assert_eq!(rules.kernel_switches(true), [("kernel/panic", "10")]);
+        let rules = Rules::parse("on_hang = 'report'").expect("rules");
+        assert!(rules.kernel_switches(true).is_empty(), "nothing becomes a panic");
     }
 
     #[test]
@@ -263,7 +274,8 @@ mod tests {
             Rules::parse("profile = 'stateless'\n[kernel]\nsoft_lockup = 'keep'\nhung_task = 'panic'");
         let rules = rules.expect("rules");
         assert_eq!(rules.acts(), MERCURY_WATCH_ON | MERCURY_WATCH_PANIC | MERCURY_WATCH_OOPS_FATAL);
-        assert_eq!(rules.kernel_switches(), ["kernel/hung_task_panic", "kernel/panic_on_rcu_stall"]);
+        let set = [("kernel/hung_task_panic", "1"), ("kernel/panic_on_rcu_stall", "1")];
+        assert_eq!(rules.kernel_switches(false), set);
         let rules = Rules::parse("on_hang = 'report'\non_oops = 'all'").expect("rules");
         assert_eq!(rules.acts(), MERCURY_WATCH_ON | MERCURY_WATCH_OOPS);
     }

@@ -10,6 +10,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
+/// The switch that lets a panic restart the machine, and its value: after ten seconds.
+pub const RESTART: (&str, &str) = ("kernel/panic", "10");
+
 /// A switch that the guard has set.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Change {
@@ -26,13 +29,18 @@ pub struct Change {
 pub struct Switches {
     sysctls: PathBuf,
     note: PathBuf,
+    crash_kernel: PathBuf,
 }
 
 impl Switches {
     /// Returns this system's switches. The note is gone after a restart, as the switches are.
     #[must_use]
     pub fn system() -> Self {
-        Self { sysctls: "/proc/sys".into(), note: "/run/mercury/guard.switches".into() }
+        Self {
+            sysctls: "/proc/sys".into(),
+            note: "/run/mercury/guard.switches".into(),
+            crash_kernel: "/sys/kernel/kexec_crash_loaded".into(),
+        }
     }
 
     /// Returns the switches that are set, by the note.
@@ -42,17 +50,26 @@ impl Switches {
         serde_json::from_str(&text).unwrap_or_default()
     }
 
-    /// Sets switches to 1. The note is written first, so that a killed command leaves no switch behind.
+    /// Returns true if this machine stands still after a panic: without a crash kernel, it does not restart.
+    #[must_use]
+    pub fn stands_still(&self) -> bool {
+        let is = |path: &Path, value| fs::read_to_string(path).is_ok_and(|text| text.trim() == value);
+        is(&self.sysctls.join(RESTART.0), "0") && !is(&self.crash_kernel, "1")
+    }
+
+    /// Sets switches to these values. The note is written first, so that a killed command
+    /// leaves no switch behind.
     ///
     /// # Errors
     ///
     /// Returns an error if a switch cannot be written. A switch that this kernel lacks is left out.
-    pub fn set(&mut self, names: &[&str]) -> Result<Vec<Change>> {
-        let read = |name: &&str| {
+    pub fn set(&mut self, wanted: &[(&str, &str)]) -> Result<Vec<Change>> {
+        let read = |(name, value): &(&str, &str)| {
             let before = fs::read_to_string(self.sysctls.join(name)).ok()?.trim().to_owned();
-            Some(Change { name: (*name).to_owned(), before, set: "1".to_owned() })
+            Some(Change { name: (*name).to_owned(), before, set: (*value).to_owned() })
         };
-        let changes: Vec<_> = names.iter().filter_map(read).filter(|change| change.before != "1").collect();
+        let is_change = |change: &Change| change.before != change.set;
+        let changes: Vec<_> = wanted.iter().filter_map(read).filter(is_change).collect();
         if changes.is_empty() {
             return Ok(changes);
         }
@@ -107,7 +124,11 @@ mod tests {
         for (name, value) in values {
             fs::write(folder.path().join(name), value).expect("a switch");
         }
-        let switches = Switches { sysctls: folder.path().into(), note: folder.path().join("run/note") };
+        let switches = Switches {
+            sysctls: folder.path().into(),
+            note: folder.path().join("run/note"),
+            crash_kernel: folder.path().join("crash"),
+        };
         (folder, switches)
     }
 
@@ -116,7 +137,8 @@ mod tests {
         let (folder, mut switches) =
             switches(&[("kernel/a", "0\n"), ("kernel/b", "1\n"), ("kernel/c", "0\n")]);
         let read = |name: &str| fs::read_to_string(folder.path().join(name)).expect("a switch");
-        let set = switches.set(&["kernel/a", "kernel/b", "kernel/c", "kernel/missing"]).expect("set");
+        let wanted = ["kernel/a", "kernel/b", "kernel/c", "kernel/missing"].map(|name| (name, "1"));
+        let set = switches.set(&wanted).expect("set");
         assert_eq!(
             set.iter().map(|change| change.name.as_str()).collect::<Vec<_>>(),
             ["kernel/a", "kernel/c"]
@@ -128,5 +150,20 @@ mod tests {
         assert_eq!((read("kernel/a").as_str(), read("kernel/c").as_str()), ("0", "2"));
         assert!(switches.changes().is_empty());
         switches.put_back().expect("nothing to put back");
+    }
+
+    #[test]
+    fn a_machine_that_would_stand_still_restarts() {
+        let (folder, mut switches) = switches(&[("kernel/panic", "0\n"), ("crash", "1\n")]);
+        assert!(!switches.stands_still(), "a crash kernel runs");
+        fs::write(folder.path().join("crash"), "0\n").expect("a file");
+        assert!(switches.stands_still());
+        switches.set(&[RESTART]).expect("set");
+        let now = || fs::read_to_string(folder.path().join("kernel/panic")).expect("a switch");
+        assert_eq!((now().as_str(), switches.stands_still()), ("10", false));
+        switches.put_back().expect("put back");
+        assert_eq!((now().as_str(), switches.stands_still()), ("0", true));
+        fs::remove_file(folder.path().join("kernel/panic")).expect("gone");
+        assert!(!switches.stands_still(), "a kernel without the switch");
     }
 }
