@@ -155,7 +155,8 @@ impl<'a> Here<'a> {
         let cpus = sysroot.online_cpus().iter().count();
         let offer = Offer { machine, cpus, disks, secret, streams: streams(args) };
         let here = Self {
-            tombstones: tombstones.map(|tombstones| tombstones.of(attempt)),
+            tombstones: tombstones
+                .map(|tombstones| tombstones.of(attempt).with_disks(!args.with_disk.is_empty())),
             pool,
             flags: hashes | if matches!(log, Log::Prepared) { MERCURY_SNAPSHOT_TRACK } else { 0 },
             mounts,

@@ -83,8 +83,21 @@ fn decide(found: &[Found], system: Option<&str>) -> Verdict {
     verdict
 }
 
-/// Describes the fate of the system.
+/// Describes the fate of the system, and of its disks.
 fn text(record: &Record) -> String {
+    let fate = fate(record);
+    if !record.disks_went {
+        return fate;
+    }
+    format!(
+        "{fate} Its disks went along. The disks here are older than the system, from the time at which it \
+         has run on {}: its newer content is there. If that machine is lost, copy the content here from \
+         what is left of it before you type `clear` (docs/guest.md, \"If the host is lost\").",
+        record.to
+    )
+}
+
+fn fate(record: &Record) -> String {
     let (to, when, attempt) = (&record.to, record.when(), &record.attempt);
     if record.state == State::Moved {
         return format!(
@@ -224,6 +237,12 @@ mod tests {
                     panic!("{state:?} starts")
                 };
                 assert!(words.iter().all(|word| text.contains(word)), "{text}");
+                assert!(!text.contains("disks"), "{text}");
+                let with_disks = Record { disks_went: true, ..record(state, 1) };
+                let Verdict::Stays(text) = decide(&found(Ok(Some(with_disks))), system) else {
+                    panic!("{state:?} starts")
+                };
+                assert!(text.contains("disks here are older") && text.contains("before you type `clear`"));
             }
             let other = "cd".repeat(16);
             let verdict = decide(&found(Ok(Some(record(state, 1)))), Some(&other));

@@ -203,6 +203,13 @@ impl Tombstones {
         self
     }
 
+    /// Notes in the tombstone if disks go with the system.
+    #[must_use]
+    pub fn with_disks(mut self, disks_go: bool) -> Self {
+        self.record.disks_went = disks_go;
+        self
+    }
+
     /// Writes the tombstone. It survives a power cut when this returns.
     ///
     /// # Errors
@@ -431,11 +438,16 @@ mod tests {
         let found = variable(root.path());
         assert_eq!((found.attempt, found.to.as_str()), (ATTEMPT.to_string(), "b:4747"));
         assert_eq!(found.system, system(&sysroot));
+        assert!(!found.disks_went);
         // The undo process writes on from where the source was, and its record counts.
         let standing = serde_json::to_string(&tombstones.standing()).expect("JSON");
         let standing: Standing = serde_json::from_str(&standing).expect("a tombstone");
         let mut guards = standing.open(&Folders::open(&sysroot), None).expect("open");
         assert!(guards.says(Tombstone::Committed));
+        guards.write(Tombstone::Cleared).expect("written");
+        let mut with_disks = tombstones.with_disks(true);
+        with_disks.write(Tombstone::Committed).expect("written");
+        assert!(variable(root.path()).disks_went);
         guards.write(Tombstone::Cleared).expect("written");
         assert_eq!(variable(root.path()).state, State::Cleared);
         assert!(variable(root.path()).number > found.number);

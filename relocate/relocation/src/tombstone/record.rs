@@ -52,6 +52,10 @@ pub struct Record {
     pub at: u64,
     /// Number of the record: of two copies the one with the higher number counts.
     pub number: u64,
+    /// True if disks went with the system, so that the disks here are older. Records of versions before do
+    /// not say so.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub disks_went: bool,
 }
 
 impl Record {
@@ -60,7 +64,8 @@ impl Record {
     pub fn new(attempt: Attempt, to: &str, system: Option<String>) -> Self {
         // The name of a host may be longer than the room for it.
         let to = to.chars().take(64).collect();
-        Self { state: State::Cleared, attempt: attempt.to_string(), to, system, at: 0, number: 0 }
+        let attempt = attempt.to_string();
+        Self { state: State::Cleared, attempt, to, system, at: 0, number: 0, disks_went: false }
     }
 
     /// Returns true if the machine may run elsewhere.
@@ -148,8 +153,16 @@ pub(super) mod tests {
             assert_eq!(Record::unpack(&bytes), Ok(Some(record)));
         }
         let long = Record::new(Attempt([255; 16]), &"ä".repeat(300), Some("f".repeat(32)));
-        let long = Record { at: u64::MAX, number: u64::MAX, ..long };
+        let long = Record { at: u64::MAX, number: u64::MAX, disks_went: true, ..long };
         assert_eq!(Record::unpack(&long.pack().expect("the longest fits")), Ok(Some(long)));
+    }
+
+    #[test]
+    fn records_of_versions_before_say_nothing_of_disks() {
+        let text = r#"{"state":"moved","attempt":"07","to":"b","system":null,"at":1,"number":2}"#;
+        let old: Record = serde_json::from_str(text).expect("a record");
+        assert!(!old.disks_went);
+        assert_eq!(serde_json::to_string(&old).expect("JSON"), text, "versions before read it, too");
     }
 
     #[test]
