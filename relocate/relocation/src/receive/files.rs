@@ -5,6 +5,7 @@ use super::disks::{Target, Targets};
 use crate::migrate::{disk::Disk, offer::OfferedDisk};
 use mercury_control::{error::Result, output::bytes};
 use mercury_migration::{protocol::Attempt, wire::Chunks};
+use rustix::{fs::FallocateFlags, io::Errno};
 use std::{
     collections::BTreeSet,
     fs::{self, File, OpenOptions},
@@ -69,7 +70,7 @@ impl Files {
         match options.clone().create_new(true).open(&path) {
             Ok(file) => {
                 self.made.push(path.clone());
-                file.set_len(disk.bytes).map_err(failed)?;
+                reserve(&file, disk.bytes).map_err(failed)?;
             }
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
             Err(error) => return Err(failed(error)),
@@ -151,6 +152,21 @@ impl Drop for Files {
                 eprintln!("mercury: {} could not be removed: {error}", path.display());
             }
         }
+    }
+}
+
+/// Gives a new file its size, and reserves room for all of it where the file system can. Other files may take
+/// all that is free while the machine runs.
+fn reserve(file: &File, bytes: u64) -> io::Result<()> {
+    file.set_len(bytes)?;
+    if bytes == 0 {
+        return Ok(());
+    }
+    let reserved =
+        rustix::io::retry_on_intr(|| rustix::fs::fallocate(file, FallocateFlags::empty(), 0, bytes));
+    match reserved {
+        Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
+        reserved => Ok(reserved?),
     }
 }
 
@@ -236,6 +252,21 @@ mod tests {
         }
         let text = refused(folder.path(), &last);
         assert!(text.contains("nvme0n1 holds data"), "{text}");
+    }
+
+    #[test]
+    fn a_new_file_has_room_for_all_of_its_disk() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let probe = tempfile::tempfile_in(folder.path()).expect("a file");
+        let files = Files::make(folder.path(), &[offered("/dev/sda", BYTES)]).expect("files");
+        let about = fs::metadata(folder.path().join("sda")).expect("a file");
+        // The unit of `blocks` is 512 bytes on all file systems.
+        if rustix::fs::fallocate(&probe, FallocateFlags::empty(), 0, BYTES).is_ok() {
+            assert!(about.blocks() * 512 >= BYTES, "{} blocks", about.blocks());
+        }
+        assert_eq!(about.len(), BYTES);
+        drop(files);
+        reserve(&probe, 0).expect("an empty disk needs no room");
     }
 
     #[test]
