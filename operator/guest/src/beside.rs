@@ -17,7 +17,7 @@ use mercury_guest::{
     fit::MemoryLimit,
     run::{Handle, Plan, Prepared, Running},
 };
-use mercury_guests::{Console, Folder, Keeper, LifeArgs, Name, Phase, Status};
+use mercury_guests::{Console, Folder, Keeper, LifeArgs, Name, Phase, Root, Status};
 use mercury_image::{FileSystem, Machine, PAGE};
 use mercury_migration::{announcement::ETHER_TYPE, protocol::Attempt, wire::Chunks};
 use mercury_quiesce::ethernet::{self, Card, packets::Packets};
@@ -31,6 +31,7 @@ use mercury_relocation::{
 };
 use std::{
     collections::VecDeque,
+    io,
     os::fd::{AsFd, BorrowedFd},
     path::PathBuf,
     sync::{Arc, Mutex, PoisonError},
@@ -147,12 +148,20 @@ impl Beside {
         // Without a card, the random numbers are the sign that the kernel has gone on.
         let sign = if self.life.net.is_some() { "virtio_net" } else { "virtio_rng" };
         let files = self.make_files(&offer.disks)?;
-        let limit = self.allowance.memory_limit.map_or(MemoryLimit::AvailableToArrivals, MemoryLimit::Given);
+        let root = Root::own();
+        let admitting = root.admit_one().map_err(unreadable)?;
+        let limit = match self.allowance.memory_limit {
+            Some(limit) => MemoryLimit::Given(limit),
+            None => MemoryLimit::AvailableToArrivals { promised: root.promised_bytes().map_err(unreadable)? },
+        };
         let plan = Plan::of(offer.machine.clone(), &["virtio_mmio", sign], &contents(&files), limit)?;
         let name = self.life.name.clone().unwrap_or_else(|| Name::of_machine(&offer.machine.host));
         let mut folder = claim(&name)?;
         let mut status = status(&name, plan.machine(), plan.memory());
         status.phase = Phase::Arriving;
+        // The next machine sees the memory of this one.
+        tell(&folder, &status)?;
+        drop(admitting);
         // Memory belongs to the group that a process was in when it got the memory.
         group::enter(&mut status, false);
         tell(&folder, &status)?;
@@ -316,6 +325,11 @@ impl Spare for Beside {
     fn ear(&self) -> Option<BorrowedFd<'_>> {
         self.packets.as_ref().map(AsFd::as_fd)
     }
+}
+
+fn unreadable(error: io::Error) -> Error {
+    Error::new(Exit::Failed, format!("cannot see which guests run here: {error}"))
+        .hint("make the folder /run/mercury/guests, or $XDG_RUNTIME_DIR, writable")
 }
 
 /// Describes the wait in which a guest is whose kernel is awake or not, and names its console.

@@ -13,11 +13,14 @@
 use std::{
     ffi::OsStr,
     fs,
-    fs::File,
+    fs::{DirBuilder, File},
     io::{self, PipeReader, PipeWriter, Read, Write},
     os::{
         fd::AsRawFd,
-        unix::{ffi::OsStrExt, fs::OpenOptionsExt},
+        unix::{
+            ffi::OsStrExt,
+            fs::{DirBuilderExt, OpenOptionsExt},
+        },
     },
     path::{Path, PathBuf},
 };
@@ -34,6 +37,7 @@ const CONSOLE: &str = "console.sock";
 const SECOND_PORT: &str = "serial1.sock";
 const ORDERS: &str = "orders.sock";
 const DECISION: &str = "decision";
+const PAGE: u64 = 4096;
 
 /// The phase of a guest's life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -81,6 +85,21 @@ impl Status {
     pub fn used_bytes(&self) -> Option<u64> {
         fs::read_to_string(self.group.as_ref()?.join("memory.current")).ok()?.trim().parse().ok()
     }
+
+    /// Returns the memory that the guest has and does not use yet. What its monitor maps of files is not
+    /// counted as used, and neither is the page cache of its disks.
+    #[must_use]
+    pub fn unused_bytes(&self) -> u64 {
+        self.memory_bytes.saturating_sub(anonymous_bytes(self.pid).unwrap_or(0))
+    }
+}
+
+/// Returns the memory of a process that is in no file.
+fn anonymous_bytes(pid: u32) -> Option<u64> {
+    let text = fs::read_to_string(format!("/proc/{pid}/statm")).ok()?;
+    let mut pages = text.split_whitespace().skip(1).map_while(|pages| pages.parse::<u64>().ok());
+    let (resident, of_files) = (pages.next()?, pages.next()?);
+    Some(resident.saturating_sub(of_files).saturating_mul(PAGE))
 }
 
 /// The folder of all guests of one user.
@@ -120,6 +139,27 @@ impl Root {
             names.filter_map(|name| self.find(&name).transpose()).collect::<Result<_, _>>()?;
         guests.sort_by(|a, b| a.status.name.cmp(&b.status.name));
         Ok(guests)
+    }
+
+    /// Returns the memory that the guests have and do not use yet.
+    ///
+    /// # Errors
+    /// If the folder cannot be read.
+    pub fn promised_bytes(&self) -> io::Result<u64> {
+        let guests = self.guests()?;
+        Ok(guests.iter().map(|guest| guest.status.unused_bytes()).fold(0, u64::saturating_add))
+    }
+
+    /// Waits until no other machine is about to be admitted, and lets none be admitted before the value is
+    /// dropped. Each then sees the memory of those before.
+    ///
+    /// # Errors
+    /// If the folder cannot be made or locked.
+    pub fn admit_one(&self) -> io::Result<File> {
+        DirBuilder::new().recursive(true).mode(0o700).create(&self.0)?;
+        let folder = File::open(&self.0)?;
+        folder.lock()?;
+        Ok(folder)
     }
 
     /// Returns the guest of this name, if it runs.
@@ -388,6 +428,37 @@ mod tests {
         assert_eq!(status.used_bytes(), None, "the group is gone");
         fs::write(group.path().join("memory.current"), "4096\n").unwrap();
         assert_eq!(status.used_bytes(), Some(4096));
+    }
+
+    #[test]
+    fn memory_that_guests_do_not_use_yet_is_promised() {
+        let place = tempfile::tempdir().unwrap();
+        let root = Root::at(&place.path().join("guests"));
+        assert_eq!(root.promised_bytes().unwrap(), 0);
+        let mut folders = Vec::new();
+        for name in ["a", "b"] {
+            let name = name.parse().unwrap();
+            let folder = root.claim(&name).unwrap().unwrap();
+            let own = Status { pid: std::process::id(), memory_bytes: 1 << 40, ..status(&name) };
+            folder.write(&own).unwrap();
+            folders.push(folder);
+        }
+        let promised = root.promised_bytes().unwrap();
+        assert!(promised < 2 << 40 && promised > 2 << 39, "{promised}");
+        // More is used than the guest has.
+        let small = Status { pid: std::process::id(), memory_bytes: 1, ..status(&"a".parse().unwrap()) };
+        assert_eq!(small.unused_bytes(), 0);
+    }
+
+    #[test]
+    fn machines_are_admitted_one_after_the_other() {
+        let place = tempfile::tempdir().unwrap();
+        let root = Root::at(&place.path().join("guests"));
+        let first = root.admit_one().unwrap();
+        let other = File::open(root.path()).unwrap();
+        assert!(other.try_lock().is_err());
+        drop(first);
+        other.try_lock().unwrap();
     }
 
     #[test]

@@ -80,8 +80,12 @@ impl Display for Reason {
 pub enum MemoryLimit {
     /// As much as the host has available.
     Available,
-    /// The same, for `mercury receive --beside` without `--memory-limit`.
-    AvailableToArrivals,
+    /// The same, for `mercury receive --beside` without `--memory-limit`, but not the memory that other
+    /// guests have and do not use yet.
+    AvailableToArrivals {
+        /// Memory of other guests that they do not use yet, in bytes.
+        promised: u64,
+    },
     /// What `--memory-limit` says in MiB, whatever the host has available.
     Given(u64),
 }
@@ -95,9 +99,16 @@ impl MemoryLimit {
         let left = available >> 20;
         match self {
             Self::Available if needed > available => Some(format!("{has}, and {left} MiB are available")),
-            Self::AvailableToArrivals if needed > available => Some(format!(
-                "{has}, and {left} MiB are available; `receive --memory-limit {mib}M` takes it all the same"
-            )),
+            Self::AvailableToArrivals { promised } if needed > available.saturating_sub(promised) => {
+                let others = match promised >> 20 {
+                    0 => String::new(),
+                    others => format!(", of which other guests may still take {others} MiB"),
+                };
+                Some(format!(
+                    "{has}, and {left} MiB are available{others}; `receive --memory-limit {mib}M` takes it \
+                     all the same"
+                ))
+            }
             Self::Given(limit) if mib > limit => {
                 Some(format!("{has}, and --memory-limit allows {limit} MiB"))
             }
@@ -399,12 +410,17 @@ mod tests {
     fn a_memory_limit_counts_in_place_of_what_is_available() {
         const GIB: u64 = 1 << 30;
         let refused = |limit: MemoryLimit, needed| limit.obstacle(needed, GIB);
-        for limit in [MemoryLimit::Available, MemoryLimit::AvailableToArrivals] {
+        let arrivals = |promised| MemoryLimit::AvailableToArrivals { promised };
+        for limit in [MemoryLimit::Available, arrivals(0)] {
             assert_eq!(refused(limit, GIB), None);
         }
         assert!(!refused(MemoryLimit::Available, 2 * GIB).expect("refused").contains("--memory-limit"));
-        let text = refused(MemoryLimit::AvailableToArrivals, 2 * GIB - 4096).expect("refused");
+        let text = refused(arrivals(0), 2 * GIB - 4096).expect("refused");
         assert!(text.contains("1024 MiB are available; `receive --memory-limit 2048M`"), "{text}");
+        let text = refused(arrivals(GIB / 4), GIB).expect("refused");
+        assert!(text.contains("available, of which other guests may still take 256 MiB;"), "{text}");
+        assert_eq!(refused(arrivals(GIB / 4), GIB / 4 * 3), None);
+        assert!(refused(arrivals(u64::MAX), 4096).is_some());
         assert_eq!(refused(MemoryLimit::Given(2048), 2 * GIB - 4096), None, "as the text says");
         let text = refused(MemoryLimit::Given(512), GIB).expect("refused");
         assert_eq!(text, "it has 1024 MiB of memory, and --memory-limit allows 512 MiB");
