@@ -4,7 +4,7 @@
 use super::{
     intake::{Broken, ExpectedStreams, Intake, State},
     spare::{Progress, Spare},
-    start::Start,
+    start::{ANSWERS_END, Start},
 };
 use crate::{
     migrate::{
@@ -141,8 +141,12 @@ impl Host {
 
     /// Does the same for as long as the caller wants it.
     pub(super) fn serve_while(mut self, is_wanted: &dyn Fn() -> bool) -> Result<()> {
-        let (mut answered, mut start) = (None, None);
-        while is_wanted() && answered.is_none_or(|end| Instant::now() < end) {
+        let (mut answered, mut start): (Option<Instant>, _) = (None, None);
+        while is_wanted() {
+            if answered.is_some_and(|end| Instant::now() >= end) {
+                self.tell_of_silence();
+                break;
+            }
             self.turn(if self.is_starting() { STARTING } else { Duration::from_secs(1) })?;
             if self.begun.is_some() {
                 let start: &mut Start = start.get_or_insert_default();
@@ -170,6 +174,13 @@ impl Host {
             note!("mercury: {text}");
         }
         start.is_overdue()
+    }
+
+    /// Tells the operator that the source gets no more answers, if it may still ask.
+    fn tell_of_silence(&self) {
+        if self.is_starting() {
+            note!("mercury: {ANSWERS_END}");
+        }
     }
 
     /// Ends the thread that turns another peer away.

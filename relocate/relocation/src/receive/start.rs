@@ -15,6 +15,11 @@ const LATE: Duration = Duration::from_secs(60);
 /// (`mercury_quiesce::guard`).
 pub const OVERDUE: Duration = Duration::from_secs(900);
 
+/// What the operator is told when the source gets no more answers, and the machine has not said that it runs.
+pub const ANSWERS_END: &str = "the machine still does not say that it runs, and from now on its source gets \
+    no answer from here. Look at the machine's console. If it works, type `abandon` at its source. If it does \
+    not, end it here, and then type `resume` at its source";
+
 /// A start, from the moment at which the machine may run.
 #[derive(Debug)]
 pub struct Start {
@@ -71,7 +76,8 @@ impl Start {
         let what = match now {
             Told::Overdue => {
                 "Every wait that ends by itself would have ended. If the machine works, type `abandon` at its \
-                 source. If it does not, end it here: its source then says what can be done"
+                 source. If it does not, end it here: its source then says what can be done, if it hears of \
+                 that within ten minutes"
             }
             _ => "Its source stands still until the machine says that it runs, or has ended here",
         };
@@ -100,6 +106,8 @@ mod tests {
         let overdue = at(900).expect("it is overdue");
         assert!(overdue.contains("15 min ago") && overdue.contains("it waits for X"), "{overdue}");
         assert!(overdue.contains("`abandon`") && overdue.contains("end it here: its source then says"));
+        assert!(overdue.contains("within ten minutes"), "{overdue}");
+        assert!(ANSWERS_END.contains("`abandon`") && ANSWERS_END.contains("`resume`"));
         assert_eq!(at(5000), None);
     }
 
