@@ -26,6 +26,9 @@ use std::{
     time::{Duration, Instant},
 };
 
+/// The answer to a client that comes to a private socket while another one is there.
+const BUSY: &[u8] = b"{\"error\":{\"message\":\"another order is being carried out\",\"busy\":true,\
+    \"hint\":\"wait until the other `mercury guests migrate` has ended\"}}\n";
 /// So many bytes wait in each direction. Of more, the guest's oldest are lost, and a client waits.
 const FULL: usize = 64 << 10;
 
@@ -124,7 +127,8 @@ impl Wire {
         let _ = fs::remove_file(path);
         let listener = UnixListener::bind(path).map_err(wrong)?;
         listener.set_nonblocking(true).map_err(wrong)?;
-        Self::start(End::Socket { listener, client: None, is_private }, waker)
+        let kind = if is_private { Kind::Private { turned_away: None } } else { Kind::Shared };
+        Self::start(End::Socket { listener, client: None, kind }, waker)
     }
 
     fn start(mut end: End, waker: Waker) -> Result<Arc<Self>> {
@@ -253,7 +257,19 @@ enum End {
     Socket {
         listener: UnixListener,
         client: Option<UnixStream>,
-        is_private: bool,
+        kind: Kind,
+    },
+}
+
+/// The clients of a socket.
+#[derive(Debug)]
+enum Kind {
+    /// One after the other, and one waits for the other's end.
+    Shared,
+    /// Each for itself.
+    Private {
+        /// The last client that came while another one was there. It reads its answer, and may still write.
+        turned_away: Option<UnixStream>,
     },
 }
 
@@ -279,11 +295,15 @@ impl End {
         // A descriptor of -1 is left out; a client that only hangs up is seen by its input.
         let output = if writing == 0 { -1 } else { output };
         let input = if reading == 0 { -1 } else { input };
-        let mut polled =
-            [entry(bell, libc::POLLIN), entry(input, libc::POLLIN), entry(output, libc::POLLOUT)];
-        // SAFETY: The list has three entries.
-        unsafe { libc::poll(polled.as_mut_ptr(), 3, -1) };
-        let [rang, can_read, can_write] = polled.map(|one| one.revents != 0);
+        let mut polled = [
+            entry(bell, libc::POLLIN),
+            entry(input, libc::POLLIN),
+            entry(output, libc::POLLOUT),
+            entry(self.newcomers(), libc::POLLIN),
+        ];
+        // SAFETY: The list has four entries.
+        unsafe { libc::poll(polled.as_mut_ptr(), 4, -1) };
+        let [rang, can_read, can_write, comes] = polled.map(|one| one.revents != 0);
         if rang && let Some(bell) = &wire.bell {
             bell.silence();
         }
@@ -293,6 +313,30 @@ impl End {
         if can_read && self.read(wire) {
             waker();
         }
+        // After the end of the client before, the one that comes is not turned away.
+        if comes {
+            self.turn_away();
+        }
+    }
+
+    /// Returns the descriptor by which clients come that are turned away; -1 if there is none.
+    fn newcomers(&self) -> RawFd {
+        match self {
+            Self::Socket { listener, client: Some(_), kind: Kind::Private { .. } } => listener.as_raw_fd(),
+            _ => -1,
+        }
+    }
+
+    /// Answers a client of a private socket that comes while another one is there.
+    fn turn_away(&mut self) {
+        let Self::Socket { listener, client: Some(_), kind: Kind::Private { turned_away } } = self else {
+            return;
+        };
+        let Ok((mut stream, _)) = listener.accept() else { return };
+        // A socket that is new has room for it.
+        let _ = stream.set_nonblocking(true);
+        let _ = stream.write(BUSY);
+        *turned_away = Some(stream);
     }
 
     /// Returns the descriptors of input and output; -1 if there is none.
@@ -328,10 +372,11 @@ impl End {
                 }
                 count
             }
-            Self::Socket { listener, client, is_private } => {
+            Self::Socket { listener, client, kind } => {
                 *client = listener.accept().ok().map(|(stream, _)| stream);
                 if let Some(stream) = client {
-                    if *is_private {
+                    if let Kind::Private { turned_away } = kind {
+                        *turned_away = None;
                         wire.forget();
                     }
                     let _ = stream.set_nonblocking(true);
@@ -371,9 +416,9 @@ impl End {
     }
 
     fn lose(&mut self, wire: &Wire) {
-        if let Self::Socket { client, is_private, .. } = self {
+        if let Self::Socket { client, kind, .. } = self {
             *client = None;
-            if *is_private {
+            if matches!(kind, Kind::Private { .. }) {
                 wire.forget();
             }
             wire.is_open.store(false, Ordering::Release);
@@ -468,6 +513,32 @@ mod tests {
             wire.send(b"too late");
         }
         assert_ne!(seen[0], seen[1]);
+    }
+
+    #[test]
+    fn a_client_of_a_private_socket_that_comes_meanwhile_is_told_so() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("orders.sock");
+        let wire = Wire::private_socket(&path, Arc::new(|| {})).unwrap();
+        let mut first = UnixStream::connect(&path).unwrap();
+        wait_for(|| wire.is_open.load(Ordering::Acquire));
+        for _ in 0..2 {
+            let mut other = UnixStream::connect(&path).unwrap();
+            other.set_read_timeout(Some(PATIENCE)).unwrap();
+            let mut answer = vec![0; BUSY.len()];
+            other.read_exact(&mut answer).unwrap();
+            assert_eq!(answer, BUSY);
+            other.write_all(b"an order").unwrap();
+        }
+        wire.send(b"answer");
+        let mut bytes = [0; 6];
+        first.read_exact(&mut bytes).unwrap();
+        assert_eq!(&bytes, b"answer");
+        assert_eq!(wire.take(9), b"", "nobody else's order");
+        drop(first);
+        wait_for(|| !wire.is_open.load(Ordering::Acquire));
+        let _third = UnixStream::connect(&path).unwrap();
+        wait_for(|| wire.is_open.load(Ordering::Acquire));
     }
 
     #[test]

@@ -176,7 +176,11 @@ fn text_of(message: &Value) -> String {
 fn refused(name: &Name, error: &Value) -> Error {
     let part = |key| error.get(key).map(plain);
     let message = part("message").unwrap_or_default();
-    let refused = Error::new(Exit::Failed, format!("{name} has not moved, and goes on here: {message}"));
+    let refused = if error.get("busy") == Some(&Value::Bool(true)) {
+        Error::new(Exit::Busy, format!("{name} has not got this order: {message}"))
+    } else {
+        Error::new(Exit::Failed, format!("{name} has not moved, and goes on here: {message}"))
+    };
     match part("hint") {
         Some(hint) => refused.hint(hint),
         None => refused,
@@ -307,6 +311,14 @@ mod tests {
         let ended = said(b"{\"order\":\"5\",\"begun\":true}\n").expect_err("an end");
         assert!(ended.message.contains("has not said"));
         assert!(said(b"").expect_err("silence").message.contains("takes the order"));
+    }
+
+    #[test]
+    fn a_guest_that_carries_out_another_order_is_not_said_to_go_on() {
+        let error =
+            said(b"{\"error\":{\"message\":\"another order\",\"busy\":true}}\n").expect_err("refused");
+        assert_eq!(error.exit, Exit::Busy);
+        assert!(!error.message.contains("goes on"), "{error}");
     }
 
     /// The answers of an earlier order are still on their way.
