@@ -7,6 +7,7 @@ use super::{
     outlook::{Outlook, Wish},
     report::Report,
     rules::{Rules, Scrub},
+    sensors::rules::Seconds,
     start,
     switches::{Change, RESTART, Switches},
 };
@@ -150,6 +151,8 @@ pub struct Keeper {
     seen: Option<Seen>,
     asked: Option<Instant>,
     snapshot_tried: Option<Instant>,
+    /// The time at which the snapshot was first seen.
+    kept_since: Option<Instant>,
     /// The reason that was told last for which no snapshot can be kept.
     no_snapshot: Option<String>,
     /// Rollbacks of this machine before the snapshot that is kept. In the lives after it this number is still
@@ -192,6 +195,7 @@ impl Keeper {
             seen: None,
             asked: None,
             snapshot_tried: None,
+            kept_since: None,
             no_snapshot: None,
             rollbacks_before: None,
             keeping: None,
@@ -284,7 +288,8 @@ impl Keeper {
             None => (Vec::new(), events(&Seen::default(), &watch, &status).1),
         };
         let rollback = status.rollback;
-        let is_kept = status.snapshot.is_some_and(|snapshot| snapshot.state != "lost");
+        let snapshot = status.snapshot.map(|snapshot| snapshot.state);
+        let is_kept = snapshot.is_some_and(|state| state != "lost");
         if !is_kept || self.rollbacks_before.is_none() {
             self.rollbacks_before = Some(now.rollbacks);
         }
@@ -292,6 +297,9 @@ impl Keeper {
         events.iter().for_each(|event| tell(&self.rules, event));
         if self.rules.keeps_snapshots() && !is_kept {
             self.keep_snapshot();
+        }
+        if self.rules.keeps_snapshots() {
+            self.renew_snapshot(snapshot == Some("kept"));
         }
         if let Some(ended) = self.keeping.take_if(|keeping| keeping.is_finished()) {
             let event = snapshot_event(&ended.join().unwrap_or_default());
@@ -336,7 +344,7 @@ impl Keeper {
             return;
         }
         tell(&self.rules, &Event::new(2, "going-back", format!("going back to the snapshot: {reason}")));
-        self.going_back = self.command("rollback");
+        self.going_back = self.run("rollback", vec![vec!["--json".to_owned(), "rollback".to_owned()]]);
     }
 
     /// Reports a rollback that has not happened.
@@ -370,12 +378,26 @@ impl Keeper {
             return;
         }
         self.snapshot_tried = Some(Instant::now());
-        self.keeping = self.command("snapshot");
+        self.keeping = self.run("snapshot", vec![self.rules.snapshot.command()]);
     }
 
-    /// Starts a command of Mercury's in a thread. A thread that the system refuses is reported.
-    fn command(&self, name: &'static str) -> Option<JoinHandle<String>> {
-        let started = thread::Builder::new().spawn(move || mercury(&["--json", name]));
+    /// Drops a snapshot that is as old as the rules allow, and keeps another one.
+    fn renew_snapshot(&mut self, is_kept: bool) {
+        let age = self.rules.snapshot.renew_s.map(Seconds::time);
+        let is_busy = self.keeping.is_some() || self.going_back.is_some() || self.escalation.is_some();
+        if !is_due(&mut self.kept_since, is_kept, Instant::now(), age) || is_busy {
+            return;
+        }
+        (self.kept_since, self.rollbacks_before) = (None, None);
+        let drop = ["--json", "snapshot", "--drop"].map(str::to_owned).to_vec();
+        self.keeping = self.run("snapshot", vec![drop, self.rules.snapshot.command()]);
+    }
+
+    /// Starts commands of Mercury's in a thread, one after the other. The thread returns the words of the
+    /// last one. A thread that the system refuses is reported.
+    fn run(&self, name: &'static str, commands: Vec<Vec<String>>) -> Option<JoinHandle<String>> {
+        let all = move || commands.iter().fold(String::new(), |_, command| mercury(command));
+        let started = thread::Builder::new().spawn(all);
         let failed =
             |error| tell(&self.rules, &Event::new(2, "not-started", format!("mercury {name}: {error}")));
         started.map_err(failed).ok()
@@ -445,6 +467,16 @@ fn snapshot_event(said: &str) -> Option<Event> {
     }
 }
 
+/// Returns true if a snapshot has been kept for so long.
+fn is_due(since: &mut Option<Instant>, is_kept: bool, now: Instant, age: Option<Duration>) -> bool {
+    if !is_kept {
+        *since = None;
+        return false;
+    }
+    let since = *since.get_or_insert(now);
+    age.is_some_and(|age| now.saturating_duration_since(since) >= age)
+}
+
 /// Returns true unless the event is the refusal of a snapshot that was told last, which comes each minute.
 fn is_news(told: &mut Option<String>, event: &Event) -> bool {
     let refusal = (event.name == "no-snapshot").then(|| event.text.clone());
@@ -470,7 +502,7 @@ fn integrity_event(said: Said) -> Event {
 }
 
 /// Runs a command of Mercury's, and returns what it has said.
-fn mercury(arguments: &[&str]) -> String {
+fn mercury(arguments: &[String]) -> String {
     let output = std::env::current_exe()
         .and_then(|program| Command::new(program).args(arguments).stdin(Stdio::null()).output());
     output
@@ -602,6 +634,19 @@ mod tests {
         assert!(is_news(&mut told, &refused("no memory")), "it was kept meanwhile");
         assert_eq!(snapshot_event(r#"{"state": "back"}"#), None);
         assert_eq!(snapshot_event("").map(|event| event.name), Some("no-snapshot"));
+    }
+
+    #[test]
+    fn a_snapshot_is_renewed_at_its_age() {
+        let (begun, age) = (Instant::now(), Some(Duration::from_secs(600)));
+        let later = |seconds| begun + Duration::from_secs(seconds);
+        let mut since = None;
+        assert!(!is_due(&mut since, true, begun, age) && !is_due(&mut since, true, later(599), age));
+        assert!(is_due(&mut since, true, later(600), age));
+        assert!(!is_due(&mut since, true, later(9000), None), "the rules say nothing");
+        assert!(!is_due(&mut since, false, later(600), age), "it was lost");
+        assert!(!is_due(&mut since, true, later(700), age), "another one is kept");
+        assert!(is_due(&mut since, true, later(1300), age));
     }
 
     #[test]

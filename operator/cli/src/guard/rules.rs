@@ -14,6 +14,7 @@ use mercury_abi::ioctl::{
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
+    size::mebibytes,
 };
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeSet, fs, io, path::Path, time::Duration};
@@ -96,6 +97,8 @@ pub struct Rules {
     /// Least time between two orders to move that the guard gives.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub order_interval_s: Option<Seconds<1, 86_400>>,
+    /// The snapshot of the profile `stateless`.
+    pub snapshot: Kept,
     /// Sensors of the hardware.
     pub sensors: SensorRules,
     /// Machines to which this one may move, in order of preference.
@@ -104,6 +107,47 @@ pub struct Rules {
     /// Services that are watched.
     #[serde(rename = "service", skip_serializing_if = "Vec::is_empty")]
     pub services: Vec<Service>,
+}
+
+/// An amount of memory, such as `512M`, in mebibytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Memory(u64);
+
+impl TryFrom<String> for Memory {
+    type Error = String;
+
+    fn try_from(text: String) -> std::result::Result<Self, String> {
+        mebibytes(1..=1 << 24)(&text).map(Self)
+    }
+}
+
+impl From<Memory> for String {
+    fn from(memory: Memory) -> Self {
+        format!("{}M", memory.0)
+    }
+}
+
+/// The snapshot that mercuryd keeps in the profile `stateless`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Kept {
+    /// Memory for copies of pages that are written to.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory: Option<Memory>,
+    /// Age at which the snapshot is dropped, and another one is kept.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub renew_s: Option<Seconds<600, 2_592_000>>,
+}
+
+impl Kept {
+    /// Returns the arguments of the command that keeps the snapshot.
+    #[must_use]
+    pub fn command(&self) -> Vec<String> {
+        let mut words = vec!["--json".to_owned(), "snapshot".to_owned()];
+        words.extend(self.memory.into_iter().flat_map(|memory| ["--pool".to_owned(), memory.into()]));
+        words
+    }
 }
 
 /// The kernel's own detectors.
@@ -317,6 +361,14 @@ mod tests {
     }
 
     #[test]
+    fn the_snapshot_is_kept_as_the_rules_say() {
+        assert_eq!(Rules::default().snapshot.command(), ["--json", "snapshot"]);
+        let rules = Rules::parse("[snapshot]\nmemory = '2G'\nrenew_s = 86400").expect("rules");
+        assert_eq!(rules.snapshot.command(), ["--json", "snapshot", "--pool", "2048M"]);
+        assert_eq!(rules.snapshot.renew_s.map(Seconds::time), Some(Duration::from_secs(86_400)));
+    }
+
+    #[test]
     fn code_is_compared_if_the_rules_say_so() {
         assert_eq!(Rules::default().integrity.scrub, Scrub::Off);
         assert!(!Rules::default().integrity.stores);
@@ -336,6 +388,9 @@ mod tests {
             ("[integrity]\nscrub = 'repair'", "line 2"),
             ("[integrity]\nevery_seconds = 0", "line 2"),
             ("[avoid]\ntask = 'kill'", "line 2"),
+            ("[snapshot]\nmemory = 'much'", "line 2"),
+            ("[snapshot]\nmemory = '0M'", "line 2"),
+            ("[snapshot]\nrenew_s = 60", "line 2"),
         ] {
             let why = Rules::parse(text).expect_err(text);
             assert!(why.contains(said), "{why}");
