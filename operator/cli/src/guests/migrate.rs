@@ -176,11 +176,12 @@ fn text_of(message: &Value) -> String {
 fn refused(name: &Name, error: &Value) -> Error {
     let part = |key| error.get(key).map(plain);
     let message = part("message").unwrap_or_default();
-    let refused = if error.get("busy") == Some(&Value::Bool(true)) {
-        Error::new(Exit::Busy, format!("{name} has not got this order: {message}"))
+    let (exit, what) = if error.get("busy") == Some(&Value::Bool(true)) {
+        (Exit::Busy, "has not got this order")
     } else {
-        Error::new(Exit::Failed, format!("{name} has not moved, and goes on here: {message}"))
+        (Exit::Failed, "has not moved, and goes on here")
     };
+    let refused = Error::new(exit, format!("{name} {what}: {message}"));
     match part("hint") {
         Some(hint) => refused.hint(hint),
         None => refused,
