@@ -195,6 +195,11 @@ enum Work {
 }
 
 impl Keeper {
+    /// Returns true while another process writes or reads a machine of this name.
+    pub(super) fn is_busy_with(&self, name: &Name) -> bool {
+        self.job.as_ref().is_some_and(|job| job.is_of(name))
+    }
+
     /// Takes over machines of the template that are asleep already.
     pub fn new(template: &Name, sleep_in: Option<PathBuf>) -> Result<Self> {
         let asleep = Folder::machines().all_asleep().map_err(|error| failed("find machines", error))?;
@@ -299,9 +304,10 @@ fn trim_all(pages: u64, deadline: Instant, mut trim: impl FnMut(u64) -> Option<(
     removed
 }
 
-fn has_input(pipe: &File) -> bool {
+/// Returns true if a pipe has input, or the process of a descriptor has ended.
+fn is_ready(end: &impl AsFd) -> bool {
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-    poll(&mut [PollFd::new(pipe, PollFlags::IN)], Some(&now)).is_ok_and(|count| count > 0)
+    poll(&mut [PollFd::new(end, PollFlags::IN)], Some(&now)).is_ok_and(|count| count > 0)
 }
 
 impl Server {
@@ -324,7 +330,7 @@ impl Server {
         let now = Instant::now();
         let mut is_called = false;
         for sleeper in self.keeper.sleepers.iter_mut().filter(|one| one.wanted.is_none()) {
-            if sleeper.not_before <= now && has_input(&sleeper.pipe) {
+            if sleeper.not_before <= now && is_ready(&sleeper.pipe) {
                 sleeper.wanted = Some(now);
                 is_called = true;
             }
@@ -766,7 +772,11 @@ impl Server {
             // From here on the file counts if the machine ends without having gone on.
             let known = Folder::machines().write_asleep(&asleep);
             known.map_err(|error| failed("write where the machine is", error))?;
-            machine.source.end_held().map_err(refused)
+            match machine.source.end_held() {
+                // It was killed just before. Its mark says if it had gone on.
+                Err(_) if is_ready(&machine.end) => Ok(()),
+                told => told.map_err(refused),
+            }
         });
         match ended {
             Ok(()) => machine.kept.falls_asleep = Some((asleep, pipe)),
@@ -1037,5 +1047,20 @@ mod tests {
         assert!(!may_wake(memory(1 << 20), 1, true), "another one falls asleep");
         assert!(may_wake(memory(1 << 20), 1 << 20, false));
         assert!(!may_wake(memory(1 << 20), 1 << 30, false), "the host has none");
+    }
+
+    /// A machine that is killed while its file becomes known has ended, and its file stays.
+    #[test]
+    fn the_end_of_a_process_is_seen_at_once() {
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let pid = Pid::from_child(&child);
+        let end = pidfd_open(pid, PidfdFlags::empty()).unwrap();
+        assert!(!is_ready(&end));
+        child.kill().unwrap();
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while !is_ready(&end) {
+            assert!(Instant::now() < deadline);
+        }
+        child.wait().unwrap();
     }
 }

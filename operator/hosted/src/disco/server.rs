@@ -77,7 +77,7 @@ pub(super) struct Machine {
     pub(super) number: u32,
     pub(super) pid: Pid,
     /// Becomes readable at the end of the machine's first process.
-    end: OwnedFd,
+    pub(super) end: OwnedFd,
     /// True if the machine runs in the background.
     pub(super) is_detached: bool,
     /// The client on whose terminal the machine has its console.
@@ -390,8 +390,17 @@ impl Server {
         let folder = Folder::machines();
         let claim =
             |name: &Name| folder.claim(name).map_err(|error| failed("make the machine's folder", error));
+        // The file of one that was killed while it was written is all that is left of it.
+        let is_written = |name: &Name| self.keeper.is_busy_with(name);
         let stem = name.unwrap_or(&self.name);
         if !is_numbered {
+            if is_written(stem) {
+                return Err(Error::new(
+                    Exit::Busy,
+                    format!("{stem} is being written to a file, or read from it"),
+                )
+                .hint("try again in a moment, or choose another name with --name"));
+            }
             let lock = claim(stem)?.ok_or_else(|| {
                 Error::new(Exit::State, format!("a machine has the name {stem} already"))
                     .hint("choose another name with --name, or `mercury disco stop` that machine")
@@ -404,6 +413,7 @@ impl Server {
                     .hint("give it a shorter name with --name")
             })?;
             if self.machines.iter().all(|machine| machine.name != name)
+                && !is_written(&name)
                 && let Some(lock) = claim(&name)?
             {
                 return Ok((name, lock));
