@@ -1092,10 +1092,11 @@ pub const TABLE: &[Entry] = &[
         "a restore environment on this machine would refuse the image",
         "The environment has the kernel and the drivers that it needs to bring a machine back, and no \
          others. Devices that another driver makes are missing there: virtual functions of a card (SR-IOV). \
-         Or the initial RAM disk on this machine brings other microcode than the machine runs with.",
-        "take the named devices out of use (virtual functions of a card: echo 0 > \
-         /sys/bus/pci/devices/…/sriov_numvfs); or go on with --force-devices, for an image that is only \
-         to be inspected",
+         Or the initial RAM disk on this machine brings other microcode than the machine runs with. Or the \
+         environment that was prepared for this image is older than the kernel, Mercury or the microcode here.",
+        "prepare the environment again (`mercury restore --prepare DIR IMAGE`); take the named devices \
+         out of use (virtual functions of a card: echo 0 > /sys/bus/pci/devices/…/sriov_numvfs); or go on \
+         with --force-devices, for an image that is only to be inspected",
     ),
 ];
 
