@@ -19,7 +19,7 @@ use super::{
     suite::{dbench_operations, word_after},
 };
 use mercury_lab::{
-    command::{Background, patient},
+    command::patient,
     error::{Context, Error, Result},
     guests,
     image::Release,
@@ -42,14 +42,8 @@ const DISK_MIB: u32 = 1024;
 /// Time limit of one pass, in wall time.
 const LIMIT: Duration = Duration::from_secs(3600);
 
-/// Time after which a virtual machine stands still, in wall time. A benchmark takes less than half of it.
-const STILL: Duration = Duration::from_secs(240);
-/// The virtual machines that may stand still at the same benchmark, in all passes. It is then left out.
-const STANDSTILLS_MOST: u32 = 2;
-/// The virtual machines that may stand still before they begin, in all passes.
-const STARTS_MOST: u32 = 6;
-/// The name of that.
-const START: &str = "the start";
+/// Time limit of one benchmark in a virtual machine, in wall time on a free host. It takes less than half of it.
+const GUEST_LIMIT: Duration = Duration::from_secs(240);
 /// The end of the suite's output.
 const END: &str = "== end";
 
@@ -201,11 +195,6 @@ pub struct Papers {
     pub kernel: String,
     /// Passes in each column.
     pub rounds: u32,
-    /// Virtual machines of KVM that have stood still, by benchmark.
-    pub stopped: BTreeMap<&'static str, u32>,
-    /// The column and round after which no virtual machine was measured any more.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub ended_early: Option<String>,
     /// The part of a kernel that was built.
     pub part: String,
     /// The benchmarks, in the order of the suite.
@@ -234,7 +223,7 @@ pub fn measure(plan: Plan) -> Result<Papers> {
     let mut os = Value::Null;
     let suite = |plan: &Plan| -> Result<Pass> {
         let command = format!("/root/papers/suite {}", plan.words());
-        read(&machine.command(&command).timeout(LIMIT).run()?.check()?.stdout, plan, &|_| false)
+        read(&machine.command(&command).timeout(LIMIT).run()?.check()?.stdout, plan)
     };
     line.show("a pass to warm up");
     suite(&Plan::QUICK)?;
@@ -247,33 +236,20 @@ pub fn measure(plan: Plan) -> Result<Papers> {
         keep(&passes)?;
     }
     leave_disks(&machine)?;
-    let mut stopped = BTreeMap::new();
-    let mut ended_early = None;
     for (round, column) in rounds(plan, &Column::GUEST) {
         begin(&machine, column)?;
         let mut show = |part: &str| line.show(&format!("round {round}: {}: {part}", column.name()));
-        match guest_pass(&machine, &plan, &mut stopped, &mut show) {
-            Ok(Pass { costs, .. }) => passes.push((column, costs)),
-            Err(error) => {
-                ended_early = Some(format!("{} in round {round}", column.name()));
-                live::say(&error.to_string());
-                break;
-            }
-        }
+        let Pass { costs, .. } = guest_pass(&machine, &plan, &mut show)?;
+        passes.push((column, costs));
         keep(&passes)?;
     }
-    // A machine in which a virtual machine was killed may have said so.
-    if ended_early.is_none() {
-        machine.check_health()?;
-        machine.shut_down()?;
-    }
+    machine.check_health()?;
+    machine.shut_down()?;
     Ok(Papers {
         is_quick: plan.rounds == Plan::QUICK.rounds,
         machine: summary,
         kernel,
         rounds: plan.rounds,
-        stopped,
-        ended_early,
         part: plan.part.to_owned(),
         benchmarks: summarize(&passes, &os),
     })
@@ -342,73 +318,26 @@ fn leave_disks(machine: &Machine) -> Result<()> {
     machine.command(line).timeout(LIMIT).run()?.check().map(drop)
 }
 
-/// Runs all benchmarks in virtual machines, and shows which one is at work.
-///
-/// In an emulator that counts instructions a virtual machine of KVM may stand still, with Mercury or without:
-/// its only processor waits for a lock that it holds. Then another one is started for the benchmarks that are
-/// left. A benchmark at which that happens again is left out. `stopped` counts them.
-fn guest_pass(
-    machine: &Machine,
-    plan: &Plan,
-    stopped: &mut BTreeMap<&'static str, u32>,
-    show: &mut dyn FnMut(&str),
-) -> Result<Pass> {
-    let is_out = |stopped: &BTreeMap<&str, u32>, name: &str| {
-        let most = if name == START { STARTS_MOST } else { STANDSTILLS_MOST };
-        stopped.get(name).is_some_and(|count| *count >= most)
-    };
-    let all = ["os"].into_iter().chain(APPLICATIONS.map(|(name, ..)| name));
-    let mut left: Vec<&'static str> = all.filter(|name| !is_out(stopped, name)).collect();
+/// Runs all benchmarks in a virtual machine, and shows which one is at work. Each runs twice: to warm up, and to
+/// be measured.
+fn guest_pass(machine: &Machine, plan: &Plan, show: &mut dyn FnMut(&str)) -> Result<Pass> {
+    show("a virtual machine starts");
+    let mut guest = machine.spawn(&format!("exec /root/papers/guest {GUEST_MEMORY_MIB}"))?;
+    guest.wait_output("ready", patient(GUEST_LIMIT))?;
     let mut said = String::new();
-    loop {
-        show("a virtual machine starts");
-        let mut guest = machine.spawn(&format!("exec /root/papers/guest {GUEST_MEMORY_MIB}"))?;
-        match run_left(&mut guest, plan, &mut left, &mut said, show) {
-            Ok(()) => {
-                guest.write_stdin(b"\n")?;
-                guest.wait(LIMIT)?.check()?;
-                return read(&said, plan, &|name| is_out(stopped, name));
-            }
-            Err(error) => {
-                // The machine itself must be well.
-                machine.sh("true")?;
-                // One that has not even started is no matter of a benchmark.
-                let has_begun = guest.output_so_far().is_ok_and(|text| text.contains("ready"));
-                guest.kill(9)?;
-                let _ = guest.wait(patient(STILL));
-                let name = left.first().copied().filter(|_| has_begun).unwrap_or(START);
-                show(&format!("{name}: the virtual machine stands still"));
-                *stopped.entry(name).or_default() += 1;
-                if is_out(stopped, START) {
-                    return Err(error);
-                }
-                left.retain(|name| !is_out(stopped, name));
-            }
-        }
-    }
-}
-
-/// Runs each benchmark that is left twice: to warm up, and to measure it.
-fn run_left(
-    guest: &mut Background,
-    plan: &Plan,
-    left: &mut Vec<&'static str>,
-    said: &mut String,
-    show: &mut dyn FnMut(&str),
-) -> Result<()> {
-    guest.wait_output("ready", patient(STILL))?;
-    while let Some(name) = left.first().copied() {
+    for name in ["os"].into_iter().chain(APPLICATIONS.map(|(name, ..)| name)) {
         show(name);
         let mut before = String::new();
         for plan in [&Plan::QUICK, plan] {
             before = guest.output_so_far()?;
             guest.write_stdin(format!("{} {name}\n", plan.words()).as_bytes())?;
-            guest.wait_output_times(END, before.matches(END).count() + 1, patient(STILL))?;
+            guest.wait_output_times(END, before.matches(END).count() + 1, patient(GUEST_LIMIT))?;
         }
         said.push_str(guest.output_so_far()?.get(before.len()..).unwrap_or_default());
-        left.remove(0);
     }
-    Ok(())
+    guest.write_stdin(b"\n")?;
+    guest.wait(LIMIT)?.check()?;
+    read(&said, plan)
 }
 
 fn check_state(machine: &Machine, column: Column) -> Result<()> {
@@ -440,8 +369,8 @@ const APPLICATIONS: [(&str, &str, &str, &str); 6] = [
 
 const PINGS: f64 = 1000.0;
 
-/// Reads the output of the suite, but for benchmarks that are left out.
-fn read(said: &str, plan: &Plan, is_out: &dyn Fn(&str) -> bool) -> Result<Pass> {
+/// Reads the output of the suite.
+fn read(said: &str, plan: &Plan) -> Result<Pass> {
     let part = |name: &str| {
         let part = said.split_once(&format!("== {name}")).map_or("", |(_, rest)| rest);
         part.split_once("\n== ").map_or(part, |(part, _)| part).trim_start_matches(['\r', '\n'])
@@ -451,18 +380,15 @@ fn read(said: &str, plan: &Plan, is_out: &dyn Fn(&str) -> bool) -> Result<Pass> 
         let text = part(name).trim_end_matches(|c: char| c != '}');
         serde_json::from_str::<Value>(text).map_err(|_| wrong(name))
     };
-    let report = if is_out("os") { Value::Null } else { json("os")? };
+    let report = json("os")?;
     let mut costs = Costs::new();
-    let operations = report["benchmarks"].as_array();
-    if operations.is_none() && !is_out("os") {
-        return Err(unexpected("bench os", &report));
-    }
-    for benchmark in operations.into_iter().flatten() {
+    let operations = report["benchmarks"].as_array().ok_or_else(|| unexpected("bench os", &report))?;
+    for benchmark in operations {
         let name = benchmark["name"].as_str().ok_or_else(|| unexpected("bench os", &report))?;
         let us = benchmark["us"]["median"].as_f64().ok_or_else(|| unexpected("bench os", &report))?;
         costs.insert(name.to_owned(), us * 1e3);
     }
-    for (name, ..) in APPLICATIONS.into_iter().filter(|(name, ..)| !is_out(name)) {
+    for (name, ..) in APPLICATIONS {
         let cost = match name {
             "postgres-read" => word_after(part(name), "tps = ").map(|tps| 1e9 / tps),
             "dbench-disk" => match dbench_operations(&part(name).replace('\r', "")) {
@@ -558,8 +484,6 @@ pub fn section(figures: &Papers) -> String {
         nested page walks, TLB misses, and the processor's own work in VMRUN and an exit. On a\n\
         processor X-U and M-U are larger for that. Xen of the papers had no nested page tables. Its cost of\n\
         fork, mmap and page faults is code, and would be counted here.\n\n\
-        In this emulator a virtual machine may stand still, with Mercury or without: its only processor\n\
-        waits for a lock that it holds. Then another one runs the benchmarks that are left. {}\n\n\
         {}\n\
         The applications are:\n\n\
         - PostgreSQL, with pgbench's reading transactions;\n\
@@ -574,26 +498,9 @@ pub fn section(figures: &Papers) -> String {
         figures.machine,
         figures.kernel,
         if figures.rounds == 1 { "one pass".to_owned() } else { format!("{} passes", figures.rounds) },
-        standstills(figures),
         operations_table(&operations),
         figures.part,
         applications_table(&applications),
-    )
-}
-
-/// Says where virtual machines have stood still.
-fn standstills(figures: &Papers) -> String {
-    let stopped = &figures.stopped;
-    let end = figures.ended_early.as_ref().map_or_else(String::new, |at| {
-        format!("\n**The columns X-U and M-U are not complete**: the run ended in {at}, where none began any more.")
-    });
-    if stopped.is_empty() {
-        return "None did so in\nthis run.".to_owned();
-    }
-    let all: Vec<String> = stopped.iter().map(|(name, count)| format!("{count} in {name}")).collect();
-    format!(
-        "In this\nrun {} did so. A benchmark with {STANDSTILLS_MOST} of them is left out from then on.{end}",
-        all.join(", ")
     )
 }
 
@@ -666,7 +573,7 @@ mod tests {
     #[test]
     fn a_pass_is_read_also_from_a_console() {
         for said in [said(), said().replace('\n', "\r\n")] {
-            let Pass { costs, .. } = read(&said, &Plan::QUICK, &|_| false).unwrap();
+            let Pass { costs, .. } = read(&said, &Plan::QUICK).unwrap();
             let all: Vec<(&str, f64)> = costs.iter().map(|(name, cost)| (name.as_str(), *cost)).collect();
             assert_eq!(
                 all,
@@ -688,36 +595,18 @@ mod tests {
         for (from, to) in
             [("elapsed_us 2000000", "make: ***"), ("tps = ", "failed: postgres-read "), ("8388608.0", "0.0")]
         {
-            assert!(read(&said().replace(from, to), &Plan::QUICK, &|_| false).is_err(), "{to}");
+            assert!(read(&said().replace(from, to), &Plan::QUICK).is_err(), "{to}");
         }
     }
 
-    /// What a virtual machine cannot do has no column, and a sentence.
-    #[test]
-    fn a_benchmark_that_is_left_out_has_no_figure() {
-        let without = said().replace("== build-kernel\nelapsed_us 2000000\n", "");
-        assert!(read(&without, &Plan::QUICK, &|_| false).is_err());
-        let Pass { costs, report } = read(&without, &Plan::QUICK, &|name| name == "build-kernel").unwrap();
-        let native = read(&said(), &Plan::QUICK, &|_| false).unwrap().costs;
-        let passes = [(Column::NativeLinux, native.clone()), (Column::MercuryAttached, native)];
-        let passes: Vec<_> = passes.into_iter().chain([(Column::Guest, costs)]).collect();
-        let all = summarize(&passes, &report);
-        let build = all.iter().find(|one| one.name == "build-kernel").unwrap();
-        assert_eq!(build.over_native, BTreeMap::from([("M-V", 1.0)]));
-        let figures = Papers { stopped: BTreeMap::from([("build-kernel", 2)]), benchmarks: all, ..figures() };
-        assert!(section(&figures).contains("2 in build-kernel did so"), "{}", section(&figures));
-    }
-
     fn figures() -> Papers {
-        let Pass { costs, report } = read(&said(), &Plan::QUICK, &|_| false).unwrap();
+        let Pass { costs, report } = read(&said(), &Plan::QUICK).unwrap();
         let times =
             |factor: f64| costs.iter().map(|(name, cost)| (name.clone(), cost * factor)).collect::<Costs>();
         let columns = Column::HOST.into_iter().chain(Column::GUEST);
         let passes: Vec<_> =
             columns.zip([1.0, 1.0, 1.01, 1.5, 1.6]).map(|(column, by)| (column, times(by))).collect();
         Papers {
-            stopped: BTreeMap::new(),
-            ended_early: None,
             is_quick: true,
             machine: "a machine".into(),
             kernel: "6.1".into(),
