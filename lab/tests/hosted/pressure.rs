@@ -150,8 +150,8 @@ fn wait_until(what: &str, is_so: impl Fn() -> bool) {
     }
 }
 
-/// A template, its helper or a machine is killed at times that fall into all steps of falling asleep. What is
-/// left is the machine or its file, which goes on with right answers.
+/// A template is killed at times that fall into all steps of falling asleep, and a machine while it is written. What
+/// is left is the machine or its file, which goes on with right answers.
 #[test]
 #[ignore = "long"]
 fn whatever_is_killed_leaves_a_machine_or_its_file() -> Result<()> {
@@ -227,6 +227,8 @@ fn whatever_is_killed_leaves_a_machine_or_its_file() -> Result<()> {
     let process = machines(&place)[0]["pid"].as_i64().expect("a number");
     wait_until("the machine is being written", || !parts(&folder).is_empty());
     kill(process);
+    // Another machine gets another name meanwhile.
+    done(disco(&place, &["run", "web", "--detach"]));
     let _ = child.wait();
     wait_until("the machine is asleep", || state(&place, "web-1") == "asleep");
     // It is not tried again for a while.

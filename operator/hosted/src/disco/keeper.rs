@@ -56,6 +56,8 @@ const LEAST: u64 = 32 << 20;
 const LEAST_IDLE: u64 = 48 << 20;
 /// The part of its memory that an idle machine keeps.
 const IDLE_PART: u64 = 4;
+/// The time between the end of a process's sockets and the process's own end, at most.
+const DYING: Duration = Duration::from_millis(500);
 /// The time between two looks: usually, when memory is short, and when a machine is on its way.
 const USUALLY: Duration = Duration::from_secs(1);
 const SOON: Duration = Duration::from_millis(100);
@@ -304,10 +306,15 @@ fn trim_all(pages: u64, deadline: Instant, mut trim: impl FnMut(u64) -> Option<(
     removed
 }
 
-/// Returns true if a pipe has input, or the process of a descriptor has ended.
-fn is_ready(end: &impl AsFd) -> bool {
-    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-    poll(&mut [PollFd::new(end, PollFlags::IN)], Some(&now)).is_ok_and(|count| count > 0)
+/// Returns true if a pipe has input.
+fn has_input(pipe: &File) -> bool {
+    is_ready_within(pipe, Duration::ZERO)
+}
+
+/// Returns true if a pipe has input in time, or if the process of a descriptor has ended then.
+fn is_ready_within(end: &impl AsFd, time: Duration) -> bool {
+    let time = Timespec { tv_sec: time.as_secs().cast_signed(), tv_nsec: time.subsec_nanos().into() };
+    poll(&mut [PollFd::new(end, PollFlags::IN)], Some(&time)).is_ok_and(|count| count > 0)
 }
 
 impl Server {
@@ -330,7 +337,7 @@ impl Server {
         let now = Instant::now();
         let mut is_called = false;
         for sleeper in self.keeper.sleepers.iter_mut().filter(|one| one.wanted.is_none()) {
-            if sleeper.not_before <= now && is_ready(&sleeper.pipe) {
+            if sleeper.not_before <= now && has_input(&sleeper.pipe) {
                 sleeper.wanted = Some(now);
                 is_called = true;
             }
@@ -774,7 +781,7 @@ impl Server {
             known.map_err(|error| failed("write where the machine is", error))?;
             match machine.source.end_held() {
                 // It was killed just before. Its mark says if it had gone on.
-                Err(_) if is_ready(&machine.end) => Ok(()),
+                Err(_) if is_ready_within(&machine.end, DYING) => Ok(()),
                 told => told.map_err(refused),
             }
         });
@@ -812,7 +819,12 @@ impl Server {
         let (asleep, pipe) = match (machine.kept.falls_asleep.take(), machine.kept.origin.take()) {
             (Some((asleep, pipe)), _) => (asleep, Some(pipe)),
             (None, Some(asleep)) => (asleep, None),
-            (None, None) => return false,
+            (None, None) => {
+                let error = Error::new(Exit::Failed, format!("{} ended before it was asleep", machine.name));
+                let hint = "if its file becomes whole, `mercury disco list` shows it asleep";
+                reply_all(&clients, &Err(error.hint(hint)));
+                return false;
+            }
         };
         if folder.has_left(&machine.name, &asleep.life) {
             folder.forget_file(&asleep);
@@ -1051,16 +1063,13 @@ mod tests {
 
     /// A machine that is killed while its file becomes known has ended, and its file stays.
     #[test]
-    fn the_end_of_a_process_is_seen_at_once() {
+    fn the_end_of_a_process_is_seen() {
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let pid = Pid::from_child(&child);
         let end = pidfd_open(pid, PidfdFlags::empty()).unwrap();
-        assert!(!is_ready(&end));
+        assert!(!is_ready_within(&end, Duration::ZERO));
         child.kill().unwrap();
-        let deadline = Instant::now() + Duration::from_secs(10);
-        while !is_ready(&end) {
-            assert!(Instant::now() < deadline);
-        }
+        assert!(is_ready_within(&end, Duration::from_secs(10)));
         child.wait().unwrap();
     }
 }
