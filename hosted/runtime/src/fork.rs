@@ -504,14 +504,18 @@ impl Link {
     }
 
     /// Stands still until the template has decided on a request to hold. Returns true if the machine ends,
-    /// because all of it is in a file. Otherwise that file is void, and the machine goes on. `is_over` says
-    /// that the machine is to end for another reason.
+    /// because all of it is in a file. Otherwise that file is void, and the machine goes on: also if the template
+    /// has a later request, because its word to go on may not have had room. `is_over` says that the machine is
+    /// to end for another reason.
     #[must_use]
     pub fn await_end(&self, wanted: Wanted, is_over: impl Fn() -> bool) -> bool {
         let ends = loop {
             match self.read() {
                 Ok(Some([END, _, number, _])) if number == wanted.number => break true,
-                Ok(Some([GO_ON, _, number, _])) if number == wanted.number => break false,
+                Ok(Some([GO_ON, _, number, _])) if number >= wanted.number => break false,
+                Ok(Some([FREEZE | HOLD | HOLD_IF_IDLE, number, ..])) if number > wanted.number => {
+                    break false;
+                }
                 Ok(Some(_)) => {}
                 Ok(None) => break false,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -1092,6 +1096,32 @@ mod tests {
         drop(source);
         machine.join().unwrap();
         assert_eq!(void(), Some(LIVES[3]), "its template has ended");
+    }
+
+    /// The word to go on had no room: a machine that stands still goes on at the next word.
+    #[test]
+    fn a_held_machine_goes_on_at_a_later_request() {
+        let words: [fn(&mut Source); 2] = [
+            |source| source.ask(HOLD, [1, 2]).unwrap(),
+            |source| {
+                source.request += 1;
+                source.let_go();
+            },
+        ];
+        for word in words {
+            let (mut source, machine) = connect(|link| {
+                let own = file(2000);
+                let frozen = Frozen { file: own.as_raw_fd(), runs: vec![], below: 3 };
+                answer(&link, |wanted| {
+                    link.send(wanted, &frozen, b"state", Duration::ZERO);
+                    assert!(!link.await_end(wanted, || link.is_gone()));
+                    assert!(!link.is_gone());
+                });
+            });
+            source.hold(&[1; 16], Work::Any).unwrap();
+            word(&mut source);
+            machine.join().unwrap();
+        }
     }
 
     /// A template that has given up is not waited for.
