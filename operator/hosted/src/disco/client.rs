@@ -170,12 +170,22 @@ impl Render for Resized {
     }
 }
 
+/// The time in which all processes of a machine have ended, unless somebody wakes it meanwhile.
+const DYING: Duration = Duration::from_secs(5);
+
 /// Puts a machine to sleep.
 pub fn sleep(name: &Name) -> Result<Asleep> {
     let machine = find(name)?;
     let request = Request::Sleep { machine: name.clone() };
     match ask(&machine.template, &request)? {
-        Answer::Asleep { file } => Ok(Asleep { machine: name.clone(), file }),
+        Answer::Asleep { file } => {
+            // Its last processes end after the first one. Until then it would still be listed as one that runs.
+            let (begun, folder) = (Instant::now(), Folder::machines());
+            while begun.elapsed() < DYING && folder.lives(name).unwrap_or(false) {
+                thread::sleep(MOMENT);
+            }
+            Ok(Asleep { machine: name.clone(), file })
+        }
         _ => Err(no_answer(&machine.template)),
     }
 }
