@@ -504,9 +504,9 @@ impl Link {
     }
 
     /// Stands still until the template has decided on a request to hold. Returns true if the machine ends,
-    /// because all of it is in a file. Otherwise that file is void, and the machine goes on: also if the template
-    /// has a later request, because its word to go on may not have had room. `is_over` says that the machine is
-    /// to end for another reason.
+    /// because all of it is in a file. Otherwise that file is void, and the machine goes on. It does so at a
+    /// later request as well, because the template's word to go on may not have had room. `is_over` says that
+    /// the machine is to end for another reason.
     #[must_use]
     pub fn await_end(&self, wanted: Wanted, is_over: impl Fn() -> bool) -> bool {
         let ends = loop {

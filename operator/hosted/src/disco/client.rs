@@ -179,7 +179,7 @@ pub fn sleep(name: &Name) -> Result<Asleep> {
     let request = Request::Sleep { machine: name.clone() };
     match ask(&machine.template, &request)? {
         Answer::Asleep { file } => {
-            // Its last processes end after the first one. Until then it would still be listed as one that runs.
+            // Its last processes end after the first one. Until then it would still be listed as awake.
             let (begun, folder) = (Instant::now(), Folder::machines());
             while begun.elapsed() < DYING && folder.lives(name).unwrap_or(false) {
                 thread::sleep(MOMENT);
