@@ -61,7 +61,7 @@ pub fn perform(qmp: &Qmp, scene: &Scene, memory: u64) {
     let _ = fs::write(scene.dir().join(REPORT), report);
 }
 
-/// Returns the physical addresses below which the memory ends, from 0 and from [`HIGH`], as QEMU's Q35 has them.
+/// Returns the physical addresses below which the memory ends, from 0 and from [`HIGH`], as on QEMU's Q35.
 fn ends_of(memory: u64) -> [u64; 2] {
     const SPLITS_FROM: u64 = 0xB000_0000;
     const LOW_IF_SPLIT: u64 = 2 << 30;

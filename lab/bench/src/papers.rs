@@ -42,7 +42,7 @@ const DISK_MIB: u32 = 1024;
 /// Time limit of one pass, in wall time.
 const LIMIT: Duration = Duration::from_secs(3600);
 
-/// Time limit of one benchmark in a virtual machine, in wall time on a free host. It takes less than half of it.
+/// Time limit of one benchmark in a virtual machine, in wall time on a free host. None takes half of it.
 const GUEST_LIMIT: Duration = Duration::from_secs(240);
 /// The end of the suite's output.
 const END: &str = "== end";
@@ -318,8 +318,8 @@ fn leave_disks(machine: &Machine) -> Result<()> {
     machine.command(line).timeout(LIMIT).run()?.check().map(drop)
 }
 
-/// Runs all benchmarks in a virtual machine, and shows which one is at work. Each runs twice: to warm up, and to
-/// be measured.
+/// Runs all benchmarks in a virtual machine, and shows which one is at work. Each runs twice: to warm up, and
+/// to be measured.
 fn guest_pass(machine: &Machine, plan: &Plan, show: &mut dyn FnMut(&str)) -> Result<Pass> {
     show("a virtual machine starts");
     let mut guest = machine.spawn(&format!("exec /root/papers/guest {GUEST_MEMORY_MIB}"))?;

@@ -10,9 +10,10 @@
 //!
 //! **An interrupt that comes twice.** VMRUN delivers the interrupt of EVENTINJ at once (`helper_vmrun`), but
 //! also notes its vector as the exception that the processor has. Nothing takes the note back until the next
-//! interrupt or exit. If the processor's thread is asked to stop before that, or has executed all of
-//! its instructions where they are counted (`-icount`), QEMU delivers the vector once more, as an exception: with
-//! interrupts off as well. A guest's kernel then waits for ever for a lock that it holds. The note is not made.
+//! interrupt or exit. If the processor's thread is asked to stop before that, or has executed all of its
+//! instructions where they are counted (`-icount`), QEMU delivers the vector once more, as an exception,
+//! with interrupts off as well. A guest's kernel then waits for ever for a lock that it holds. The note is
+//! not made.
 
 use std::{
     fs,

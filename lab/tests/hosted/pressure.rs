@@ -150,8 +150,8 @@ fn wait_until(what: &str, is_so: impl Fn() -> bool) {
     }
 }
 
-/// A template is killed at times that fall into all steps of falling asleep, and a machine while it is written. What
-/// is left is the machine or its file, which goes on with right answers.
+/// A template is killed at times that fall into all steps of falling asleep, and a machine while it is
+/// written. What is left is the machine or its file, which goes on with right answers.
 #[test]
 #[ignore = "long"]
 fn whatever_is_killed_leaves_a_machine_or_its_file() -> Result<()> {

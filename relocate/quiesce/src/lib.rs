@@ -6,8 +6,8 @@
 //! * [`mounts`], [`block_devices`]: what is mounted, and reads of the devices below;
 //! * [`file_systems`]: the table of types, with what changes in each of them;
 //! * [`fence`], [`stale`], [`ethernet`], [`nfs`]: the network, on which no peer may hear two machines;
-//! * [`devices`], [`openers`], [`rdma`], [`macsec`], [`plugged`], [`waits`], [`reachable`]: devices and memory
-//!   that cannot be held or brought back, with the names of their users;
+//! * [`devices`], [`openers`], [`rdma`], [`macsec`], [`plugged`], [`waits`], [`reachable`]: devices and
+//!   memory that cannot be held or brought back, with the names of their users;
 //! * [`freezer`]: the patience of the kernel's own freezer;
 //! * [`undo`], [`guard`]: the process that undoes everything if the command is killed: its steps, and its
 //!   work;

@@ -136,7 +136,8 @@ impl Console {
     }
 }
 
-/// Takes what is typed. The input has no buffer of its own: what one had would be waited for until the next key.
+/// Takes what is typed. The input has no buffer of its own, because what is in one would be waited for until
+/// the next key.
 fn listen(mut input: &File, typed: &Typed, is_terminal: bool, waker: &Waker) {
     let mut buffer = [0; 1024];
     let mut keys = Keys::default();

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 /// Interval at which the source is told that the machine is being started.
 const SIGN: Duration = Duration::from_secs(1);
-/// Time for a start, after which the operator is told what the machine waits for. Its disks take two minutes at
-/// most.
+/// Time for a start, after which the operator is told what the machine waits for. Its disks take two minutes
+/// at most.
 const LATE: Duration = Duration::from_secs(60);
 /// Time after which nothing that ends by itself is left of a start: its network takes eleven minutes at most
 /// (`mercury_quiesce::guard`).
