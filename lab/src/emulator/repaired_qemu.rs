@@ -1,6 +1,6 @@
-//! QEMU without two of its faults: a copy of the program with some instructions changed. Both faults are in
-//! all versions from 5.2 to 11.1 at least. The lab finds the places by names that QEMU exports for its
-//! modules. A program without such a name is used as it is.
+//! QEMU without two of its faults: a copy of the program with some instructions changed. The first is in all
+//! versions from 5.2 to 11.1 at least. The second was found in 11.1, and 7.2 has the same code. The lab finds
+//! the places by names that QEMU exports for its modules. A program without such a name is used as it is.
 //!
 //! **A lost GIF.** Loading x87 state without a pending exception lowers IGNNE#. QEMU keeps this line as a
 //! flag of the *first* processor, in the word that holds its GIF. Every processor's thread writes that word
