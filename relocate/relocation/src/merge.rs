@@ -93,7 +93,7 @@ fn merge(args: &MergeOptions, stop: &Stop<'_>) -> Result<Report> {
     let images = complete(&args.images)?;
     refuse_loss(&args.out, &images)?;
     let merged = read(&images, stop)?;
-    let mut target = Target::open(&args.out, args.overwrite)?;
+    let mut target = Target::open(&args.out, args.overwrite, &mut |_| Ok(()))?;
     let identity = merged.identity();
     let mut writer = Writer::begin(&mut target, identity, merged.machine()).map_err(image_error)?;
     write(merged, &images, &mut writer, args.level, stop)?;

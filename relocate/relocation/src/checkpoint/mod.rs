@@ -78,7 +78,12 @@ use refuse::{
 };
 use report::{Report, how_far};
 use series::Series;
-use std::{fs::File, io::BufWriter, path::Path, time};
+use std::{
+    fs::File,
+    io::{self, BufWriter},
+    path::Path,
+    time,
+};
 use still::Held;
 use stream::{Source, Watch, stream};
 use target::Target;
@@ -223,12 +228,15 @@ fn one(
     before.refuse_loss(image)?;
     // Only the process that controls the driver writes images.
     let (device, _) = access::loaded(args.module.as_deref(), "checkpoint")?;
-    // The undo process starts before the file is made, so that a killed command hardly ever leaves
-    // the file behind.
+    // The undo process knows of the file before it is made: a killed command leaves none behind.
     let mut guard = UndoProcess::start()?;
-    let target = Target::open(image, args.overwrite)?;
-    let told = target.part().map_or(Ok(()), |part| guard.will(&Undo::Remove(part.to_owned())));
-    told.map_err(|error| image_error(error.into()))?;
+    let mut announce = |part: &Path| {
+        guard
+            .will(&Undo::Remove(part.to_owned()))
+            .map_err(|error| io::Error::other(format!("the undo process is gone: {error}")))
+    };
+    // Another command may have made the same file meanwhile: it stays.
+    let target = Target::open(image, args.overwrite, &mut announce).inspect_err(|_| guard.is_undone())?;
     let attached = Attached::make(&device, &mut guard)?;
     let (mut report, rest) = match checkpoint(args, &device, target, before, sysroot, deferred, &mut guard) {
         Ok((report, rest)) if report.restored => {

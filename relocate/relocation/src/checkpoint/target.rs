@@ -23,6 +23,9 @@ pub struct Target {
     place: Place,
 }
 
+/// Notes a file that is about to be made.
+pub type Announce<'a> = dyn FnMut(&Path) -> io::Result<()> + 'a;
+
 #[derive(Debug)]
 enum Place {
     Stdout(io::Stdout),
@@ -79,17 +82,19 @@ impl Connection {
 const COMMIT: &[u8] = b"commit\n";
 
 impl Target {
-    /// Opens the target. The file at a path stays there until the image is complete.
+    /// Opens the target. The file at a path stays there until the image is complete. `before` is told
+    /// of the file that exists until then, before it is made: a process that is killed at any moment
+    /// leaves nothing behind that nobody knows of.
     ///
     /// # Errors
     ///
-    /// Returns an error if the target cannot be written to, or a device holds data that is no image
-    /// and `overwrite` is not set.
-    pub fn open(name: &Name, overwrite: bool) -> Result<Self> {
+    /// Returns an error if the target cannot be written to, a device holds data that is no image
+    /// and `overwrite` is not set, or `before` fails.
+    pub fn open(name: &Name, overwrite: bool, before: &mut Announce<'_>) -> Result<Self> {
         let result = match name {
             Name::Stdout => Ok(Place::Stdout(io::stdout())),
             Name::Remote { host, path } => Self::open_remote(host, path, crate::random::random()?),
-            Name::Path(path) => Self::open_path(path, overwrite),
+            Name::Path(path) => Self::open_path(path, overwrite, before),
         };
         result.map(|place| Self { place }).map_err(|error| {
             Error::new(Exit::Failed, format!("{name} cannot be written to: {error}"))
@@ -97,7 +102,7 @@ impl Target {
         })
     }
 
-    fn open_path(path: &Path, overwrite: bool) -> io::Result<Place> {
+    fn open_path(path: &Path, overwrite: bool, before: &mut Announce<'_>) -> io::Result<Place> {
         let found = fs::metadata(path).ok();
         if found.as_ref().is_some_and(|found| found.file_type().is_block_device()) {
             patient::answers(path)?;
@@ -124,6 +129,7 @@ impl Target {
             return Err(io::Error::other("another process is writing it"));
         }
         let _ = fs::remove_file(&part);
+        before(&part)?;
         let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&part)?;
         // Not every file system has locks.
         let _ = file.try_lock();
@@ -278,11 +284,34 @@ mod tests {
         assert!("ssh://host".parse::<Name>().is_err());
     }
 
+    /// Opens a file of which nobody has to know.
+    fn open(path: &Path) -> Result<Target> {
+        Target::open(&Name::Path(path.to_owned()), false, &mut |_| Ok(()))
+    }
+
+    /// A process that is killed between the two leaves no file: the killed command of a lab test
+    /// once left one.
+    #[test]
+    fn a_file_is_announced_before_it_is_made() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("image");
+        let files = || fs::read_dir(folder.path()).expect("a folder").count();
+        let mut announced = Vec::new();
+        let target = Target::open(&Name::Path(path.clone()), false, &mut |part| {
+            announced.push((part.to_owned(), files()));
+            Ok(())
+        });
+        assert_eq!((announced, files()), (vec![(folder.path().join("image.part"), 0)], 1));
+        drop(target);
+        let failed = Target::open(&Name::Path(path), false, &mut |_| Err(io::ErrorKind::BrokenPipe.into()));
+        assert_eq!((failed.expect_err("refused").exit, files()), (Exit::Failed, 0));
+    }
+
     /// The fence waits for a connection of each carrier, and gives up without one.
     #[test]
     fn no_connection_carries_an_image_to_a_file() {
         let folder = tempfile::tempdir().expect("a folder");
-        let target = Target::open(&Name::Path(folder.path().join("image")), false).expect("a file");
+        let target = open(&folder.path().join("image")).expect("a file");
         assert_eq!((target.carriers().len(), target.processes().len()), (0, 1));
     }
 
@@ -323,14 +352,14 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("image");
         fs::write(&path, "old").expect("a file");
-        let mut target = Target::open(&Name::Path(path.clone()), false).expect("opened");
+        let mut target = open(&path).expect("opened");
         target.write_all(b"half").expect("written");
-        let second = Target::open(&Name::Path(path.clone()), false).expect_err("refused");
+        let second = open(&path).expect_err("refused");
         assert!(second.message.contains("another process"), "{second}");
         assert_eq!(fs::read(&path).expect("read"), b"old");
         drop(target);
         assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 1);
-        let mut target = Target::open(&Name::Path(path.clone()), false).expect("opened");
+        let mut target = open(&path).expect("opened");
         target.write_all(b"new").expect("written");
         target.finish().expect("finished");
         assert_eq!(fs::read(&path).expect("read"), b"new");
