@@ -27,9 +27,10 @@ enum Until {
 }
 
 /// Targets of `make` with the arguments of `lab` for each.
-const TARGETS: [(&str, &[&str], Until); 7] = [
+const TARGETS: [(&str, &[&str], Until); 8] = [
     ("demo", &["demo"], Until::End),
     ("demo-checkpoint", &["demo", "checkpoint"], Until::End),
+    ("demo-disco", &["demo", "disco"], Until::End),
     ("demo-guard", &["demo", "guard"], Until::End),
     ("demo-guest", &["demo", "guest"], Until::End),
     ("demo-move", &["demo", "move"], Until::End),
