@@ -263,7 +263,7 @@ pub fn wait_more(machine: &Machine, text: &str, before: usize) -> Result<()> {
 /// If the machine has no card.
 pub fn plug_in(machine: &Machine, address: &str) -> Result<()> {
     machine.sh("modprobe virtio_net")?;
-    let card = "card=$(ls /sys/class/net | grep -v lo | head -1)";
+    let card = "card=$(ls -d /sys/class/net/*/device | cut -d/ -f5 | head -1)";
     machine.sh(&format!("{card}; ip address add {address}/24 dev $card && ip link set $card up")).map(drop)
 }
 

@@ -221,7 +221,7 @@ fn metal(kernel: Kernel, cpus: u32) -> Spec {
 /// Gives the only card of a machine like metal an address.
 fn plug_in(machine: &Machine, address: &str) -> Result<()> {
     machine.sh("modprobe -a e1000e virtio_net; udevadm settle || true")?;
-    let card = "card=$(ls /sys/class/net | grep -v lo | head -1)";
+    let card = "card=$(ls -d /sys/class/net/*/device | cut -d/ -f5 | head -1)";
     machine.sh(&format!("{card}; ip address add {address}/24 dev $card && ip link set $card up")).map(drop)
 }
 

@@ -36,9 +36,9 @@ const MINUTE: Duration = Duration::from_secs(60);
 const VERSION_AT: u32 = 16;
 
 /// The command that loads drivers, and brings up the only card.
-const NETWORK: &str = "modprobe -a e1000e virtio_net nvme; card=$(ls /sys/class/net | grep -v lo | head -1); \
-     ip address add 10.0.2.15/24 dev $card; ip link set $card up; until ping -c 1 -W 1 10.0.2.2; \
-     do sleep 0.2; done";
+const NETWORK: &str = "modprobe -a e1000e virtio_net nvme; \
+     card=$(ls -d /sys/class/net/*/device | cut -d/ -f5 | head -1); ip address add 10.0.2.15/24 dev $card; \
+     ip link set $card up; until ping -c 1 -W 1 10.0.2.2; do sleep 0.2; done";
 
 /// Restores a machine again and again, each time in another emulator.
 fn goes_on(spec: Spec, times: u32) -> Result<Machine> {

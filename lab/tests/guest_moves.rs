@@ -67,7 +67,7 @@ fn set_time(machine: &Machine) -> Result<()> {
 
 fn plug_metal_in(machine: &Machine, address: &str) -> Result<()> {
     machine.sh("modprobe e1000e; udevadm settle || true")?;
-    let card = "card=$(ls /sys/class/net | grep -v lo | head -1)";
+    let card = "card=$(ls -d /sys/class/net/*/device | cut -d/ -f5 | head -1)";
     machine.sh(&format!("{card}; ip address add {address}/24 dev $card && ip link set $card up")).map(drop)
 }
 

@@ -431,7 +431,7 @@ fn a_vlan_and_ipv6_go_along() -> Result<()> {
     let by_six =
         "import socketserver, socket\nsocketserver.ThreadingTCPServer.address_family = socket.AF_INET6";
     start(peer, "echo_six", &format!("{by_six}\n{}", ECHO.replace(", 7)", ", 8)")), "")?;
-    machine.sh("modprobe 8021q; card=$(ls /sys/class/net | grep -v lo | head -1); \
+    machine.sh("modprobe 8021q; card=$(ls -d /sys/class/net/*/device | cut -d/ -f5 | head -1); \
          ip link add link $card name seven type vlan id 7; ip link set seven up; \
          ip address add 10.9.7.2/24 dev seven; ip address add fd09::2/64 dev $card nodad")?;
     start(machine, "talk_vlan", TALK, "10.9.7.1")?;
@@ -454,13 +454,15 @@ fn a_bridge_goes_along() -> Result<()> {
     let Scene { switch: Switch { peer, .. }, machine, destination } =
         &Scene::new(Kernel::BookwormCloud, 2, 768)?;
     // One process must do all steps: between two of them the machine's files are out of reach.
-    machine.sh("modprobe bridge; card=$(ls /sys/class/net | grep -v lo | head -1); ip -batch - <<END
+    machine.sh(
+        "modprobe bridge; card=$(ls -d /sys/class/net/*/device | cut -d/ -f5 | head -1); ip -batch - <<END
 link add name bridge type bridge
 link set bridge address $(cat /sys/class/net/$card/address) up
 address delete 10.9.0.2/24 dev $card
 link set $card master bridge
 address add 10.9.0.2/24 dev bridge
-END")?;
+END",
+    )?;
     goes_on(peer, machine)?;
     moves(peer, machine, destination, "10.9.0.3", "--rounds 2")?;
     println!("{}", destination.sh("ip -brief link")?);

@@ -34,9 +34,9 @@ const DISK_LOAD: &str = "while true; do dd if=/dev/vda of=/dev/null bs=256k ifla
 const MEMORY_LOAD: &str = "while true; do cp /bin/bash /run/copy; /bin/true; done";
 
 /// Traffic in both directions on the machine's only card.
-const NETWORK_LOAD: &str = "modprobe virtio_net; card=$(ls /sys/class/net | grep -v lo | head -1); ip \
-     address add 10.0.2.15/24 dev $card; ip link set $card up; while true; \
-     do ping -q -i 0.01 -c 50 -s 1400 10.0.2.2; done";
+const NETWORK_LOAD: &str = "modprobe virtio_net; \
+     card=$(ls -d /sys/class/net/*/device | cut -d/ -f5 | head -1); ip address add 10.0.2.15/24 dev $card; \
+     ip link set $card up; while true; do ping -q -i 0.01 -c 50 -s 1400 10.0.2.2; done";
 
 /// A script with two lives. The first life keeps a snapshot, works on, and dies. The second one
 /// begins where the command ends for the second time, and reports on the console, since the host

@@ -35,7 +35,8 @@ const PATIENCE: &str = "test $? -eq 124";
 
 /// A command that delays many small packets by some seconds: longer than the machine takes to stand
 /// still.
-const PACKETS_THAT_WAIT: &str = "tc qdisc replace dev $(ls /sys/class/net | grep -v lo | head -1) root netem \
+const PACKETS_THAT_WAIT: &str = "tc qdisc replace dev \
+     $(ls -d /sys/class/net/*/device | cut -d/ -f5 | head -1) root netem \
      delay 3s; for i in $(seq 200); do echo $i > /dev/udp/10.0.2.2/9 || true; done";
 
 fn are_exact(spec: Spec, modules: &str, loads: &[String], rounds: u32) -> Result<()> {

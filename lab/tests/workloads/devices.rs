@@ -33,7 +33,7 @@ while test ! -e /run/end; do
 done
 "#;
 
-const NETWORK_UP: &str = "card=$(cd /sys/class/net; ls -d */device | cut -d/ -f1 | head -1); \
+const NETWORK_UP: &str = "card=$(ls -d /sys/class/net/*/device | cut -d/ -f5 | head -1); \
      ip address add 10.0.2.15/24 dev $card && ip link set $card up; \
      until ping -c 1 -W 1 10.0.2.2 > /dev/null; do sleep 0.2; done";
 
@@ -43,7 +43,7 @@ const RECEIVES: &str = "received() { cat /sys/class/net/*/statistics/rx_bytes | 
 
 /// A command that restarts a card: QEMU's e1000e may receive nothing after a snapshot
 /// (docs/limits.md).
-const FRESH_CARD: &str = "card=$(cd /sys/class/net; ls -d */device | cut -d/ -f1 | head -1); \
+const FRESH_CARD: &str = "card=$(ls -d /sys/class/net/*/device | cut -d/ -f5 | head -1); \
      ip link set $card down; ip link set $card up";
 
 /// The work of one device.

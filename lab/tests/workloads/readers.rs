@@ -34,8 +34,9 @@ pub const REAL_DRIVERS: &str = "nvme e1000e xhci_pci usb_storage sd_mod";
 /// Gives the only network card an address, and waits until a peer answers.
 pub fn give_address(machine: &Machine) -> Result<()> {
     machine
-        .sh("card=$(ls /sys/class/net | grep -v lo | head -1); ip address add 10.0.2.15/24 dev $card && \
-         ip link set $card up; until ping -c 1 -W 1 10.0.2.2 > /dev/null; do sleep 0.2; done")
+        .sh("card=$(ls -d /sys/class/net/*/device | cut -d/ -f5 | head -1); \
+         ip address add 10.0.2.15/24 dev $card && ip link set $card up; \
+         until ping -c 1 -W 1 10.0.2.2 > /dev/null; do sleep 0.2; done")
         .map(drop)
 }
 
@@ -62,8 +63,8 @@ pub fn source() -> u16 {
 
 /// A command that restarts a card: QEMU's e1000e may receive nothing after a snapshot
 /// (docs/limits.md).
-pub const FRESH_CARD: &str =
-    "card=$(ls /sys/class/net | grep -v lo | head -1); ip link set $card down; ip link set $card up";
+pub const FRESH_CARD: &str = "card=$(ls -d /sys/class/net/*/device | cut -d/ -f5 | head -1); \
+     ip link set $card down; ip link set $card up";
 
 /// Returns a script that receives from the host for a while, as much as comes.
 pub fn network_load(port: u16, otherwise: &str) -> String {

@@ -64,7 +64,7 @@ pub fn wired(spec: Spec, port: u16, end: &str) -> Spec {
 
 pub fn plug_in(machine: &Machine, address: &str) -> Result<()> {
     machine.sh("modprobe virtio_net")?;
-    let card = "card=$(ls /sys/class/net | grep -v lo | head -1)";
+    let card = "card=$(ls -d /sys/class/net/*/device | cut -d/ -f5 | head -1)";
     machine.sh(&format!("{card}; ip address add {address}/24 dev $card && ip link set $card up")).map(drop)
 }
 

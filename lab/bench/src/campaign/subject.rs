@@ -81,7 +81,8 @@ impl Load {
             Self::Postgres => (POSTGRES_START.to_owned(), &[POSTGRES_LOAD], POSTGRES_CHECK.to_owned()),
             Self::DiskAndNetwork => (
                 format!(
-                    "{DISK_CONTENT} > /dev/vda; modprobe virtio_net; card=$(ls /sys/class/net | grep -v lo); \
+                    "{DISK_CONTENT} > /dev/vda; modprobe virtio_net; \
+                     card=$(ls -d /sys/class/net/*/device | cut -d/ -f5); \
                      ip address add 10.0.2.15/24 dev $card; ip link set $card up"
                 ),
                 &[DISK_LOAD, NETWORK_LOAD],

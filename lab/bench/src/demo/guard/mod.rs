@@ -97,7 +97,7 @@ fn prepare(machine: &Machine) -> Result<()> {
 }
 
 fn start_work(machine: &Machine) -> Result<()> {
-    machine.sh("modprobe virtio_net; card=$(ls /sys/class/net | grep -v lo); \
+    machine.sh("modprobe virtio_net; card=$(ls -d /sys/class/net/*/device | cut -d/ -f5); \
          ip address add 10.0.2.15/24 dev $card; ip link set $card up; ip link set lo up")?;
     restart::start(machine, "chain", script::CHAIN, "")?;
     machine.put("/run/web.py", include_bytes!("web.py"), 0o644)?;
