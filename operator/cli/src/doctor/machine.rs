@@ -14,7 +14,10 @@ use mercury_control::{
     processor::cpuid_facts,
     sysroot::{Module, Sysroot},
 };
-use mercury_relocation::refusals::{self, Answer, Operation};
+use mercury_relocation::{
+    refusals::{self, Answer, Operation},
+    restore::prepared,
+};
 use std::path::PathBuf;
 
 /// EFI variable with the state of Secure Boot: four bytes of attributes, then the value.
@@ -92,6 +95,8 @@ pub struct Machine {
     pub answers: Option<Vec<(Operation, Vec<Answer>)>>,
     /// True if local file systems are mounted for writing.
     pub local_disks: bool,
+    /// Reasons why prepared restore environments would refuse an image of now.
+    pub outdated: Vec<Error>,
     /// Mercury's monitor, if it runs this machine as a guest of another one.
     pub monitor: Option<Monitor>,
 }
@@ -119,7 +124,9 @@ impl Machine {
         let asked = ask(module, sysroot).unwrap_or_else(Asked::Unavailable);
         let answers = root
             .then(|| ANSWERED.map(|operation| (operation, refusals::ask(operation, &[], sysroot))).into());
-        Self { root, asked, driver_loaded, answers, ..Self::read_files(module, sysroot) }
+        // Only root reads the record.
+        let outdated = if root { prepared::refusals(sysroot) } else { Vec::new() };
+        Self { root, asked, driver_loaded, answers, outdated, ..Self::read_files(module, sysroot) }
     }
 
     /// Reads all facts that are in files.
@@ -151,6 +158,7 @@ impl Machine {
             free_blocks: sysroot.free_blocks(IMAGE_ORDER),
             answers: None,
             local_disks: refusals::refuse_disks(sysroot).is_err(),
+            outdated: Vec::new(),
             monitor: Monitor::read(),
             release,
         }

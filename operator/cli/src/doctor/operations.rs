@@ -95,6 +95,16 @@ fn checkpoint(machine: &Machine) -> Vec<Item> {
         }
         found.push(item);
     }
+    let outdated = machine.outdated.iter().map(|error| Item {
+        hint: error.hint.clone(),
+        code: error.code.map(Code::name),
+        ..Item::new(
+            "restore environment",
+            Grade::Warning,
+            format!("with --poweroff it would be refused: {}", error.plain_message()),
+        )
+    });
+    found.extend(outdated);
     if machine.answers.is_some() && machine.local_disks {
         let text = "local disks go on changing after the instant";
         let hint = "an image can be restored only with the disks as they were at the instant: use \

@@ -47,6 +47,7 @@ fn good_machine() -> Machine {
         free_blocks: Some(100),
         answers: Some(good_answers()),
         local_disks: false,
+        outdated: Vec::new(),
         monitor: None,
     }
 }
@@ -329,6 +330,19 @@ fn each_operation_has_a_verdict_of_its_own() {
         let text = rendered(&report);
         assert!(text.contains("used by train (77) [devices-unseen]"), "{text}");
         assert_eq!(text.contains("with --poweroff it would be refused"), operation == Operation::PowerOff);
+    }
+}
+
+/// The machine would be off when its environment refuses the image.
+#[test]
+fn an_environment_that_is_too_old_is_named() {
+    let error = Error::coded(Code::RestoreUnfit, "its kernel is another").hint("prepare it again");
+    let machine = Machine { outdated: vec![error], ..good_machine() };
+    let report = examine(&machine, true);
+    assert_eq!(possible(&report), ["yes"; 3]);
+    let text = rendered(&report);
+    for expected in ["with --poweroff it would be refused: its kernel is another", "prepare it again"] {
+        assert!(text.contains(expected), "{text}");
     }
 }
 

@@ -17,6 +17,7 @@ use mercury_control::{
 };
 use serde::{Deserialize, Serialize};
 use std::{
+    collections::BTreeSet,
     fs, io,
     path::{Path, PathBuf},
 };
@@ -128,6 +129,18 @@ pub fn memory_mib(image: &Path, sysroot: &Sysroot) -> Result<Option<u64>> {
     ))
 }
 
+/// Returns why `checkpoint --poweroff` would be refused for each image that has an environment; empty if it
+/// would not be for any.
+#[must_use]
+pub fn refusals(sysroot: &Sysroot) -> Vec<Error> {
+    let images: BTreeSet<_> = match read(sysroot) {
+        Ok(environments) => environments.into_iter().map(|one| one.image).collect(),
+        // The same for each image.
+        Err(_) => [PathBuf::from("IMAGE")].into(),
+    };
+    images.iter().filter_map(|image| memory_mib(image, sysroot).err()).collect()
+}
+
 /// Reads the records. Without a file there are none.
 fn read(sysroot: &Sysroot) -> io::Result<Vec<Record>> {
     let bytes = match fs::read(sysroot.path(FILE)) {
@@ -219,8 +232,12 @@ mod tests {
             assert!(error.message.contains(expected), "{error}");
             assert!(error.hint.is_some_and(|hint| hint.starts_with("prepare it again")), "no hint");
             assert_eq!(place.memory("other"), Ok(None));
+            place.add("boot/c", "other", 128);
+            let refused = refusals(&place.sysroot);
+            assert!(matches!(refused.as_slice(), [one] if one.message == error.message), "{refused:?}");
             place.add("boot/a", "image", 128);
             assert_eq!(place.memory("image"), Ok(Some(128)));
+            assert!(refusals(&place.sysroot).is_empty());
         }
         let place = Place::new();
         place.add("boot/a", "image", 128);
@@ -237,6 +254,7 @@ mod tests {
         for text in ["", "{", r#"{"version":2,"environments":[]}"#] {
             place.put(FILE, text.as_bytes());
             assert!(place.memory("image").is_err(), "{text}");
+            assert_eq!(refusals(&place.sysroot).len(), 1, "{text}");
         }
         place.add("boot/a", "image", 128);
         assert_eq!(place.memory("image"), Ok(Some(128)));
