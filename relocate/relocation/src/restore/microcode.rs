@@ -11,7 +11,12 @@ use super::environment;
 use mercury_control::sysroot::Sysroot;
 use mercury_image::Processor;
 use mercury_quiesce::describe;
-use std::{fs, ops::Range, os::unix::fs::MetadataExt};
+use std::{
+    fs::{self, File},
+    io::Read,
+    ops::Range,
+    os::unix::fs::MetadataExt,
+};
 
 const INTEL: &[u8] = b"kernel/x86/microcode/GenuineIntel.bin";
 const AMD: &[u8] = b"kernel/x86/microcode/AuthenticAMD.bin";
@@ -44,6 +49,15 @@ pub fn predict(running: &Processor, early: &[u8], sysroot: &Sysroot) -> Result<(
     let Some(now) = number(&running.microcode) else { return Ok(()) };
     if loads_none(running, sysroot) {
         return Ok(());
+    }
+    let ram_disk = environment::initial_ram_disk(sysroot);
+    if began_with_ram_disk(sysroot)
+        && let Err(error) = File::open(sysroot.path(&ram_disk)).and_then(|mut file| file.read(&mut [0]))
+    {
+        return Err(format!(
+            "this system may have its microcode from an initial RAM disk, and /{ram_disk} cannot be read \
+             ({error})"
+        ));
     }
     let [family, model, stepping] = running.signature;
     let signature = signature(family, model, stepping);
@@ -80,6 +94,15 @@ fn loads_none(running: &Processor, sysroot: &Sysroot) -> bool {
         word == WORD || listed
     };
     running.flags.iter().any(|flag| flag == "hypervisor") || line.split_whitespace().any(says_so)
+}
+
+/// Returns true if a boot loader gave this system an initial RAM disk, or if that is not known.
+fn began_with_ram_disk(sysroot: &Sysroot) -> bool {
+    /// `hdr.ramdisk_size` and `ext_ramdisk_size` of `struct boot_params` (Documentation/arch/x86/boot.rst,
+    /// zero-page.rst).
+    const SIZES: [usize; 2] = [0x21C, 0x0C4];
+    let boot_params = sysroot.bytes("sys/kernel/boot_params/data").unwrap_or_default();
+    SIZES.iter().any(|at| word(&boot_params, *at) != Some(0))
 }
 
 /// Returns true if the initial RAM disk may have been written since this system started.
@@ -322,6 +345,33 @@ mod tests {
         assert_eq!(amd(&file, 0x0080_0F11), Some(0x50));
         assert_eq!(amd(&file, 0x0080_0F12), None);
         assert_eq!(amd(&container(ours, 0xA011, 0xA012, 0x22), ours), None, "a patch for another");
+    }
+
+    /// An environment without the microcode would refuse the image.
+    #[test]
+    fn a_ram_disk_that_is_gone_is_told() {
+        let (_root, sysroot) = machine("0\n");
+        let intel = processor("GenuineIntel", [6, 0x9E, 9]);
+        let guest = Processor { flags: vec!["hypervisor".into()], ..intel.clone() };
+        fs::remove_file(sysroot.path("boot/initrd.img-6.1")).expect("gone");
+        let mut boot_params = vec![0; 4096];
+        let mut began_with = |at: Option<usize>| {
+            boot_params.fill(0);
+            at.into_iter().for_each(|at| boot_params[at] = 1);
+            fs::write(sysroot.path("boot_params"), &boot_params).expect("a file");
+            put(&sysroot, "sys/kernel/boot_params/data", "");
+            fs::rename(sysroot.path("boot_params"), sysroot.path("sys/kernel/boot_params/data"))
+                .expect("there");
+        };
+        let why = predict(&intel, b"", &sysroot).expect_err("nothing is known");
+        assert!(why.contains("/boot/initrd.img-6.1 cannot be read"), "{why}");
+        for at in [0x21C, 0x0C4] {
+            began_with(Some(at));
+            assert!(predict(&intel, b"", &sysroot).is_err(), "{at:#x}");
+        }
+        assert_eq!(predict(&guest, b"", &sysroot), Ok(()), "it loads none");
+        began_with(None);
+        assert_eq!(predict(&intel, b"", &sysroot), Ok(()));
     }
 
     #[test]

@@ -131,17 +131,24 @@ pub fn memory_of_environment(image: Option<&Path>, module: Option<&Path>, sysroo
     if let Some(prepared) = image.map(|image| prepared::memory_mib(image, sysroot)).transpose()?.flatten() {
         return Ok(prepared);
     }
+    kernel_s_file(sysroot)?;
     let args = RestoreOptions { module: module.map(Path::to_owned), ..RestoreOptions::default() };
     // An image on another host is copied to a place that is not known yet.
     let purpose = match image.and_then(|image| Place::of(image, sysroot).ok()) {
         Some(place) => purpose(&args, &place)?,
         None => Purpose { module, usual_memory: USUAL_MEMORY_MIB, ..Purpose::default() },
     };
-    let made = environment::make(&purpose, sysroot).map_err(|mut error| {
-        error.message = format!("no restore environment can be made: {}", error.message);
-        error
-    })?;
-    Ok(made.memory)
+    Ok(environment::make(&purpose, sysroot).map_err(no_environment)?.memory)
+}
+
+/// Returns the file of the kernel that an environment of now would have.
+fn kernel_s_file(sysroot: &Sysroot) -> Result<PathBuf> {
+    kernel::image(sysroot).map_err(no_environment)
+}
+
+fn no_environment(mut error: Error) -> Error {
+    error.message = format!("no restore environment can be made: {}", error.message);
+    error
 }
 
 /// Returns the purpose of the restore environment.
@@ -244,5 +251,35 @@ pub fn restart(machine: &Machine) -> Restart {
                 kind: kind(range.kind),
             })
             .collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The machine would be off when the kernel is missed.
+    #[test]
+    fn a_kernel_whose_file_is_gone_or_another_is_refused() {
+        let root = tempfile::tempdir().expect("a folder");
+        let put = |name: &str, text: &str| {
+            let path = root.path().join(name);
+            std::fs::create_dir_all(path.parent().expect("a folder")).expect("folders");
+            std::fs::write(path, text).expect("a file");
+        };
+        let sysroot = Sysroot::at(root.path());
+        put("proc/sys/kernel/osrelease", "6.1.0-37-amd64\n");
+        put("image", "");
+        let refused = |expected: &str| {
+            for image in [None, Some(root.path().join("image"))] {
+                let error = memory_of_environment(image.as_deref(), None, &sysroot).expect_err("refused");
+                assert!(error.message.contains(expected), "{error}");
+            }
+            let told = prepared::refusals(&sysroot);
+            assert!(matches!(told.as_slice(), [one] if one.message.contains(expected)), "{told:?}");
+        };
+        refused("no restore environment can be made: the kernel 6.1.0-37-amd64 is not in /boot");
+        put("boot/vmlinuz-6.1.0-37-amd64", "another build");
+        refused("and the kernel that runs");
     }
 }

@@ -129,11 +129,14 @@ pub fn memory_mib(image: &Path, sysroot: &Sysroot) -> Result<Option<u64>> {
     ))
 }
 
-/// Returns why `checkpoint --poweroff` would be refused for each image that has an environment; empty if it
-/// would not be for any.
+/// Returns why `checkpoint --poweroff` would be refused for each image that has an environment, or for all
+/// images if none was prepared; empty if it would not be for any.
 #[must_use]
 pub fn refusals(sysroot: &Sysroot) -> Vec<Error> {
     let images: BTreeSet<_> = match read(sysroot) {
+        Ok(environments) if environments.is_empty() => {
+            return super::kernel_s_file(sysroot).err().into_iter().collect();
+        }
         Ok(environments) => environments.into_iter().map(|one| one.image).collect(),
         // The same for each image.
         Err(_) => [PathBuf::from("IMAGE")].into(),
