@@ -471,14 +471,16 @@ pub fn section(figures: &Papers) -> String {
         "{HEADING}\n\n\
         `cargo run -p mercury-lab-bench -- bench papers{}` writes this section alone. The machine is {}.\n\
         It counts instructions, and has Linux {}. Each column is the median of {}. The columns after N-L\n\
-        are ratios to N-L. \"noise\" is the largest difference between a pass of N-L and their median.\n\n\
+        are ratios to N-L. \"noise\" is the largest difference between a pass of N-L and their median. It\n\
+        explains a ratio marked ~ as well as a cost would.\n\n\
         - **N-L**: Linux without Mercury.\n\
         - **M-N**: Mercury is loaded, in native mode.\n\
         - **M-V**: Mercury is attached.\n\
         - **X-U**: the same suite in a virtual machine of stock KVM. The papers' machine is one of Xen.\n\
         - **M-U**: the same virtual machine, with Mercury attached beneath KVM.\n\n\
         The papers' columns are CLUSTER 2007, table 1 (one Pentium 4), and JCST 2012, table 1 (one Xeon).\n\
-        X-0, domain 0 of Xen, has no counterpart: the host of KVM is native.\n\n\
+        X-0, domain 0 of Xen, has no counterpart: the host of KVM is native. JCST's table 2 (two\n\
+        processors) is not measured here.\n\n\
         The emulator counts the instructions of all levels: the virtual machine, KVM, QEMU beside it, and\n\
         Mercury. It shows how often a guest leaves, and the code that answers each exit. It does not show\n\
         nested page walks, TLB misses, and the processor's own work in VMRUN and an exit. On a\n\
@@ -506,7 +508,9 @@ pub fn section(figures: &Papers) -> String {
 
 fn own_cells(one: &Measured) -> Vec<String> {
     let ratio = |column: Column| {
-        one.over_native.get(column.name()).map_or_else(String::new, |ratio| format!("{ratio:.3}"))
+        let Some(ratio) = one.over_native.get(column.name()) else { return String::new() };
+        let mark = if (ratio - 1.0).abs() < one.noise { " ~" } else { "" };
+        format!("{ratio:.3}{mark}")
     };
     let mut row = vec![one.name.clone(), thousands(one.native_instructions.round() as u64)];
     row.extend(Column::COMPARED.map(ratio));
@@ -632,5 +636,22 @@ mod tests {
             "{section}"
         );
         assert!(section.contains("| dbench-disk "), "{section}");
+    }
+
+    /// A reader takes a ratio without a mark for a cost.
+    #[test]
+    fn a_ratio_within_the_noise_is_marked() {
+        let mut figures = figures();
+        let fork = |figures: &Papers| {
+            let section = section(figures);
+            section.lines().find(|line| line.starts_with("| fork ")).expect("a row").to_owned()
+        };
+        let row = fork(&figures);
+        assert!(!row.contains('~'), "{row}");
+        figures.benchmarks[0].noise = 0.55;
+        let row = fork(&figures);
+        for expected in ["| 1.000 ~ |", "| 1.010 ~ |", "| 1.500 ~ |", "| 1.600 |"] {
+            assert!(row.replace("   |", " |").replace("  |", " |").contains(expected), "{row}");
+        }
     }
 }
