@@ -138,7 +138,8 @@ impl Still {
                 return Err(named(io::Error::other("its server is a process that stands still itself")));
             }
             let file = File::open(&mount.at).map_err(named)?;
-            if is_covered(mount, file.metadata().map_err(named)?.dev()) {
+            let found = Found::at(&file).map_err(named)?;
+            if found.covers(mount) {
                 return Err(named(io::Error::other("another file system is mounted over it")));
             }
             guard.will(&Undo::Thaw(mount.at.clone())).map_err(named)?;
@@ -162,11 +163,26 @@ impl Still {
     }
 }
 
-/// Returns true if the mount point leads to another file system than the mounted one on this
-/// device. Volumes of btrfs have numbers of their own.
-fn is_covered(mount: &Mounted, found: u64) -> bool {
-    let found = format!("{}:{}", libc::major(found), libc::minor(found));
-    !has_own_numbers(&mount.kind) && mount.number != found
+/// The file system to which a mount point leads.
+#[derive(Clone, Copy, Debug)]
+struct Found {
+    /// Number of the device, as stat(2) returns it.
+    device: u64,
+    is_btrfs: bool,
+}
+
+impl Found {
+    fn at(folder: &File) -> io::Result<Self> {
+        let is_btrfs = rustix::fs::fstatfs(folder)?.f_type == libc::BTRFS_SUPER_MAGIC;
+        Ok(Self { device: folder.metadata()?.dev(), is_btrfs })
+    }
+
+    /// Returns true if this is another file system than the mounted one, and covers it. Volumes of btrfs
+    /// have numbers of their own, so another btrfs is not noticed.
+    fn covers(self, mount: &Mounted) -> bool {
+        let number = format!("{}:{}", libc::major(self.device), libc::minor(self.device));
+        if has_own_numbers(&mount.kind) { !self.is_btrfs } else { mount.number != number }
+    }
 }
 
 impl Drop for Still {
@@ -579,9 +595,15 @@ mod tests {
     fn a_covered_mount_is_recognized() {
         let line = "36 35 259:3 / /data rw,noatime master:1 - ext4 /dev/nvme0n1p3 rw";
         let below = mount(line).expect("a mount");
-        assert!(!is_covered(&below, libc::makedev(259, 3)) && is_covered(&below, libc::makedev(0, 41)));
+        let found = |device, is_btrfs| Found { device, is_btrfs };
+        let (own, other) = (libc::makedev(259, 3), libc::makedev(0, 41));
+        assert!(!found(own, false).covers(&below) && found(other, false).covers(&below));
         let volume = mount(&line.replace("259:3", "0:40").replace("ext4", "btrfs")).expect("a mount");
-        assert!(!is_covered(&volume, libc::makedev(0, 41)));
+        assert!(!found(other, true).covers(&volume) && found(other, false).covers(&volume));
+        let here = File::open(env!("CARGO_MANIFEST_DIR")).expect("a folder");
+        let here = Found::at(&here).expect("a file system");
+        let number = format!("{}:{}", libc::major(here.device), libc::minor(here.device));
+        assert!(!here.covers(&mount(&line.replace("259:3", &number)).expect("a mount")));
     }
 
     #[test]
