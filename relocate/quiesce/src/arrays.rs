@@ -7,9 +7,14 @@
 //! superblocks, a moment after the last write; and the bits of regions that have become equal in
 //! its bitmap. A resync is held. For the other two a wait is enough, because there are no more
 //! writes.
+//!
+//! A program (mdmon) writes the superblocks of arrays whose metadata is the firmware's (IMSM, DDF). The
+//! kernel holds the first write after a pause until mdmon has answered, and mdmon is an application: it
+//! stands still with the others. So such arrays are refused ([`refuse_external`]).
 
 use super::patient;
 use crate::undo::{Array, Undo, UndoProcess};
+use mercury_abi::code::Code;
 use mercury_control::{
     error::{Error, Result},
     exit::Exit,
@@ -80,21 +85,58 @@ fn dirty_pages(mdstat: &str, name: &str) -> u64 {
     pages.next().unwrap_or(0)
 }
 
+/// Lists the names of arrays that may be written to.
+fn writable(sysroot: &Sysroot) -> impl Iterator<Item = String> {
+    let names = sysroot.names("sys/block").into_iter().filter(|name| name.starts_with("md"));
+    names.filter(|name| {
+        let state = sysroot.text(&format!("sys/block/{name}/md/array_state"));
+        state.is_some_and(|state| !matches!(&*state, "clear" | "inactive" | "suspended" | "readonly"))
+    })
+}
+
+/// Lists arrays whose superblocks a program writes, such as "md126 (external:/md127/0)".
+fn external(sysroot: &Sysroot) -> Vec<String> {
+    let found = |name: String| {
+        // Arrays without copies are never unclean, so no program needs to answer.
+        let has_copies = sysroot.exists(&format!("sys/block/{name}/md/sync_action"));
+        let kind = sysroot.text(&format!("sys/block/{name}/md/metadata_version"))?;
+        (has_copies && kind.starts_with("external:")).then(|| format!("{name} ({kind})"))
+    };
+    writable(sysroot).filter_map(found).collect()
+}
+
+/// Refuses arrays whose superblocks a program writes, because that program would stand still, too.
+///
+/// # Errors
+///
+/// Returns an error that names the arrays.
+pub fn refuse_external(sysroot: &Sysroot) -> Result<()> {
+    let found = external(sysroot);
+    if found.is_empty() {
+        return Ok(());
+    }
+    let text = format!(
+        "a program (mdmon) writes the metadata of arrays, and writes to them would wait for it while all \
+         programs stand still: {}",
+        found.join(", ")
+    );
+    Err(Error::coded(Code::DisksUnheld, text).hint(
+        "unmount what is on them, and stop them (`mdadm --stop`) or make them read-only (`mdadm \
+         --readonly`); or have the data on arrays with Linux's own metadata (`mdadm --create \
+         --metadata=1.2`), for a root or a boot disk in the next installation",
+    ))
+}
+
 /// Lists the arrays that write by themselves.
 fn all(sysroot: &Sysroot) -> Vec<Array> {
-    let names = sysroot.names("sys/block").into_iter().filter(|name| name.starts_with("md"));
     let array = |name: String| {
         let folder = format!("sys/block/{name}/md");
-        let state = sysroot.text(&format!("{folder}/array_state"))?;
-        if matches!(&*state, "clear" | "inactive" | "suspended" | "readonly") {
-            return None;
-        }
         // Arrays without copies have neither a thread nor a bitmap.
         let action = sysroot.text(&format!("{folder}/sync_action")).filter(|action| action != "frozen");
         let time_base = sysroot.text(&format!("{folder}/bitmap/time_base"));
-        Some(Array { name, folder: sysroot.path(&folder), action, time_base })
+        Array { name, folder: sysroot.path(&folder), action, time_base }
     };
-    names.filter_map(array).collect()
+    writable(sysroot).map(array).collect()
 }
 
 /// Arrays whose threads are held until this is dropped.
@@ -110,6 +152,8 @@ impl Arrays {
     ///
     /// Returns an error if one cannot be held; the others are released then.
     pub fn hold(guard: &mut UndoProcess, sysroot: &Sysroot) -> Result<Self> {
+        // One may have been assembled since the first question.
+        refuse_external(sysroot)?;
         let mut arrays = Self::default();
         for array in all(sysroot) {
             let failed = |error: io::Error| restless(&array, &error.to_string());
@@ -197,5 +241,31 @@ mod tests {
         assert_eq!((says("sync_action"), says("bitmap/time_base")), ("check".into(), "5".into()));
         put("array_state", "inactive\n");
         assert_eq!(all(&sysroot), []);
+    }
+
+    #[test]
+    fn an_array_whose_metadata_a_program_writes_is_refused() {
+        let root = tempfile::tempdir().expect("a folder");
+        let sysroot = Sysroot::at(root.path());
+        let put = |array: &str, file: &str, text: &str| {
+            let folder = root.path().join("sys/block").join(array).join("md");
+            std::fs::create_dir_all(&folder).expect("folders");
+            std::fs::write(folder.join(file), text).expect("a file");
+        };
+        let array = |name: &str, state: &str, metadata: &str, action: Option<&str>| {
+            put(name, "array_state", state);
+            put(name, "metadata_version", metadata);
+            action.into_iter().for_each(|action| put(name, "sync_action", action));
+        };
+        array("md0", "clean\n", "1.2\n", Some("idle\n"));
+        // The whole of the disks, an array without copies, and one that nothing writes to.
+        array("md127", "inactive\n", "external:imsm\n", None);
+        array("md125", "clean\n", "external:/md127/1\n", None);
+        array("md124", "readonly\n", "external:-md127/2\n", Some("idle\n"));
+        assert_eq!(refuse_external(&sysroot), Ok(()));
+        array("md126", "active-idle\n", "external:/md127/0\n", Some("idle\n"));
+        let refused = refuse_external(&sysroot).expect_err("refused");
+        assert_eq!(refused.code, Some(Code::DisksUnheld));
+        assert!(refused.message.contains("mdmon") && refused.message.contains(": md126 (external:/md127/0)"));
     }
 }

@@ -13,7 +13,7 @@ use mercury_control::{
     sysroot::Sysroot,
 };
 use mercury_quiesce::{
-    describe, devices, disks,
+    arrays, describe, devices, disks,
     ethernet::{self, made},
     macsec,
     mounts::{self, Mounted},
@@ -186,6 +186,13 @@ const QUESTIONS: &[Question] = &[
         before: &[PowerOff, Migrate],
         lifted_by: None,
         ask: |_, sysroot| volumes::refuse_restless(Disks::AsLeft, sysroot),
+    },
+    Question {
+        name: "arrays",
+        fine: "none whose metadata a program writes",
+        before: &[Checkpoint, PowerOff, Snapshot, Migrate],
+        lifted_by: None,
+        ask: |_, sysroot| arrays::refuse_external(sysroot),
     },
     Question {
         name: "fingerprints",
@@ -447,6 +454,29 @@ mod tests {
         let many = "number of CPUs";
         assert_eq!(refused(online, "0-505"), [""; 4]);
         assert_eq!(refused(online, "0-506"), [many, many, many, ""]);
+    }
+
+    #[test]
+    fn an_array_whose_metadata_a_program_writes_is_a_reason_for_all() {
+        let root = tempfile::tempdir().expect("a folder");
+        let write = |file: &str, text: &str| {
+            let path = root.path().join(file);
+            fs::create_dir_all(path.parent().expect("a folder")).expect("a folder");
+            fs::write(path, text).expect("a file");
+        };
+        write("proc/self/mountinfo", "");
+        write("sys/block/md126/md/array_state", "clean\n");
+        write("sys/block/md126/md/sync_action", "idle\n");
+        let refused = |metadata: &str| {
+            write("sys/block/md126/md/metadata_version", metadata);
+            [PowerOff, Migrate, Checkpoint, Snapshot].map(|operation| {
+                let all = [Lifted::Devices, Lifted::Offline, Lifted::Disks, Lifted::Tombstone];
+                let mut answers = ask(operation, &all, &Sysroot::at(root.path())).into_iter();
+                answers.find(|answer| answer.result.is_err()).map_or("", |answer| answer.about)
+            })
+        };
+        assert_eq!(refused("external:/md127/0\n"), ["arrays"; 4]);
+        assert_eq!(refused("1.2\n"), [""; 4]);
     }
 
     #[test]

@@ -852,8 +852,8 @@ pub const TABLE: &[Entry] = &[
     entry_of(
         Code::DevicesUnseen,
         "a device that is in use writes to memory that the driver cannot see",
-        "GPUs, RDMA, devices that processes drive by themselves (VFIO, DPDK) and accelerators that share \
-         the memory of processes write without asking the kernel each time. Their writes during the \
+        "GPUs, RDMA, devices that processes drive by themselves (VFIO, vDPA, DPDK) and accelerators that \
+         share the memory of processes write without asking the kernel each time. Their writes during the \
          instant would be missing.",
         "end the processes that are named, or unload the drivers of the devices; --force-devices goes on \
          anyway, which is right only if the devices are idle",
@@ -919,7 +919,7 @@ pub const TABLE: &[Entry] = &[
         "a disk or a file system is in use where this command cannot hold it still",
         "The kernel goes on writing to such a disk after the instant. A machine that is brought back would \
          destroy it. The disk may belong to ZFS or to several disks, to another mount namespace, or to no \
-         mount table at all.",
+         mount table at all. A program, which would stand still itself, may write the metadata of an array.",
         "end the programs that use the disk, or unmount its file system. A file system that was unmounted \
          with `umount -l` lives until its last file is closed; mount one of a container or of `fsmount()` in \
          the system's own namespace as well; export a pool of ZFS",
