@@ -16,7 +16,7 @@ use mercury_control::{
     module,
     sysroot::Sysroot,
 };
-use std::{cell::LazyCell, collections::BTreeSet, io, ops::Deref};
+use std::{cell::LazyCell, collections::BTreeSet, io, ops::Deref, path::Path};
 
 /// Names each such device in use with its users, such as "GPU 0000:01:00.0 (nvidia), used by train
 /// (77)".
@@ -49,6 +49,8 @@ fn untracked_by(sysroot: &Sysroot, rdma: &dyn Fn(&str) -> io::Result<BTreeSet<Us
     for address in sysroot.names("sys/bus/pci/devices") {
         found.extend(PciDevice::new(address, sysroot).and_then(|device| device.untracked(&openers)));
     }
+    found.extend(driven_by_vfio(sysroot, &openers));
+    found.extend(vdpa_devices(sysroot, &openers));
     if sysroot.exists("sys/module/kvm") && !guests_are_seen(sysroot) {
         let users = openers.of(|target| target == "anon_inode:kvm-vm");
         found.extend(
@@ -105,6 +107,73 @@ fn rdma_devices(
     sysroot.names("sys/class/infiniband").into_iter().filter_map(described).collect()
 }
 
+/// Names devices in use that VFIO gives to processes, and that are not PCI devices of a driver of VFIO:
+/// mediated devices, which are parts of a device with another driver, and devices on other buses.
+fn driven_by_vfio(sysroot: &Sysroot, openers: &impl Deref<Target = Openers>) -> Vec<String> {
+    let mut found = Vec::new();
+    let addresses = sysroot.names("sys/bus/pci/devices").into_iter();
+    let by_driver = addresses.filter_map(|address| PciDevice::new(address, sysroot));
+    let mut known: BTreeSet<_> = by_driver
+        .filter(|device| device.driver.contains("vfio"))
+        .flat_map(|device| vfio_nodes(&device.file(""), sysroot))
+        .collect();
+    for name in sysroot.names("sys/bus/mdev/devices") {
+        let nodes = vfio_nodes(&format!("sys/bus/mdev/devices/{name}"), sysroot);
+        let device = format!("mediated device {name}, which a process drives by itself");
+        found.extend(used(device, &openers.of(|target| nodes.contains(target))));
+        known.extend(nodes);
+    }
+    let groups = sysroot.names("sys/class/vfio").into_iter().map(|name| format!("/dev/vfio/{name}"));
+    let devices = sysroot.names("sys/class/vfio-dev").into_iter();
+    let all = groups.chain(devices.map(|name| format!("/dev/vfio/devices/{name}")));
+    for node in all.filter(|node| !known.contains(node)) {
+        let device = format!("device of VFIO {node}, which a process drives by itself");
+        found.extend(used(device, &openers.of(|target| target == node)));
+    }
+    found
+}
+
+/// Returns the device files by which VFIO gives a device to a process: its group's, and its own.
+fn vfio_nodes(folder: &str, sysroot: &Sysroot) -> BTreeSet<String> {
+    let group = std::fs::read_link(sysroot.path(&format!("{folder}/iommu_group"))).ok();
+    let group = group.and_then(|path| Some(path.file_name()?.to_string_lossy().into_owned()));
+    let mut nodes: BTreeSet<_> = sysroot
+        .names(&format!("{folder}/vfio-dev"))
+        .iter()
+        .map(|name| format!("/dev/vfio/devices/{name}"))
+        .collect();
+    // Without an IOMMU the group's name says so.
+    nodes.extend(
+        group
+            .into_iter()
+            .flat_map(|group| [format!("/dev/vfio/{group}"), format!("/dev/vfio/noiommu-{group}")]),
+    );
+    nodes
+}
+
+/// Names devices of vDPA in use by processes. Data of a device that the kernel or another process imitates is
+/// copied by CPUs, which is seen.
+fn vdpa_devices(sysroot: &Sysroot, openers: &impl Deref<Target = Openers>) -> Vec<String> {
+    let described = |name: String| {
+        let folder = format!("sys/bus/vdpa/devices/{name}");
+        if is_imitated(&sysroot.path(&folder), sysroot) {
+            return None;
+        }
+        let nodes: BTreeSet<_> = sysroot.names(&folder).iter().map(|node| format!("/dev/{node}")).collect();
+        let is_node = |target: &str| target.starts_with("/dev/vhost-vdpa-") && nodes.contains(target);
+        used(format!("vDPA device {name}, which a process drives by itself"), &openers.of(is_node))
+    };
+    sysroot.names("sys/bus/vdpa/devices").into_iter().filter_map(described).collect()
+}
+
+/// Returns true if a device on a bus lies below no other device: the kernel made it.
+fn is_imitated(link: &Path, sysroot: &Sysroot) -> bool {
+    let all = sysroot.path("sys/devices").canonicalize().ok();
+    let place = link.canonicalize().ok();
+    let Some((all, place)) = all.zip(place) else { return false };
+    place.starts_with(all.join("virtual")) || place.parent() == Some(&all)
+}
+
 /// A device file, or several by the beginning of their names.
 enum Node {
     Named(String),
@@ -143,7 +212,8 @@ impl<'a> PciDevice<'a> {
         let Self { address, driver, .. } = self;
         if driver.contains("vfio") {
             let device = format!("device {address}, which a process drives by itself ({driver})");
-            return used(device, &openers.of(|target| self.is_vfio(target)));
+            let nodes = vfio_nodes(&self.file(""), self.sysroot);
+            return used(device, &openers.of(|target| nodes.contains(target)));
         }
         if driver.contains("uio") {
             return self.driven_by_uio(openers);
@@ -184,18 +254,6 @@ impl<'a> PciDevice<'a> {
             _ => {}
         }
         nodes
-    }
-
-    /// Returns true if an open file is this device as VFIO gives it to a process.
-    fn is_vfio(&self, target: &str) -> bool {
-        let group = std::fs::read_link(self.sysroot.path(&self.file("iommu_group"))).ok();
-        let group = group.and_then(|path| Some(path.file_name()?.to_string_lossy().into_owned()));
-        let by_group = group.is_some_and(|group| {
-            // Without an IOMMU the group's name says so.
-            [format!("/dev/vfio/{group}"), format!("/dev/vfio/noiommu-{group}")].contains(&target.to_owned())
-        });
-        let devices = self.sysroot.names(&self.file("vfio-dev"));
-        by_group || devices.iter().any(|name| target == format!("/dev/vfio/devices/{name}"))
     }
 
     /// Describes a device that uio gives to a process. It may go on when the process has ended,
@@ -311,7 +369,7 @@ pub fn refuse_many_cpus(sysroot: &Sysroot) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::{super::openers::tests::process, *};
-    use std::{fs, os::unix::fs::symlink, path::Path};
+    use std::{fs, os::unix::fs::symlink};
 
     #[test]
     fn cxl_memory_is_forgotten() {
@@ -411,6 +469,65 @@ mod tests {
                 "accelerator 0000:00:05.0 (idxd), which shares the memory of processes, used by dpdk (71)",
                 "GPU 0000:00:06.0 (amdgpu), used by zip (72)",
             ]
+        );
+    }
+
+    /// A part of a device whose driver is not VFIO's, and a device on another bus.
+    #[test]
+    fn devices_of_vfio_count_whatever_drives_their_parents() {
+        let root = Root::new();
+        let parent = root.device("0000:00:02.0", "0x030000", "ast");
+        let name = "4b20d080-1b54-4048-85b3-a6a62d165c01";
+        root.folder(&format!("{parent}/{name}/vfio-dev/vfio3"));
+        root.folder("sys/bus/mdev/devices");
+        let mediated = root.path().join(&parent).join(name);
+        symlink("../../../../../kernel/iommu_groups/15", mediated.join("iommu_group")).expect("a link");
+        symlink(&mediated, root.path().join("sys/bus/mdev/devices").join(name)).expect("a link");
+        let passed = root.device("0000:00:03.0", "0x020000", "vfio-pci");
+        symlink("../../../kernel/iommu_groups/12", root.path().join(passed).join("iommu_group"))
+            .expect("a link");
+        for group in ["12", "15", "16"] {
+            root.folder(&format!("sys/class/vfio/{group}"));
+        }
+        root.folder("sys/class/vfio-dev/vfio3");
+        process(root.path(), 70, "vfiod", &["/dev/vfio/vfio", "/dev/vfio/1"]);
+        assert_eq!(root.untracked(), [""; 0]);
+        process(root.path(), 71, "dpdk", &["/dev/vfio/12"]);
+        process(root.path(), 72, "qemu", &["/dev/vfio/15"]);
+        process(root.path(), 73, "other", &["/dev/vfio/16"]);
+        process(root.path(), 74, "newer", &["/dev/vfio/devices/vfio3"]);
+        assert_eq!(
+            root.untracked(),
+            [
+                "device 0000:00:03.0, which a process drives by itself (vfio-pci), used by dpdk (71)",
+                &format!(
+                    "mediated device {name}, which a process drives by itself, used by qemu (72), newer (74)"
+                ),
+                "device of VFIO /dev/vfio/16, which a process drives by itself, used by other (73)",
+            ]
+        );
+    }
+
+    #[test]
+    fn devices_of_vdpa_count_if_hardware_moves_their_data() {
+        let root = Root::new();
+        root.folder("sys/bus/vdpa/devices");
+        let device = |name: &str, at: &str, node: &str| {
+            root.folder(&format!("{at}/{name}/{node}"));
+            symlink(root.path().join(at).join(name), root.path().join("sys/bus/vdpa/devices").join(name))
+                .expect("a link");
+        };
+        device("vdpa0", "sys/devices/pci0000:00/0000:00:03.0/mlx5_core.vnet.0", "vhost-vdpa-0");
+        device("vdpa1", "sys/devices", "vhost-vdpa-1");
+        device("vduse0", "sys/devices/virtual/vduse/vduse0", "vhost-vdpa-2");
+        // The kernel's own driver has this one.
+        device("vdpa3", "sys/devices/pci0000:00/0000:00:04.0", "virtio7");
+        process(root.path(), 70, "sim", &["/dev/vhost-vdpa-1", "/dev/vhost-vdpa-2", "/dev/null"]);
+        assert_eq!(root.untracked(), [""; 0]);
+        process(root.path(), 71, "qemu", &["/dev/vhost-vdpa-0"]);
+        assert_eq!(
+            root.untracked(),
+            ["vDPA device vdpa0, which a process drives by itself, used by qemu (71)"]
         );
     }
 
