@@ -111,7 +111,13 @@ fn known(mounts: &[Mounted], sysroot: &Sysroot) -> BTreeSet<String> {
         Some(number(found.rdev()))
     };
     known.extend(mounts.iter().filter_map(|mount| number_of(&mount.device)));
-    known.extend(swap::paths(sysroot).iter().filter_map(|path| number_of(path)));
+    let swaps = swap::paths(sysroot);
+    known.extend(swaps.iter().filter_map(|path| number_of(path)));
+    // A swap area gives everything back before the instant.
+    let is_swap = |zram: &str| swaps.iter().any(|path| path.file_name().is_some_and(|name| name == zram));
+    let empty =
+        backing_disks(sysroot).into_iter().filter(|disk| disk.pages == Some(0) || is_swap(&disk.zram));
+    known.extend(empty.map(|disk| disk.number));
     // The image may be written to one of them.
     let own = sysroot.names("proc/self/fd");
     known.extend(own.iter().filter_map(|fd| number_of(&sysroot.path(&format!("proc/self/fd/{fd}")))));
@@ -127,6 +133,28 @@ fn known(mounts: &[Mounted], sysroot: &Sysroot) -> BTreeSet<String> {
     known
 }
 
+/// A disk to which zram writes pages when a program tells it to.
+struct BackingDisk {
+    zram: String,
+    number: String,
+    /// Pages of zram that are there and not in memory.
+    pages: Option<u64>,
+}
+
+fn backing_disks(sysroot: &Sysroot) -> Vec<BackingDisk> {
+    let zrams = sysroot.names("sys/block").into_iter().filter(|name| name.starts_with("zram"));
+    let disk = |zram: String| {
+        let path = sysroot.text(&format!("sys/block/{zram}/backing_dev"))?;
+        let name = Path::new(&path).file_name()?.to_string_lossy().into_owned();
+        let found = || Some(number(std::fs::metadata(&path).ok()?.rdev()));
+        let number = sysroot.text(&format!("sys/class/block/{name}/dev")).or_else(found)?;
+        let state = sysroot.text(&format!("sys/block/{zram}/bd_stat")).unwrap_or_default();
+        let pages = state.split_whitespace().next().and_then(|pages| pages.parse().ok());
+        Some(BackingDisk { zram, number, pages })
+    };
+    zrams.filter_map(disk).collect()
+}
+
 fn number(device: u64) -> String {
     format!("{}:{}", libc::major(device), libc::minor(device))
 }
@@ -134,10 +162,14 @@ fn number(device: u64) -> String {
 /// Describes a device with its known uses, such as "/dev/sdb1 (ext4, used by tail (77))".
 fn described(name: &str, sysroot: &Sysroot) -> String {
     let kind = LISTED_BY_DEVICE.iter().find(|kind| sysroot.exists(&format!("sys/fs/{kind}/{name}")));
-    let users = sysroot
-        .text(&format!("sys/class/block/{name}/dev"))
-        .map(|number| users(&number, sysroot))
-        .unwrap_or_default();
+    let number = sysroot.text(&format!("sys/class/block/{name}/dev")).unwrap_or_default();
+    if let Some(BackingDisk { zram, pages, .. }) =
+        backing_disks(sysroot).into_iter().find(|disk| disk.number == number)
+    {
+        let pages = pages.map_or_else(|| "an unknown number of".into(), |pages| pages.to_string());
+        return format!("/dev/{name} (the backing disk of {zram}, which has {pages} pages there)");
+    }
+    let users = users(&number, sysroot);
     let users = match &users[..] {
         [] => "in use by the kernel, for no process that can be named".to_owned(),
         some => format!("used by {}", some.join(" and ")),
@@ -268,6 +300,30 @@ mod tests {
         fs::create_dir_all(root.path().join("sys/fs/btrfs/5678/devices/sdc")).expect("folders");
         let all = ["sda", "sdb", "sdc"];
         assert_eq!(held(&[mounted("8:0")], &sysroot, &all), ["sdc"]);
+    }
+
+    /// zram claims its backing disk for as long as it is there, with data on it or without.
+    #[test]
+    fn a_backing_disk_of_zram_is_held_if_memory_has_everything() {
+        let (root, sysroot) = machine(&[("sdb", "8:16"), ("sdb/sdb1", "8:17"), ("zram0", "254:0")]);
+        let put = |file: &str, text: &str| {
+            let path = root.path().join(file);
+            fs::create_dir_all(path.parent().expect("a folder")).expect("folders");
+            fs::write(path, text).expect("a file");
+        };
+        let found = || held(&[], &sysroot, &["sdb", "sdb1", "zram0"]);
+        put("sys/block/zram0/backing_dev", "none\n");
+        assert_eq!(found(), ["sdb1"]);
+        put("sys/block/zram0/backing_dev", "/dev/sdb1\n");
+        put("sys/block/zram0/bd_stat", "       3        0        3\n");
+        assert_eq!(found(), ["sdb1"], "a file system on zram, with pages on the disk");
+        let text = "/dev/sdb1 (the backing disk of zram0, which has 3 pages there)";
+        assert_eq!(described("sdb1", &sysroot), text);
+        put("sys/block/zram0/bd_stat", "       0        0        3\n");
+        assert!(found().is_empty(), "nothing is there");
+        put("sys/block/zram0/bd_stat", "       3        0        3\n");
+        put("proc/swaps", "Filename\tType\tSize\tUsed\tPriority\n/dev/zram0 partition 8 4 100\n");
+        assert!(found().is_empty(), "everything is read back before the instant");
     }
 
     #[test]
