@@ -7,11 +7,13 @@
 //! the two it may make system calls only, because a lock that another thread held at the fork stays
 //! locked in the child.
 
+mod files;
 mod image;
 mod program;
 mod progress;
 mod writeback;
 
+pub use files::{create, exists, make_folder, read_whole, read_within, remove_folder};
 pub use image::{Sink, Source};
 pub use program::{PROGRAM_PATIENCE, output};
 pub use progress::Progress;

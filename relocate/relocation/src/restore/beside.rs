@@ -1,9 +1,11 @@
-//! Files that are complete at any moment: written beside their place, made durable, and renamed.
+//! Files that are complete at any moment: written beside their place, made durable, and renamed. Their disk
+//! may not answer, so child processes do what may hang ([`patient`]).
 
+use mercury_quiesce::patient::{self, Sink};
 use std::{
-    fs::{self, File, OpenOptions},
+    fs,
     io::{self, Write},
-    os::unix::fs::{MetadataExt, OpenOptionsExt, fchown},
+    os::unix::fs::{MetadataExt, fchown},
     path::{Path, PathBuf},
 };
 
@@ -24,6 +26,7 @@ pub enum Readers {
 pub struct Beside {
     now: PathBuf,
     place: PathBuf,
+    is_put: bool,
 }
 
 impl Beside {
@@ -31,22 +34,26 @@ impl Beside {
     ///
     /// # Errors
     ///
-    /// Returns an error if it cannot be written, or made durable.
+    /// Returns an error if it cannot be written, or made durable, or if its disk does not answer.
     pub fn write(place: &Path, bytes: &[u8], readers: Readers) -> io::Result<Self> {
         let mut now = place.as_os_str().to_owned();
         now.push(SUFFIX);
-        let new = Self { now: now.into(), place: place.to_owned() };
+        let new = Self { now: now.into(), place: place.to_owned(), is_put: false };
         // A file of that name is left over from a killed process.
-        let _ = fs::remove_file(&new.now);
-        let before = fs::metadata(place).ok().filter(|_| readers == Readers::AsBefore);
+        if patient::exists(&new.now)? {
+            let _ = patient::remove(&new.now);
+        }
+        let is_renewed = readers == Readers::AsBefore && patient::exists(place)?;
+        let before = is_renewed.then(|| fs::metadata(place)).transpose()?;
         let mode = if before.is_some() || readers == Readers::Owner { 0o600 } else { 0o666 };
-        let mut file = OpenOptions::new().write(true).create_new(true).mode(mode).open(&new.now)?;
+        let file = patient::create(&new.now, mode)?;
         if let Some(before) = before {
             fchown(&file, Some(before.uid()), Some(before.gid()))?;
             file.set_permissions(before.permissions())?;
         }
-        file.write_all(bytes)?;
-        file.sync_all()?;
+        let mut sink = Sink::new(file, &new.now)?;
+        sink.write_all(bytes)?;
+        sink.finish()?;
         Ok(new)
     }
 
@@ -55,17 +62,18 @@ impl Beside {
     /// # Errors
     ///
     /// Returns an error if that fails.
-    pub fn put(self) -> io::Result<()> {
-        fs::rename(&self.now, &self.place)?;
-        let folder = self.place.parent().filter(|folder| !folder.as_os_str().is_empty());
-        File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
+    pub fn put(mut self) -> io::Result<()> {
+        patient::rename(&self.now, &self.place)?;
+        self.is_put = true;
+        Ok(())
     }
 }
 
 impl Drop for Beside {
     fn drop(&mut self) {
-        // Fails if the file is in its place.
-        let _ = fs::remove_file(&self.now);
+        if !self.is_put {
+            let _ = patient::remove(&self.now);
+        }
     }
 }
 
@@ -80,9 +88,14 @@ impl Folders {
     ///
     /// Returns an error if one cannot be made.
     pub fn make(folder: &Path) -> io::Result<Self> {
-        let missing = folder.ancestors().filter(|path| !path.as_os_str().is_empty() && !path.exists());
-        let made = Self(missing.map(Path::to_owned).collect());
-        fs::create_dir_all(folder)?;
+        let mut all: Vec<_> = folder.ancestors().filter(|path| !path.as_os_str().is_empty()).collect();
+        all.reverse();
+        let mut made = Self(Vec::new());
+        for path in all {
+            if !patient::exists(path)? && patient::make_folder(path)? {
+                made.0.insert(0, path.to_owned());
+            }
+        }
         Ok(made)
     }
 }
@@ -90,7 +103,7 @@ impl Folders {
 impl Drop for Folders {
     fn drop(&mut self) {
         for folder in &self.0 {
-            let _ = fs::remove_dir(folder);
+            let _ = patient::remove_folder(folder);
         }
     }
 }

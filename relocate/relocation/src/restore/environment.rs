@@ -125,7 +125,7 @@ pub fn make(purpose: &Purpose<'_>, sysroot: &Sysroot) -> Result<Made> {
 pub fn write(purpose: &Purpose<'_>, folder: &Path, sysroot: &Sysroot) -> Result<Prepared> {
     let from = kernel::image(sysroot)?;
     let Made { archive, command_line, memory } = make(purpose, sysroot)?;
-    let image = fs::read(&from).map_err(|error| failed(&from.display().to_string(), &error))?;
+    let image = patient::read_whole(&from).map_err(|error| failed(&from.display().to_string(), &error))?;
     let _folders = Folders::make(folder).map_err(|error| failed(&folder.display().to_string(), &error))?;
     let title = purpose.menu_title.clone();
     let loader = title.as_ref().map(|_| menu::Loader::find(folder, sysroot)).transpose()?;
@@ -168,6 +168,8 @@ pub struct Ready(());
 pub fn load(made: &Made, sysroot: &Sysroot) -> Result<Ready> {
     let kernel = kernel::image(sysroot)?;
     let named = |error: io::Error| failed("the restore environment could not be prepared", &error);
+    // The kernel reads it again, from memory then, and would wait for its disk without a limit.
+    patient::read_whole(&kernel).map_err(named)?;
     let kernel = File::open(&kernel).map_err(named)?;
     let initramfs = memory_file(&made.archive).map_err(named)?;
     let mut line = made.command_line.clone().into_bytes();
@@ -259,10 +261,11 @@ fn archive(purpose: &Purpose<'_>, sysroot: &Sysroot) -> Result<Vec<u8>> {
         move |error: io::Error| failed(&path, &error)
     };
     let program = std::env::current_exe().map_err(named(Path::new("/proc/self/exe")))?;
-    add(Path::new("init"), &loadable(fs::read(&program).map_err(named(&program))?));
-    for library in libraries(sysroot, &program) {
-        add(&library, &loadable(fs::read(&library).map_err(named(&library))?));
+    let elf = patient::read_whole(&program).map_err(named(&program))?;
+    for library in libraries(sysroot, &program, &elf) {
+        add(&library, &loadable(patient::read_whole(&library).map_err(named(&library))?));
     }
+    add(Path::new("init"), &loadable(elf));
     let mut names = Vec::new();
     for (name, data) in &purpose.files {
         add(Path::new(name), data);
@@ -291,7 +294,7 @@ pub(super) fn initial_ram_disk(sysroot: &Sysroot) -> String {
 /// Returns the early archives with microcode of this system's own initial RAM disk, if there are any,
 /// because processors must be the same as before.
 pub(super) fn early_microcode(sysroot: &Sysroot) -> Vec<u8> {
-    let whole = sysroot.bytes(&initial_ram_disk(sysroot)).unwrap_or_default();
+    let whole = patient::read_whole(&sysroot.path(&initial_ram_disk(sysroot))).unwrap_or_default();
     let end = early_end(&whole).unwrap_or(0);
     whole[..end].to_vec()
 }
@@ -312,12 +315,12 @@ fn early_end(bytes: &[u8]) -> Option<usize> {
 
 /// Returns the libraries that this program was linked with when it was started, and its
 /// interpreter.
-fn libraries(sysroot: &Sysroot, program: &Path) -> BTreeSet<PathBuf> {
+fn libraries(sysroot: &Sysroot, program: &Path, elf: &[u8]) -> BTreeSet<PathBuf> {
     let maps = sysroot.text("proc/self/maps").unwrap_or_default();
     let paths = maps.lines().filter_map(|line| line.split_whitespace().nth(5));
     let mapped: BTreeSet<PathBuf> =
         paths.filter(|path| path.starts_with('/') && path.contains(".so")).map(PathBuf::from).collect();
-    let interpreter = interpreter(program);
+    let interpreter = interpreter(elf);
     // The interpreter is mapped by its real path, and the program may name another one.
     mapped.into_iter().chain(interpreter).filter(|path| path != program).collect()
 }
@@ -340,11 +343,10 @@ fn segments(elf: &[u8]) -> Option<Vec<(usize, usize, usize)>> {
 }
 
 /// Returns the path of the ELF interpreter that a program names.
-fn interpreter(program: &Path) -> Option<PathBuf> {
+fn interpreter(elf: &[u8]) -> Option<PathBuf> {
     const PT_INTERP: usize = 3;
-    let bytes = fs::read(program).ok()?;
-    let (_, offset, length) = segments(&bytes)?.into_iter().find(|(kind, ..)| *kind == PT_INTERP)?;
-    let text = bytes.get(offset..offset + length)?.split(|byte| *byte == 0).next()?;
+    let (_, offset, length) = segments(elf)?.into_iter().find(|(kind, ..)| *kind == PT_INTERP)?;
+    let text = elf.get(offset..offset + length)?.split(|byte| *byte == 0).next()?;
     Some(PathBuf::from(String::from_utf8_lossy(text).into_owned()))
 }
 
@@ -474,7 +476,7 @@ fn module_bytes(path: &Path) -> io::Result<Vec<u8>> {
         Some("xz") => "xz",
         Some("zst") => "zstd",
         Some("gz") => "gzip",
-        _ => return fs::read(path),
+        _ => return patient::read_whole(path),
     };
     let mut command = Command::new(tool);
     command.arg("-dc").arg(path);
@@ -529,6 +531,25 @@ mod tests {
         fs::remove_dir_all(folder.path().join("initramfs.mercury-new")).expect("gone");
         put([(&kernel, b"new"), (&initramfs, b"other")]).expect("put");
         assert_eq!((read(&kernel).as_str(), read(&initramfs).as_str()), ("new", "other"));
+    }
+
+    /// A pipe without a writer does not answer, as a disk that is gone.
+    #[test]
+    fn a_disk_that_does_not_answer_has_neither_modules_nor_microcode() {
+        let root = tempfile::tempdir().expect("a folder");
+        fs::create_dir_all(root.path().join("proc/sys/kernel")).expect("folders");
+        fs::write(root.path().join("proc/sys/kernel/osrelease"), "6.1.0\n").expect("a file");
+        fs::create_dir(root.path().join("boot")).expect("a folder");
+        let pipe = |name: &str| {
+            let path = root.path().join(name);
+            rustix::fs::mkfifoat(rustix::fs::CWD, &path, rustix::fs::Mode::RWXU).expect("a pipe");
+            path
+        };
+        let module = pipe("odd.ko");
+        let read = std::thread::spawn(move || module_bytes(&module).expect_err("no answer").kind());
+        pipe("boot/initrd.img-6.1.0");
+        assert!(early_microcode(&Sysroot::at(root.path())).is_empty());
+        assert_eq!(read.join().expect("it ends"), io::ErrorKind::TimedOut);
     }
 
     #[test]

@@ -7,9 +7,9 @@ use mercury_control::{
     exit::Exit,
     sysroot::Sysroot,
 };
+use mercury_quiesce::patient;
 use std::{
-    fs::File,
-    io::{self, Read},
+    io,
     ops::Range,
     path::{Path, PathBuf},
 };
@@ -20,7 +20,7 @@ const MAGIC: (Range<usize>, &[u8]) = (0x202..0x206, b"HdrS");
 const VERSION_AT: usize = 0x20E;
 const SECTOR: usize = 0x200;
 /// Bytes that hold the version in all known kernels, and some more.
-const BEGINNING: u64 = 128 << 10;
+const BEGINNING: usize = 128 << 10;
 
 /// Returns the running kernel's release.
 #[must_use]
@@ -32,32 +32,40 @@ pub fn release(sysroot: &Sysroot) -> String {
 ///
 /// # Errors
 ///
-/// Returns an error if the file is missing, or holds another kernel.
+/// Returns an error if the file is missing, cannot be read, or holds another kernel.
 pub fn image(sysroot: &Sysroot) -> Result<PathBuf> {
     let release = release(sysroot);
     let names = [format!("boot/vmlinuz-{release}"), format!("usr/lib/modules/{release}/vmlinuz")];
-    let there: Vec<_> = names.iter().map(|name| sysroot.path(name)).filter(|path| path.exists()).collect();
-    let Some(first) = there.first() else {
+    let paths = names.iter().map(|name| sysroot.path(name));
+    let mut there = paths
+        .map(|path| (version_of(&path), path))
+        .filter(|(version, _)| !version.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::NotFound));
+    let running = sysroot.text("proc/version").unwrap_or_default();
+    let is_it = |version: &io::Result<Option<String>>| {
+        version.as_ref().is_ok_and(|version| version.as_ref().is_some_and(|it| is_running(it, &running)))
+    };
+    let Some((version, path)) = there.next() else {
         return Err(Error::new(Exit::Impossible, format!("the kernel {release} is not in /boot"))
             .hint("mount /boot, or install the package of the running kernel"));
     };
-    let running = sysroot.text("proc/version").unwrap_or_default();
-    let is_it = |path: &&PathBuf| version_of(path).is_some_and(|version| is_running(&version, &running));
-    there.iter().find(is_it).cloned().ok_or_else(|| {
-        let theirs = version_of(first).unwrap_or_else(|| "no Linux kernel".into());
-        let text = format!("{} is “{theirs}”, and the kernel that runs “{running}”", first.display());
-        Error::new(Exit::Impossible, text)
-            .hint("boot the kernel that is on the disk, or put the file of the running one back")
-    })
+    if is_it(&version) {
+        return Ok(path);
+    }
+    if let Some((_, other)) = there.find(|(version, _)| is_it(version)) {
+        return Ok(other);
+    }
+    let theirs = version.map_err(|error| {
+        Error::new(Exit::Failed, format!("the kernel's file {} cannot be read: {error}", path.display()))
+            .hint("make its disk answer again, or install the package of the running kernel again")
+    })?;
+    let theirs = theirs.unwrap_or_else(|| "no Linux kernel".into());
+    let text = format!("{} is “{theirs}”, and the kernel that runs “{running}”", path.display());
+    Err(Error::new(Exit::Impossible, text)
+        .hint("boot the kernel that is on the disk, or put the file of the running one back"))
 }
 
-fn version_of(path: &Path) -> Option<String> {
-    let begin = || -> io::Result<Vec<u8>> {
-        let mut bytes = Vec::new();
-        File::open(path)?.take(BEGINNING).read_to_end(&mut bytes)?;
-        Ok(bytes)
-    };
-    version_in(&begin().ok()?)
+fn version_of(path: &Path) -> io::Result<Option<String>> {
+    patient::read_within(path, BEGINNING).map(|bytes| version_in(&bytes))
 }
 
 /// Returns the version in a bzImage with this beginning: `6.1.0-37-amd64 (builder@host) #1 SMP …
@@ -126,6 +134,19 @@ mod tests {
         assert!(!is_running("6.1.0-37-amd64", RUNNING));
         assert!(!is_running(VERSION, ""));
         assert!(!is_running("", ""));
+    }
+
+    /// A pipe without a writer does not answer, as a disk that is gone.
+    #[test]
+    fn a_kernel_whose_disk_does_not_answer_is_named() {
+        let root = tempfile::tempdir().expect("a folder");
+        fs::create_dir_all(root.path().join("proc/sys/kernel")).expect("folders");
+        fs::write(root.path().join("proc/sys/kernel/osrelease"), "6.1.0\n").expect("a file");
+        fs::create_dir(root.path().join("boot")).expect("a folder");
+        let pipe = root.path().join("boot/vmlinuz-6.1.0");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RWXU).expect("a pipe");
+        let error = image(&Sysroot::at(root.path())).expect_err("no answer");
+        assert!(error.message.contains("/boot/vmlinuz-6.1.0 cannot be read: it has not answered"), "{error}");
     }
 
     #[test]

@@ -9,7 +9,10 @@ use mercury_control::{
     output::{Render, Text},
     sysroot::Sysroot,
 };
-use mercury_quiesce::mounts::{line_of, unescaped};
+use mercury_quiesce::{
+    mounts::{line_of, unescaped},
+    patient,
+};
 use serde::Serialize;
 use std::{
     fs, io,
@@ -78,6 +81,8 @@ impl Loader {
     ///
     /// Returns an error if no loader is known, or it cannot read the folder.
     pub fn find(folder: &Path, sysroot: &Sysroot) -> Result<Self> {
+        let is_there = |path: &Path| patient::exists(path).map_err(|error| failed(path, &error));
+        is_there(folder)?;
         let folder = folder.canonicalize().map_err(|error| failed(folder, &error))?;
         let refused = |why: String| {
             Err(Error::new(Exit::Failed, why).hint(
@@ -85,7 +90,11 @@ impl Loader {
                  the environment over the network",
             ))
         };
-        if let Some(entries) = ENTRIES.iter().map(|name| sysroot.path(name)).find(|path| path.is_dir()) {
+        let mut found = None;
+        for path in ENTRIES.map(|name| sysroot.path(name)) {
+            found = found.or((is_there(&path)? && path.is_dir()).then_some(path));
+        }
+        if let Some(entries) = found {
             let (at, theirs) = (place(&entries, sysroot)?, place(&folder, sysroot)?);
             if at.number != theirs.number {
                 let (entries, folder) = (entries.display(), folder.display());
@@ -95,7 +104,7 @@ impl Loader {
             }
             return Ok(Self::Entries { entries, folder: theirs.in_file_system });
         }
-        let main = sysroot.text(GRUB_MAIN).unwrap_or_default();
+        let main = read(&sysroot.path(GRUB_MAIN))?;
         if main.is_empty() {
             return refused(
                 "no boot loader is known here: there is neither GRUB's nor systemd-boot's".into(),
@@ -133,10 +142,7 @@ impl Loader {
     pub fn write(&self, entry: &Entry) -> Result<Made> {
         let (file, text) = match self {
             Self::Grub { file, uuid, folder } => {
-                let now = fs::read_to_string(file).or_else(|error| match error.kind() {
-                    io::ErrorKind::NotFound => Ok(String::new()),
-                    _ => Err(failed(file, &error)),
-                })?;
+                let now = read(file)?;
                 (file.clone(), with_block(&now, &entry.title, &grub_entry(entry, uuid, folder)))
             }
             Self::Entries { entries, folder } => {
@@ -156,6 +162,15 @@ impl Loader {
             Self::Entries { .. } => format!("bootctl set-oneshot {}.conf", file_name(title)),
         }
     }
+}
+
+/// Reads a file of the loader; one that is missing is empty.
+fn read(file: &Path) -> Result<String> {
+    let text = |bytes| String::from_utf8(bytes).map_err(io::Error::other);
+    patient::read_whole(file).and_then(text).or_else(|error| match error.kind() {
+        io::ErrorKind::NotFound => Ok(String::new()),
+        _ => Err(failed(file, &error)),
+    })
 }
 
 fn failed(path: &Path, error: &io::Error) -> Error {
@@ -305,6 +320,17 @@ mod tests {
         }
         # END Mercury: restore /dev/vdb
         ");
+    }
+
+    /// A pipe without a writer does not answer, as a disk that is gone.
+    #[test]
+    fn a_menu_whose_disk_does_not_answer_is_named() {
+        let (root, sysroot) = system(&[(GRUB_MAIN, "source custom.cfg")]);
+        let loader = Loader::find(&root.path().join("boot/mercury"), &sysroot).expect("GRUB");
+        let pipe = root.path().join(GRUB);
+        rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RWXU).expect("a pipe");
+        let error = loader.write(&entry()).expect_err("no answer");
+        assert!(error.message.contains("custom.cfg: it has not answered for "), "{error}");
     }
 
     #[test]

@@ -10,13 +10,8 @@
 use super::environment;
 use mercury_control::sysroot::Sysroot;
 use mercury_image::Processor;
-use mercury_quiesce::describe;
-use std::{
-    fs::{self, File},
-    io::Read,
-    ops::Range,
-    os::unix::fs::MetadataExt,
-};
+use mercury_quiesce::{describe, patient};
+use std::{fs, ops::Range, os::unix::fs::MetadataExt};
 
 const INTEL: &[u8] = b"kernel/x86/microcode/GenuineIntel.bin";
 const AMD: &[u8] = b"kernel/x86/microcode/AuthenticAMD.bin";
@@ -52,7 +47,7 @@ pub fn predict(running: &Processor, early: &[u8], sysroot: &Sysroot) -> Result<(
     }
     let ram_disk = environment::initial_ram_disk(sysroot);
     if began_with_ram_disk(sysroot)
-        && let Err(error) = File::open(sysroot.path(&ram_disk)).and_then(|mut file| file.read(&mut [0]))
+        && let Err(error) = patient::read_within(&sysroot.path(&ram_disk), 1)
     {
         return Err(format!(
             "this system may have its microcode from an initial RAM disk, and /{ram_disk} cannot be read \

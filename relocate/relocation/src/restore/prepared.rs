@@ -15,10 +15,11 @@ use mercury_control::{
     error::{Error, Result},
     sysroot::Sysroot,
 };
+use mercury_quiesce::patient;
 use serde::{Deserialize, Serialize};
 use std::{
     collections::BTreeSet,
-    fs, io,
+    io,
     path::{Path, PathBuf},
 };
 
@@ -146,7 +147,7 @@ pub fn refusals(sysroot: &Sysroot) -> Vec<Error> {
 
 /// Reads the records. Without a file there are none.
 fn read(sysroot: &Sysroot) -> io::Result<Vec<Record>> {
-    let bytes = match fs::read(sysroot.path(FILE)) {
+    let bytes = match patient::read_whole(&sysroot.path(FILE)) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         read => read?,
     };
@@ -161,6 +162,7 @@ fn read(sysroot: &Sysroot) -> io::Result<Vec<Record>> {
 mod tests {
     use super::*;
     use mercury_initramfs::Archive;
+    use std::fs;
 
     struct Place {
         root: tempfile::TempDir,
