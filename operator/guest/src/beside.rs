@@ -17,7 +17,7 @@ use mercury_guest::{
     fit::MemoryLimit,
     run::{Handle, Plan, Prepared, Running},
 };
-use mercury_guests::{Console, Folder, Keeper, LifeArgs, Name, Phase, Root, Status};
+use mercury_guests::{Console, Folder, Keeper, LifeArgs, Name, NotAdmitted, Phase, Root, Status};
 use mercury_image::{FileSystem, Machine, PAGE};
 use mercury_migration::{announcement::ETHER_TYPE, protocol::Attempt, wire::Chunks};
 use mercury_quiesce::ethernet::{self, Card, packets::Packets};
@@ -49,9 +49,10 @@ struct Arrival {
     name: Name,
     folder: Folder,
     status: Status,
-    prepared: Prepared,
-    /// The contents of its disks.
+    /// The contents of its disks. New files go before the monitor lets go of them, so that no other arrival
+    /// has taken them meanwhile.
     files: Option<Files>,
+    prepared: Prepared,
     operator: Operator,
 }
 
@@ -79,6 +80,8 @@ pub struct Means {
 
 /// This host as a destination.
 pub struct Beside {
+    /// The guests of this host.
+    root: Root,
     life: LifeArgs,
     allowance: Allowance,
     stopping: Stopping,
@@ -122,6 +125,7 @@ impl Beside {
         take: impl Fn(Arrived) -> bool + Send + 'static,
     ) -> Self {
         Self {
+            root: Root::own(),
             life,
             allowance,
             stopping,
@@ -147,16 +151,19 @@ impl Beside {
         }
         // Without a card, the random numbers are the sign that the kernel has gone on.
         let sign = if self.life.net.is_some() { "virtio_net" } else { "virtio_rng" };
+        // Two arrivals at once see neither the same memory nor the same room and files for their disks.
+        let admitting = self.root.admit_one().map_err(not_admitted)?;
         let files = self.make_files(&offer.disks)?;
-        let root = Root::own();
-        let admitting = root.admit_one().map_err(unreadable)?;
         let limit = match self.allowance.memory_limit {
             Some(limit) => MemoryLimit::Given(limit),
-            None => MemoryLimit::AvailableToArrivals { promised: root.promised_bytes().map_err(unreadable)? },
+            None => {
+                let promised = self.root.promised_bytes().map_err(unreadable)?;
+                MemoryLimit::AvailableToArrivals { promised }
+            }
         };
         let plan = Plan::of(offer.machine.clone(), &["virtio_mmio", sign], &contents(&files), limit)?;
         let name = self.life.name.clone().unwrap_or_else(|| Name::of_machine(&offer.machine.host));
-        let mut folder = claim(&name)?;
+        let mut folder = claim(&self.root, &name)?;
         let mut status = status(&name, plan.machine(), plan.memory());
         status.phase = Phase::Arriving;
         // The next machine sees the memory of this one.
@@ -176,7 +183,7 @@ impl Beside {
         if let Some(keeper) = self.keeper.take() {
             folder.entrust(keeper).map_err(no_keeper)?;
         }
-        Ok(Arrival { name, folder, status, prepared, files, operator: Operator::at_pipe(&pipe) })
+        Ok(Arrival { name, folder, status, files, prepared, operator: Operator::at_pipe(&pipe) })
     }
 
     /// Makes files for disks that come along.
@@ -327,6 +334,24 @@ impl Spare for Beside {
     }
 }
 
+/// Returns the error of a machine that has to wait for another one too long.
+fn not_admitted(why: NotAdmitted) -> Error {
+    let (limit, holder) = match why {
+        NotAdmitted::Unreadable(error) => return unreadable(error),
+        NotAdmitted::Busy { limit, holder } => (limit, holder),
+    };
+    let by = holder.as_ref().map_or_else(|| "another process".into(), ToString::to_string);
+    let text = format!("{by} has been admitting a machine on this host for {} s or more", limit.as_secs());
+    let hint = match holder.as_ref().map(|holder| (holder.pid, holder.is_stopped)) {
+        Some((pid, true)) => {
+            format!("let it go on there with `kill -CONT {pid}`, and move the machine again")
+        }
+        Some((pid, false)) => format!("see there what it waits for, or end it with `kill -KILL {pid}`"),
+        None => "find it there with `lslocks`: it has a lock of a folder `mercury/guests`".into(),
+    };
+    Error::new(Exit::Busy, text).hint(hint)
+}
+
 fn unreadable(error: io::Error) -> Error {
     Error::new(Exit::Failed, format!("cannot see which guests run here: {error}"))
         .hint("make the folder /run/mercury/guests, or $XDG_RUNTIME_DIR, writable")
@@ -385,6 +410,9 @@ fn outside(phys: u64) -> Error {
 mod tests {
     use super::*;
     use mercury_abi::restart::MERCURY_LOAD_DATA;
+    use mercury_guests::held::Holder;
+    use mercury_relocation::migrate::disk::Disk;
+    use std::{fs, path::Path, thread, time::Duration};
 
     #[test]
     fn announcements_of_the_guest_are_kept_and_no_other_frame() {
@@ -400,6 +428,56 @@ mod tests {
         }
         let frames = frames.lock().expect("no panic");
         assert_eq!((frames.len(), frames[63].clone()), (64, vec![99]));
+    }
+
+    #[test]
+    fn the_process_that_holds_up_an_arrival_has_a_name() {
+        let refused = |holder| not_admitted(NotAdmitted::Busy { limit: Duration::from_secs(10), holder });
+        let holder = Holder { pid: 77, program: "mercury-guest".into(), is_stopped: true };
+        let error = refused(Some(holder.clone()));
+        assert_eq!(error.exit, Exit::Busy);
+        let text = "process 77 (mercury-guest, stopped) has been admitting a machine on this host for 10 s";
+        assert!(error.message.starts_with(text), "{error}");
+        assert!(error.hint.is_some_and(|hint| hint.contains("kill -CONT 77")));
+        let error = refused(Some(Holder { is_stopped: false, ..holder }));
+        assert!(error.hint.is_some_and(|hint| hint.contains("kill -KILL 77")));
+        let error = refused(None);
+        assert!(error.message.starts_with("another process") && error.hint.is_some(), "{error}");
+        let unreadable = not_admitted(NotAdmitted::Unreadable(io::ErrorKind::PermissionDenied.into()));
+        assert!(unreadable.message.contains("cannot see which guests"), "{unreadable}");
+    }
+
+    fn beside(root: &Path, disk_folder: &Path) -> Beside {
+        let allowance = Allowance { disk_folder: Some(disk_folder.to_owned()), ..Allowance::default() };
+        let keeper = Keeper::start().expect("a process");
+        let means = Means { stopping: Stopping::default(), keeper };
+        Beside {
+            root: Root::at(root),
+            ..Beside::new(LifeArgs::default(), allowance, means, |_| panic!("no machine can run"))
+        }
+    }
+
+    /// Two arrivals that see each other's new files before the monitor has them would both write to one, or
+    /// one that is refused would remove the other's.
+    #[test]
+    fn an_arrival_makes_no_file_while_another_one_is_admitted() {
+        let place = tempfile::tempdir().expect("a folder");
+        let (guests, disks) = (place.path().join("guests"), place.path().join("disks"));
+        fs::create_dir(&disks).expect("a folder");
+        let (root, mut second) = (Root::at(&guests), beside(&guests, &disks));
+        let disk = Disk { path: "/dev/nvme0n1".into(), bytes: 1 << 20, ..Disk::default() };
+        let offer = Offer { disks: vec![OfferedDisk { disk, ..OfferedDisk::default() }], ..Offer::default() };
+        let count = || fs::read_dir(&disks).expect("a folder").count();
+        let first = root.admit_one().expect("admitted");
+        let arrives = thread::spawn(move || second.prepare(&offer));
+        for _ in 0..20 {
+            thread::sleep(Duration::from_millis(10));
+            assert_eq!(count(), 0);
+        }
+        drop(first);
+        // The offer describes no machine that could run.
+        assert!(arrives.join().expect("an answer").is_err());
+        assert_eq!((count(), root.guests().expect("a folder").len()), (0, 0));
     }
 
     #[test]

@@ -35,7 +35,7 @@ use mercury_guest::{
     platform::End,
     run::{self, Disk, Guest, Options, Running},
 };
-use mercury_guests::{Console, Folder, GuestArgs, Keeper, LifeArgs, Name, Phase, Root, Status};
+use mercury_guests::{Console, Folder, GuestArgs, Keeper, LifeArgs, Name, Phase, Root, Status, held::Holder};
 use mercury_hosted_options::net::Uplink;
 use mercury_image::Machine;
 use receive::ReceiveArgs;
@@ -107,7 +107,7 @@ fn run(args: &RunArgs, format: Format) -> Result<Ended> {
         note!("{KEEPS_CONNECTIONS}");
     }
     let name = life.name.clone().unwrap_or_else(|| Name::of_machine(&guest.machine().host));
-    let mut folder = claim(&name)?;
+    let mut folder = claim(&Root::own(), &name)?;
     folder.entrust(start_keeper()?).map_err(no_keeper)?;
     let mut status = status(&name, guest.machine(), guest.memory());
     status.image = Some(fs::canonicalize(&args.image).unwrap_or_else(|_| args.image.clone()));
@@ -200,17 +200,24 @@ fn tell_of_running(folder: &Folder, status: &Status) {
 }
 
 /// Makes the folder of the guest.
-fn claim(name: &Name) -> Result<Folder> {
-    let claimed = Root::own().claim(name);
-    let claimed = claimed.map_err(|error| {
+fn claim(root: &Root, name: &Name) -> Result<Folder> {
+    let claimed = root.claim(name).map_err(|error| {
         Error::new(Exit::Failed, format!("cannot make the folder of the guest {name}: {error}"))
             .hint("make the folder /run/mercury/guests, or $XDG_RUNTIME_DIR, writable")
     })?;
-    claimed.ok_or_else(|| {
-        Error::new(Exit::Busy, format!("a guest of the name {name} runs here")).hint(format!(
-            "name this one with --name, or stop the other one with `mercury guests stop {name}`"
-        ))
-    })
+    claimed.ok_or_else(|| taken(name, Holder::of_folder(&root.path().join(name.as_str()))))
+}
+
+/// Returns the error of a name that is taken: by a guest, or by a process that has been reading the folder of
+/// such a guest for longer than a moment.
+fn taken(name: &Name, holder: Option<Holder>) -> Error {
+    if let Some(holder) = holder.filter(|holder| holder.is_stopped) {
+        let text = format!("{holder} holds the folder of a guest {name}");
+        let hint = format!("let it go on with `kill -CONT {}`, or name this guest with --name", holder.pid);
+        return Error::new(Exit::Busy, text).hint(hint);
+    }
+    Error::new(Exit::Busy, format!("a guest of the name {name} runs here"))
+        .hint(format!("name this one with --name, or stop the other one with `mercury guests stop {name}`"))
 }
 
 fn options(args: &LifeArgs, console: Console, disks: Vec<Disk>, folder: &Folder) -> Options {
@@ -323,6 +330,19 @@ mod tests {
         assert!(
             [Console::Terminal, Console::Socket].map(ending).iter().all(|all| all.contains(&libc::SIGTERM))
         );
+    }
+
+    #[test]
+    fn a_stopped_process_that_holds_a_name_is_named() {
+        let name = Name::of_machine("node7");
+        let holder = Holder { pid: 77, program: "mercury".into(), is_stopped: false };
+        for holder in [None, Some(holder.clone())] {
+            let error = taken(&name, holder);
+            assert!(error.message.contains("a guest of the name node7 runs here"), "{error}");
+        }
+        let error = taken(&name, Some(Holder { is_stopped: true, ..holder }));
+        assert!(error.message.contains("process 77 (mercury, stopped) holds the folder"), "{error}");
+        assert!(error.hint.is_some_and(|hint| hint.contains("kill -CONT 77")));
     }
 
     /// The state of a guest that runs cannot be written: nothing panics, and nobody ends the guest for it.

@@ -14,7 +14,7 @@ use mercury_hosted_options::net::{Forward, Mac, Uplink};
 use std::path::PathBuf;
 
 pub use mercury_hosted_options::name::Name;
-pub use state::{Folder, Guest, Keeper, Phase, Root, Status};
+pub use state::{Folder, Guest, Keeper, NotAdmitted, Phase, Root, Status};
 
 /// The options of a guest.
 #[derive(Debug, Default, Args)]

@@ -23,13 +23,14 @@ use std::{
         },
     },
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 use serde::{Deserialize, Serialize};
 
 use crate::{
     Name,
-    held::{self, LOCK, is_locked, remove, take_lock},
+    held::{self, Holder, LOCK, is_locked, lock_within, remove, take_lock},
 };
 
 const STATUS: &str = "status.json";
@@ -38,6 +39,9 @@ const SECOND_PORT: &str = "serial1.sock";
 const ORDERS: &str = "orders.sock";
 const DECISION: &str = "decision";
 const PAGE: u64 = 4096;
+/// Longest wait for other machines that are about to be admitted. A machine takes a moment, and its source
+/// waits half a minute for the answer to its offer.
+const ADMISSION: Duration = Duration::from_secs(10);
 
 /// The phase of a guest's life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -154,12 +158,18 @@ impl Root {
     /// dropped. Each then sees the memory of those before.
     ///
     /// # Errors
-    /// If the folder cannot be made or locked.
-    pub fn admit_one(&self) -> io::Result<File> {
+    /// If the folder cannot be made or locked, or another machine is not admitted in time.
+    pub fn admit_one(&self) -> Result<File, NotAdmitted> {
+        self.admit_one_within(ADMISSION)
+    }
+
+    fn admit_one_within(&self, limit: Duration) -> Result<File, NotAdmitted> {
         DirBuilder::new().recursive(true).mode(0o700).create(&self.0)?;
         let folder = File::open(&self.0)?;
-        folder.lock()?;
-        Ok(folder)
+        if lock_within(&folder, limit)? {
+            return Ok(folder);
+        }
+        Err(NotAdmitted::Busy { limit, holder: Holder::of(&folder) })
     }
 
     /// Returns the guest of this name, if it runs.
@@ -191,6 +201,25 @@ impl Root {
             remove(&path.join(left))?;
         }
         Ok(Some(Folder { path, _lock: lock, keeper: None }))
+    }
+}
+
+/// The reason for which a machine cannot be admitted.
+#[derive(Debug)]
+pub enum NotAdmitted {
+    /// Another process was about to admit a machine for all of this time.
+    Busy {
+        limit: Duration,
+        /// `None`: the kernel does not name the process.
+        holder: Option<Holder>,
+    },
+    /// The folder of guests cannot be made or locked.
+    Unreadable(io::Error),
+}
+
+impl From<io::Error> for NotAdmitted {
+    fn from(error: io::Error) -> Self {
+        Self::Unreadable(error)
     }
 }
 
@@ -381,6 +410,7 @@ fn keep(mut from: PipeReader) -> io::Result<()> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::held::tests::alone;
     use std::{thread, time::Duration};
 
     fn status(name: &Name) -> Status {
@@ -401,6 +431,7 @@ mod tests {
 
     #[test]
     fn a_guest_is_found_as_long_as_its_folder_is_held() {
+        let _alone = alone();
         let folder = tempfile::tempdir().unwrap();
         let root = Root::at(&folder.path().join("guests"));
         let name: Name = "db".parse().unwrap();
@@ -421,6 +452,7 @@ mod tests {
 
     #[test]
     fn the_memory_of_a_guest_is_that_of_its_group() {
+        let _alone = alone();
         let group = tempfile::tempdir().unwrap();
         let mut status = status(&"db".parse().unwrap());
         assert_eq!(status.used_bytes(), None);
@@ -432,6 +464,7 @@ mod tests {
 
     #[test]
     fn memory_that_guests_do_not_use_yet_is_promised() {
+        let _alone = alone();
         let place = tempfile::tempdir().unwrap();
         let root = Root::at(&place.path().join("guests"));
         assert_eq!(root.promised_bytes().unwrap(), 0);
@@ -452,17 +485,85 @@ mod tests {
 
     #[test]
     fn machines_are_admitted_one_after_the_other() {
+        let _alone = alone();
         let place = tempfile::tempdir().unwrap();
         let root = Root::at(&place.path().join("guests"));
         let first = root.admit_one().unwrap();
-        let other = File::open(root.path()).unwrap();
-        assert!(other.try_lock().is_err());
+        let moment = Duration::from_millis(50);
+        let Err(NotAdmitted::Busy { limit, holder }) = root.admit_one_within(moment) else {
+            panic!("two are admitted at once");
+        };
+        assert_eq!(limit, moment);
+        assert!(holder.is_none_or(|holder| holder.pid == std::process::id()));
         drop(first);
-        other.try_lock().unwrap();
+        root.admit_one_within(moment).unwrap();
+    }
+
+    #[test]
+    fn a_process_that_is_stopped_while_it_admits_holds_others_up_for_a_limited_time() {
+        let _alone = alone();
+        let place = tempfile::tempdir().unwrap();
+        let root = Root::at(&place.path().join("guests"));
+        let folder = root.admit_one().unwrap();
+        // The child has the lock as well, and keeps it when this process lets go.
+        // SAFETY: The child stops itself, and ends without destructors.
+        let child = unsafe { libc::fork() };
+        assert!(child >= 0);
+        if child == 0 {
+            // SAFETY: It stops and ends the process.
+            unsafe {
+                libc::raise(libc::SIGSTOP);
+                libc::_exit(0)
+            }
+        }
+        // SAFETY: The process is a child, and no status is wanted.
+        unsafe { libc::waitpid(child, std::ptr::null_mut(), libc::WUNTRACED) };
+        drop(folder);
+        let refused = root.admit_one_within(Duration::from_millis(50)).unwrap_err();
+        assert!(matches!(refused, NotAdmitted::Busy { .. }), "{refused:?}");
+        // SAFETY: The process is a child that was not waited for to its end.
+        unsafe {
+            libc::kill(child, libc::SIGKILL);
+            libc::waitpid(child, std::ptr::null_mut(), 0);
+        }
+        root.admit_one_within(Duration::ZERO).unwrap();
+    }
+
+    /// Two arrivals at once: the second waits for the first, and sees the memory that it has promised.
+    #[test]
+    fn of_two_arrivals_at_once_the_second_sees_the_memory_of_the_first() {
+        let _alone = alone();
+        let place = tempfile::tempdir().unwrap();
+        let root = Root::at(&place.path().join("guests"));
+        let arrive = |name: &str| {
+            let admitting = root.admit_one().unwrap();
+            let promised = root.promised_bytes().unwrap();
+            // Without the lock both would see nothing.
+            thread::sleep(Duration::from_millis(100));
+            let name = name.parse().unwrap();
+            let folder = root.claim(&name).unwrap().unwrap();
+            let own = Status { pid: std::process::id(), memory_bytes: 1 << 40, ..status(&name) };
+            folder.write(&Status { phase: Phase::Arriving, ..own }).unwrap();
+            drop(admitting);
+            (promised, folder)
+        };
+        let (first, second) = thread::scope(|scope| {
+            let both = ["a", "b"].map(|name| scope.spawn(move || arrive(name)));
+            let [first, second] = both.map(|one| one.join().unwrap());
+            (first, second)
+        });
+        let mut seen = [first.0, second.0];
+        seen.sort_unstable();
+        assert_eq!(seen[0], 0);
+        assert!(seen[1] > 1 << 39, "{seen:?}");
+        // One that was refused or discarded takes nothing from those that follow.
+        drop((first.1, second.1));
+        assert_eq!(root.promised_bytes().unwrap(), 0);
     }
 
     #[test]
     fn a_folder_that_is_dismissed_goes_at_once() {
+        let _alone = alone();
         let place = tempfile::tempdir().unwrap();
         let root = Root::at(place.path());
         let name: Name = "db".parse().unwrap();
@@ -478,6 +579,7 @@ mod tests {
 
     #[test]
     fn the_operator_s_word_reaches_the_monitor() {
+        let _alone = alone();
         let folder = tempfile::tempdir().unwrap();
         let root = Root::at(folder.path());
         let name: Name = "db".parse().unwrap();
@@ -496,6 +598,7 @@ mod tests {
 
     #[test]
     fn what_a_killed_monitor_has_left_is_no_guest() {
+        let _alone = alone();
         let folder = tempfile::tempdir().unwrap();
         let root = Root::at(folder.path());
         let name: Name = "db".parse().unwrap();
@@ -522,6 +625,7 @@ mod tests {
 
     #[test]
     fn the_folder_of_a_process_that_is_killed_goes_with_it() {
+        let _alone = alone();
         let place = tempfile::tempdir().unwrap();
         let name: Name = "killed".parse().unwrap();
         let root = Root::at(place.path());
