@@ -3,7 +3,7 @@
 //! can limit it (`systemctl set-property`) and see what it uses.
 
 use mercury_guests::{Name, Status};
-use mercury_quiesce::patient::{PROGRAM_PATIENCE, output};
+use mercury_quiesce::patient::output;
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -20,7 +20,8 @@ const GROUPS: &str = "/proc/self/cgroup";
 const BESIDE: u64 = 128 << 20;
 /// Part of the guest's memory for the kernel's tables about it.
 const TABLES: u64 = 64;
-/// Time for this process to be in its group, after systemd has taken the request.
+/// Time for systemd to answer, and time for this process to be in its group after that. The source of a machine
+/// that arrives waits half a minute for the answer to its offer, and another machine may be admitted before.
 const PATIENCE: Duration = Duration::from_secs(5);
 const MOMENT: Duration = Duration::from_millis(10);
 
@@ -41,11 +42,10 @@ fn enter_unit(name: &Name, limit: u64) -> Result<(String, Option<PathBuf>), Stri
     // A machine that was to be this guest was refused or discarded before.
     let is_there = own_group().is_some_and(|group| group.ends_with(&unit));
     if is_there {
-        run(change(&unit, limit))?;
-    } else {
+        ask(change(&unit, limit), PATIENCE)??;
+    } else if ask(begin(&unit, limit, OomPolicy::Continue), PATIENCE)?.is_err() {
         // systemd knows no such policy of a scope before 253. It ends no scope for a kill then.
-        run(begin(&unit, limit, OomPolicy::Continue))
-            .or_else(|_| run(begin(&unit, limit, OomPolicy::Unsaid)))?;
+        ask(begin(&unit, limit, OomPolicy::Unsaid), PATIENCE)??;
     }
     let end = Instant::now() + PATIENCE;
     loop {
@@ -114,13 +114,15 @@ fn of_user(program: &str) -> Command {
     command
 }
 
-fn run(command: Command) -> Result<(), String> {
+/// Runs a command that asks systemd. The inner result is systemd's answer, and the outer one an error if there
+/// is none in time: asking again would be in vain.
+fn ask(command: Command, patience: Duration) -> Result<Result<(), String>, String> {
     let program = command.get_program().to_string_lossy().into_owned();
-    let done = output(command, PROGRAM_PATIENCE).map_err(|error| format!("{program}: {error}"))?;
+    let done = output(command, patience).map_err(|error| format!("{program}: {error}"))?;
     if done.status.success() {
-        return Ok(());
+        return Ok(Ok(()));
     }
-    Err(format!("{program}: {}", String::from_utf8_lossy(&done.stderr).trim()))
+    Ok(Err(format!("{program}: {}", String::from_utf8_lossy(&done.stderr).trim())))
 }
 
 /// Returns the group of this process in the hierarchy of version 2.
@@ -148,6 +150,20 @@ mod tests {
         assert_eq!(limit(1 << 30, false), (1 << 30) + (16 << 20) + (128 << 20));
         assert_eq!(limit(1 << 30, true), limit(1 << 30, false) + (1 << 30));
         assert_eq!(limit(u64::MAX, true), u64::MAX);
+    }
+
+    #[test]
+    fn an_answer_is_told_from_none() {
+        let shell = |script: &str| {
+            let mut command = Command::new("sh");
+            command.args(["-c", script]);
+            command
+        };
+        let patience = Duration::from_millis(200);
+        assert_eq!(ask(shell("exit 0"), PATIENCE), Ok(Ok(())));
+        assert_eq!(ask(shell("echo no >&2; exit 1"), PATIENCE), Ok(Err("sh: no".into())));
+        let silent = ask(shell("exec sleep 30"), patience).expect_err("no answer");
+        assert!(silent.contains("has not answered"), "{silent}");
     }
 
     #[test]

@@ -7,7 +7,8 @@ use std::{
     os::{fd::AsRawFd, unix::net::UnixStream},
     ptr,
     sync::{Mutex, MutexGuard, PoisonError},
-    time::Duration,
+    thread,
+    time::{Duration, Instant},
 };
 
 use crate::layout::PAGE_BYTES;
@@ -15,6 +16,10 @@ use crate::layout::PAGE_BYTES;
 /// Time for the answer, in moments. The host may have to read pages from its swap areas.
 const PATIENCE: u32 = 600;
 const MOMENT: Duration = Duration::from_millis(100);
+/// Time for the copy to end. Applications of the guest may stand still meanwhile.
+const ENDS_WITHIN: Duration = Duration::from_secs(10);
+/// Time between two looks at a copy that is about to end.
+const LOOK: Duration = Duration::from_millis(1);
 const PAGE: usize = PAGE_BYTES as usize;
 /// Most frames of one request.
 const FRAMES_MAX: usize = 16;
@@ -78,6 +83,8 @@ pub struct Keeper {
     score: Option<Score>,
     /// The copy has not answered. What was asked and answered since may still come, until it has ended.
     is_broken: bool,
+    /// Time for the copy to end.
+    ends_within: Duration,
 }
 
 // SAFETY: The pages belong to this value alone.
@@ -101,7 +108,17 @@ impl Keeper {
             return Err(io::Error::last_os_error());
         }
         let score = Score::open().ok();
-        Ok(Self { own, theirs, pages: pages.cast(), length, child: None, score, is_broken: false })
+        let ends_within = ENDS_WITHIN;
+        Ok(Self {
+            own,
+            theirs,
+            pages: pages.cast(),
+            length,
+            child: None,
+            score,
+            is_broken: false,
+            ends_within,
+        })
     }
 
     /// Makes the copy: it has the memory of this process as it is now. If the host's memory is short, the
@@ -110,7 +127,8 @@ impl Keeper {
     /// # Errors
     /// There is a copy already, or the host has no room for one.
     pub fn start(&mut self) -> io::Result<()> {
-        if self.child.is_some() {
+        // One that did not end in time may have ended since.
+        if self.child.is_some() && self.refuse_ended().is_ok() {
             return Err(io::ErrorKind::AlreadyExists.into());
         }
         self.drain();
@@ -202,21 +220,31 @@ impl Keeper {
     }
 
     #[cfg(test)]
-    pub fn kill(&self) {
+    pub fn signal(&self, signal: libc::c_int) {
         // SAFETY: The child is not waited for yet.
-        unsafe { libc::kill(self.child.expect("a copy"), libc::SIGKILL) };
+        unsafe { libc::kill(self.child.expect("a copy"), signal) };
     }
 
-    /// Ends the copy, if there is one.
+    #[cfg(test)]
+    pub fn be_impatient(&mut self) {
+        self.ends_within = MOMENT;
+    }
+
+    /// Ends the copy, if there is one. A copy that does not end in time, because it was stopped, is left.
     pub fn end(&mut self) {
-        let Some(child) = self.child.take() else { return };
-        if self.own.write_all(as_bytes(&Request::default())).is_err() {
-            // It may be there still.
-            (self.child, self.is_broken) = (Some(child), true);
+        // A word more for a copy that was left is none too many: it ends at the first.
+        if self.child.is_none() || self.own.write_all(as_bytes(&Request::default())).is_err() {
+            self.is_broken = self.child.is_some();
             return;
         }
-        // SAFETY: It takes a number, and no place for the status.
-        unsafe { libc::waitpid(child, ptr::null_mut(), 0) };
+        let start = Instant::now();
+        while self.refuse_ended().is_ok() && self.child.is_some() {
+            if start.elapsed() >= self.ends_within {
+                self.is_broken = true;
+                return;
+            }
+            thread::sleep(LOOK);
+        }
     }
 }
 

@@ -215,7 +215,11 @@ impl Calls {
             log.last = Some(self.take_log()?);
             self.log.switch(false).map_err(|_| Code::SnapshotLost)?;
         }
-        self.keeper().start().map_err(|_| Code::NoMemory)
+        self.keeper().start().map_err(|error| match error.kind() {
+            // The copy of an earlier snapshot did not end.
+            io::ErrorKind::AlreadyExists => Code::SnapshotLive,
+            _ => Code::NoMemory,
+        })
     }
 
     fn take_log(&self) -> Step<Vec<Vec<u64>>> {

@@ -244,7 +244,7 @@ fn processors_that_miss_the_instant_end_it_for_all() {
 fn a_copy_of_the_monitor_that_was_killed_ends_the_snapshot() {
     let guest = Guest::new();
     assert_eq!((guest.begin(1), guest.call(SnapshotCall::Enter)), (Code::Ok, Code::Ok));
-    guest.calls.keeper().kill();
+    guest.calls.keeper().signal(libc::SIGKILL);
     assert_eq!(guest.read(&[0]), Code::SnapshotLost);
     assert_eq!((guest.read(&[0]), guest.call(SnapshotCall::End)), (Code::SnapshotLost, Code::Ok));
     // Neither the request that the copy has not read nor the word for its end reaches the next copy.
@@ -260,10 +260,31 @@ fn a_snapshot_follows_one_whose_copy_has_died_unnoticed() {
         assert_eq!((guest.begin(1), guest.call(SnapshotCall::Enter)), (Code::Ok, Code::Ok));
         assert_eq!(guest.read(&[0]), Code::Ok);
         if is_killed {
-            guest.calls.keeper().kill();
+            guest.calls.keeper().signal(libc::SIGKILL);
         }
         assert_eq!(guest.call(SnapshotCall::End), Code::Ok);
     }
+}
+
+/// A processor of the guest waits for the end of the copy, so that one that is stopped must not hold it up for
+/// ever.
+#[test]
+fn a_copy_that_is_stopped_holds_the_guest_up_for_a_limited_time() {
+    let guest = Guest::new();
+    assert_eq!((guest.begin(1), guest.call(SnapshotCall::Enter)), (Code::Ok, Code::Ok));
+    guest.calls.keeper().be_impatient();
+    guest.calls.keeper().signal(libc::SIGSTOP);
+    assert_eq!(guest.call(SnapshotCall::End), Code::Ok);
+    assert_eq!((guest.begin(1), guest.call(SnapshotCall::Enter)), (Code::Ok, Code::SnapshotLive));
+    assert_eq!((guest.read(&[0]), guest.call(SnapshotCall::End)), (Code::NoSnapshot, Code::Ok));
+    guest.calls.keeper().signal(libc::SIGCONT);
+    let begins = |_| {
+        thread::sleep(Duration::from_millis(10));
+        (guest.begin(1), guest.call(SnapshotCall::Enter)) == (Code::Ok, Code::Ok)
+            || guest.call(SnapshotCall::End) != Code::Ok
+    };
+    assert!((0..500).any(begins), "no copy can be made again");
+    assert_eq!((guest.read(&[0]), guest.call(SnapshotCall::End)), (Code::Ok, Code::Ok));
 }
 
 /// Words that an argument may have: counts, addresses in memory and at its end, and others.
