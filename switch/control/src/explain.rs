@@ -120,8 +120,9 @@ pub const TABLE: &[Entry] = &[
     entry_of(
         Code::NoMemory,
         "there is too little memory",
-        "The hypervisor needs at most 4 MiB, and 64 KiB for each possible CPU.",
-        "free some memory and try again",
+        "The hypervisor needs at most 4 MiB, and 64 KiB for each possible CPU. A move of a guest of \
+         Mercury's needs a copy of its monitor on the host, which had no room for another process.",
+        "free some memory and try again; for a guest, on its host",
     ),
     entry_of(
         Code::NeedPages,
@@ -550,7 +551,8 @@ pub const TABLE: &[Entry] = &[
     entry_of(
         Code::SnapshotLive,
         "there is a snapshot of memory",
-        "The operation cannot run while there is a snapshot.",
+        "The operation cannot run while there is a snapshot. In a guest of Mercury's, the host may not have \
+         ended the copy of an earlier move yet.",
         "wait for the command that needs the snapshot, or end it; `mercury snapshot --drop` gives up a \
          snapshot that is kept",
     ),
@@ -576,10 +578,12 @@ pub const TABLE: &[Entry] = &[
     ),
     entry_of(
         Code::SnapshotLost,
-        "a CPU left the hypervisor beneath a snapshot",
-        "The hypervisor could not see what that CPU wrote after it left, so the snapshot was given up. \
-         The machine itself lost nothing.",
-        "look at `mercury log` for why it left, and try again",
+        "a CPU left the hypervisor beneath a snapshot, or the copy of a guest's memory has ended",
+        "The hypervisor could not see what that CPU wrote after it left, so the snapshot was given up. In a \
+         guest of Mercury's the snapshot is a copy on the host. The host's kernel ends that copy before the \
+         guest if memory is short. The machine itself lost nothing.",
+        "look at `mercury log` for why it left, and try again; for a guest, first make room for memory on \
+         its host",
     ),
     entry_of(
         Code::SnapshotDevices,
@@ -1016,22 +1020,22 @@ pub const TABLE: &[Entry] = &[
         "the machine has more processors, or larger identifiers of processors, than a guest may have",
         "KVM limits the number of a guest's processors. An interrupt reaches identifiers up to 254 without \
          remapping.",
-        "switch processors off before the checkpoint (`echo 0 > /sys/devices/system/cpu/cpuN/online`), or \
-         choose another host",
+        "switch processors off before the checkpoint or the move (`echo 0 > \
+         /sys/devices/system/cpu/cpuN/online`), or choose another host",
     ),
     entry_of(
         Code::GuestDevices,
         "a device of the machine does not let it go on without the device",
         "Drivers of virtio devices on PCI wait for ever for a device that is gone. A device that was given \
          to a guest of the machine's own does not come along either.",
-        "end guests that use the named devices, before the checkpoint; a virtual machine with virtio devices \
-         on PCI can only be restored where it has them (`mercury restore`)",
+        "end guests that use the named devices, before the checkpoint or the move; a virtual machine with \
+         virtio devices on PCI can only be restored where it has them (`mercury restore`)",
     ),
     entry_of(
         Code::GuestIommu,
         "the machine uses an IOMMU",
         "The kernel waits for the IOMMU's registers when it resumes, and a guest has none yet.",
-        "boot the machine with `iommu=off` (and `intremap=off` on Intel) before the checkpoint",
+        "boot the machine with `iommu=off` (and `intremap=off` on Intel) before the checkpoint or the move",
     ),
     entry_of(
         Code::GuestDisks,
@@ -1039,16 +1043,23 @@ pub const TABLE: &[Entry] = &[
         "A guest has only those of the machine's own disks whose contents are given and fit, on controllers \
          that a guest can have. The kernel would lose the file system. Disks of iSCSI belong here as well: a \
          process has to connect them again, and could not be read from them.",
-        "give the content of each disk on NVMe and AHCI with `--disk NAME=FILE`, as it was at the instant; \
-         unmount other file systems and switch other swap areas off (`swapoff DEVICE`) before; root may \
-         lie in RAM, on NFS, on NBD or on NVMe \
-         over TCP as well",
+        "give the content of each disk on NVMe and AHCI with `--disk NAME=FILE`, as it was at the instant, \
+         or in a move take it along (`mercury migrate --with-disk`, `receive --beside --disk-folder`); \
+         unmount other file systems and switch other swap areas off (`swapoff DEVICE`) before; root may lie \
+         in RAM, on NFS, on NBD or on NVMe over TCP as well",
     ),
     entry_of(
         Code::GuestMemory,
         "the host has too little memory available for the machine",
-        "The guest's memory is the host's, and a host without memory ends programs.",
-        "end other programs of the host, or choose a host with more memory",
+        "The kernel of a guest may use all of its memory at any time, and a host without memory ends \
+         programs. For a machine that arrives (`receive --beside`), memory that your other guests and \
+         arrivals have and do not use yet is not available. Guests of other users are not seen. For an \
+         image (`restore --as-guest`) only the memory that is available now counts, because guests of one \
+         image may share it. With `--memory-limit` nothing but that limit counts. If memory of the host is \
+         short later, its kernel may end any program, guests too. Of a guest that is being moved away it \
+         ends the monitor's copy of memory first, and the guest goes on.",
+        "end other programs or guests of the host, or choose a host with more memory; an arrival is taken \
+         all the same with `mercury receive --beside --memory-limit SIZE`",
     ),
     entry_of(
         Code::GuestTimers,
@@ -1093,7 +1104,8 @@ pub const TABLE: &[Entry] = &[
         "The environment has the kernel and the drivers that it needs to bring a machine back, and no \
          others. Devices that another driver makes are missing there: virtual functions of a card (SR-IOV). \
          Or the initial RAM disk on this machine brings other microcode than the machine runs with. Or the \
-         environment that was prepared for this image is older than the kernel, Mercury or the microcode here.",
+         environment that was prepared for this image is older than the kernel, Mercury or the microcode \
+         here.",
         "prepare the environment again (`mercury restore --prepare DIR IMAGE`); take the named devices \
          out of use (virtual functions of a card: echo 0 > /sys/bus/pci/devices/…/sriov_numvfs); or go on \
          with --force-devices, for an image that is only to be inspected",
@@ -1122,6 +1134,28 @@ mod tests {
             assert!(!entry.meaning.ends_with('.'), "{:?}", entry.code);
             assert!(entry.why.ends_with('.'), "{:?}", entry.code);
             assert!(!entry.remedy.is_empty() && !entry.remedy.ends_with('.'), "{:?}", entry.code);
+        }
+    }
+
+    /// `relocate/guest` counts memory (`fit.rs`) and lets the kernel end a copy first (`calls/keeper.rs`).
+    #[test]
+    fn memory_of_guests_is_explained_as_it_is_counted_and_defended() {
+        let text_of = |code| {
+            let entry = TABLE.iter().find(|entry| entry.code == code).expect("an entry");
+            format!("{}. {} {}", entry.meaning, entry.why, entry.remedy)
+        };
+        let expected: [(Code, &[&str]); 4] = [
+            (
+                Code::GuestMemory,
+                &["do not use yet", "other users", "--memory-limit SIZE", "copy of memory first"],
+            ),
+            (Code::SnapshotLost, &["copy on the host", "before the guest"]),
+            (Code::SnapshotLive, &["copy of an earlier move"]),
+            (Code::NoMemory, &["copy of its monitor on the host"]),
+        ];
+        for (code, words) in expected {
+            let text = text_of(code);
+            words.iter().for_each(|words| assert!(text.contains(words), "{words}: {text}"));
         }
     }
 }
