@@ -43,9 +43,12 @@ const IFLA_MTU: u16 = 4;
 const IFLA_MASTER: u16 = 10;
 /// Lengths of `struct ifaddrmsg` and `struct ndmsg`.
 const ADDRESS: usize = 8;
+/// Offset of the scope in `struct ifaddrmsg`.
+const SCOPE_AT: usize = 3;
 const NEIGHBOUR: usize = 12;
 /// Length of `struct rtmsg`, and its fields and attributes.
 const ROUTE: usize = 12;
+const ROUTE_BITS_AT: usize = 1;
 const PROTOCOL_AT: usize = 5;
 const ROUTE_FLAGS_AT: usize = 8;
 const RTPROT_KERNEL: u8 = 2;
@@ -68,6 +71,8 @@ struct Kept {
     whole: Option<u32>,
     /// Addresses, then routes, then neighbours.
     messages: Vec<Message>,
+    /// True if a default route leads by this card, or by the bridge or the bond that it is a part of.
+    leads_out: bool,
 }
 
 /// The configuration of all cards.
@@ -88,11 +93,13 @@ pub fn keep(sysroot: &Sysroot) -> io::Result<Configuration> {
         let number = |file: &str| {
             sysroot.text(&format!("sys/class/net/{}/{file}", card.name)).and_then(|text| text.parse().ok())
         };
-        let messages = all.iter().filter(|message| belongs(message, card.index.cast_unsigned())).cloned();
+        let (own, whole) = (card.index.cast_unsigned(), number("master/ifindex"));
+        let messages = all.iter().filter(|message| belongs(message, own)).cloned();
         Kept {
             mtu: number("mtu").unwrap_or(0),
-            whole: number("master/ifindex"),
+            whole,
             messages: messages.collect(),
+            leads_out: [Some(own), whole].into_iter().flatten().any(|index| leads_out(&all, index)),
             card,
         }
     };
@@ -101,7 +108,7 @@ pub fn keep(sysroot: &Sysroot) -> io::Result<Configuration> {
 
 impl Configuration {
     /// Gives new cards the names and the configuration of cards that are gone. A card at the place that
-    /// `metal` has for a name gets that one; the others come in their order, those that were up first.
+    /// `metal` has for a name gets that one. The others come in the order of [`Kept::rank`].
     /// Returns what did not succeed.
     #[must_use]
     pub fn take_over(&self, metal: &[Card], now: &[Card]) -> Vec<String> {
@@ -122,7 +129,7 @@ impl Configuration {
     fn pairs<'a>(&'a self, now: &'a [Card], metal: &[Card]) -> Vec<(&'a Kept, Option<&'a Card>)> {
         let is_gone = |kept: &&Kept| !now.iter().any(|card| card.index == kept.card.index);
         let mut gone: Vec<_> = self.0.iter().filter(is_gone).collect();
-        gone.sort_by_key(|kept| !kept.card.up);
+        gone.sort_by_key(|kept| kept.rank());
         let came = |card: &&Card| !self.0.iter().any(|kept| kept.card.index == card.index);
         let mut new: Vec<&Card> = now.iter().filter(came).collect();
         let place = |name: &str| metal.iter().find(|card| card.name == name).map(|card| &card.place);
@@ -139,7 +146,18 @@ impl Configuration {
     }
 }
 
+/// Place of a card among those that wait for another one: the smallest is the first.
+type Rank = (bool, bool, bool);
+
 impl Kept {
+    /// Returns the place among cards that wait for another one: those that were up come first, of them those
+    /// by which the machine reaches other networks, then those with an address or in a bridge or a bond. Cards
+    /// of one rank come in the order of their names.
+    fn rank(&self) -> Rank {
+        let is_in_use = self.whole.is_some() || self.messages.iter().any(is_global_address);
+        (!self.card.up, !self.leads_out, !is_in_use)
+    }
+
     /// Configures another card like this one. Returns what did not succeed.
     fn move_to(&self, card: &Card) -> Vec<String> {
         let name = &self.card.name;
@@ -283,6 +301,19 @@ fn moved(message: &Message, from: u32, to: u32) -> Message {
         moved.1[at..at + 4].copy_from_slice(&to.to_ne_bytes());
     }
     moved
+}
+
+/// Returns true if there is a default route by an interface.
+fn leads_out(all: &[Message], index: u32) -> bool {
+    let is_default =
+        |(kind, payload): &Message| *kind == RTM_NEWROUTE && payload.get(ROUTE_BITS_AT) == Some(&0);
+    all.iter().any(|message| is_default(message) && belongs(message, index))
+}
+
+/// Returns true for an address that other machines may know. Each IPv6 card that is up has one of its link's.
+fn is_global_address((kind, payload): &Message) -> bool {
+    const RT_SCOPE_LINK: u8 = 253;
+    *kind == RTM_NEWADDR && payload.get(SCOPE_AT).is_some_and(|scope| *scope < RT_SCOPE_LINK)
 }
 
 /// Puts routes to neighbours before routes by gateways, which the kernel refuses while it cannot reach them.
@@ -447,7 +478,7 @@ mod tests {
             up,
             ..Card::default()
         };
-        let kept = |card: Card| Kept { card, mtu: 0, whole: None, messages: Vec::new() };
+        let kept = |card: Card| Kept { card, mtu: 0, whole: None, messages: Vec::new(), leads_out: false };
         let paired = |metal: &[Card], now: &[Card]| -> Vec<(String, Option<i32>)> {
             let guest = [card("down", 2, "", false), card("a", 3, "", true), card("b", 4, "", true)];
             let configuration = Configuration(guest.map(kept).into());
@@ -467,6 +498,53 @@ mod tests {
         // A card that is still there keeps its own.
         let now = [card("a", 3, "", true), card("eth1", 8, "y", false)];
         assert_eq!(paired(&[], &now), [pair("b", Some(8)), pair("down", None)]);
+    }
+
+    /// A guest has one card, and gets what its peers know the machine by.
+    #[test]
+    fn the_only_card_that_comes_gets_the_configuration_that_matters_most() {
+        let address = |scope| (RTM_NEWADDR, vec![2, 24, 0, scope, 0, 0, 0, 0]);
+        let kept = |name: &str, up, messages: &[Message], whole, leads_out| Kept {
+            card: Card { name: name.into(), index: name.len() as i32, up, ..Card::default() },
+            mtu: 0,
+            whole,
+            messages: messages.to_vec(),
+            leads_out,
+        };
+        let (of_link, global) = ([address(253)], [address(0)]);
+        let down = kept("a", false, &global, None, true);
+        let bare = kept("bb", true, &of_link, None, false);
+        let private = kept("ccc", true, &global, None, false);
+        let in_bridge = kept("dddd", true, &[], Some(9), false);
+        let main = kept("eeeee", true, &[], Some(9), true);
+        let came = [Card { name: "eth0".into(), index: 77, ..Card::default() }];
+        let chosen = |all: &[&Kept]| {
+            let configuration = Configuration(all.iter().copied().cloned().collect());
+            let pairs = configuration.pairs(&came, &[]);
+            let with_card = pairs.iter().filter(|(_, card)| card.is_some());
+            let names: Vec<_> = with_card.map(|(kept, _)| kept.card.name.clone()).collect();
+            assert_eq!(names.len(), 1);
+            names[0].clone()
+        };
+        assert_eq!(
+            chosen(&[&down, &bare, &private, &in_bridge, &main]),
+            "eeeee",
+            "the way to other networks"
+        );
+        assert_eq!(chosen(&[&down, &bare, &private, &in_bridge]), "ccc", "the first of those in use");
+        assert_eq!(chosen(&[&down, &bare, &in_bridge]), "dddd");
+        assert_eq!(chosen(&[&down, &bare]), "bb");
+        assert_eq!(chosen(&[&down]), "a");
+    }
+
+    #[test]
+    fn a_default_route_leads_out_and_no_other() {
+        let default = route(4, 0, &[(RTA_GATEWAY, 9), (RTA_OIF, 7)]);
+        let mut network = default.clone();
+        network.1[ROUTE_BITS_AT] = 24;
+        assert!(leads_out(&[network.clone(), default], 7));
+        assert!(!leads_out(std::slice::from_ref(&network), 7));
+        assert!(!leads_out(&[route(4, 0, &[(RTA_OIF, 8)]), (RTM_NEWROUTE, vec![])], 7));
     }
 
     #[test]
@@ -549,7 +627,7 @@ mod tests {
             all.extend(netlink.dump(RTM_GETNEIGH, NEIGHBOUR).expect("neighbours"));
             let old = card("old");
             all.retain(|message| belongs(message, old.index.cast_unsigned()));
-            let kept = Kept { card: old, mtu: 1400, whole: None, messages: all };
+            let kept = Kept { card: old, mtu: 1400, whole: None, messages: all, leads_out: false };
             let shown = || {
                 let state = ["-4 address show old", "route show", "route show table 77", "neighbour show"];
                 state.map(|line| {
