@@ -20,8 +20,8 @@ const GROUPS: &str = "/proc/self/cgroup";
 const BESIDE: u64 = 128 << 20;
 /// Part of the guest's memory for the kernel's tables about it.
 const TABLES: u64 = 64;
-/// Time for systemd to answer, and time for this process to be in its group after that. The source of a machine
-/// that arrives waits half a minute for the answer to its offer, and another machine may be admitted before.
+/// Time for systemd to answer, and time for this process to be in its group after that. The source of a
+/// machine that arrives waits half a minute for the answer to its offer. Another one may be admitted first.
 const PATIENCE: Duration = Duration::from_secs(5);
 const MOMENT: Duration = Duration::from_millis(10);
 
@@ -114,8 +114,8 @@ fn of_user(program: &str) -> Command {
     command
 }
 
-/// Runs a command that asks systemd. The inner result is systemd's answer, and the outer one an error if there
-/// is none in time: asking again would be in vain.
+/// Runs a command that asks systemd. The inner result is systemd's answer. The outer one is an error if there
+/// is no answer in time: asking again would be in vain.
 fn ask(command: Command, patience: Duration) -> Result<Result<(), String>, String> {
     let program = command.get_program().to_string_lossy().into_owned();
     let done = output(command, patience).map_err(|error| format!("{program}: {error}"))?;

@@ -93,8 +93,8 @@ pub fn is_locked(folder: &Path) -> io::Result<bool> {
     }
 }
 
-/// Locks an open file or folder for this process alone. Returns false if another process has kept the lock for
-/// all of this time.
+/// Locks an open file or folder for this process alone. Returns false if another process has kept the lock
+/// for all of this time.
 ///
 /// # Errors
 /// If it cannot be locked.
@@ -178,8 +178,10 @@ pub(crate) mod tests {
 
     #[test]
     fn the_holder_of_a_lock_is_found_among_those_that_wait() {
-        let locks = "1: POSIX  ADVISORY  WRITE 6 00:19:77 0 EOF\n2: FLOCK  ADVISORY  WRITE 7 00:19:77 0 EOF\n\
-                     2: -> FLOCK  ADVISORY  WRITE 8 00:19:78 0 EOF\n3: FLOCK  ADVISORY  READ  9 fd:01:5 0 EOF\n";
+        let locks = "1: POSIX  ADVISORY  WRITE 6 00:19:77 0 EOF\n\
+                     2: FLOCK  ADVISORY  WRITE 7 00:19:77 0 EOF\n\
+                     2: -> FLOCK  ADVISORY  WRITE 8 00:19:78 0 EOF\n\
+                     3: FLOCK  ADVISORY  READ  9 fd:01:5 0 EOF\n";
         let found = ["00:19:77", "00:19:78", "fd:01:5", ""].map(|wanted| pid_in(locks, wanted));
         assert_eq!(found, [Some(7), None, Some(9), None]);
         for cut in 0..locks.len() {

@@ -266,8 +266,7 @@ fn a_snapshot_follows_one_whose_copy_has_died_unnoticed() {
     }
 }
 
-/// A processor of the guest waits for the end of the copy, so that one that is stopped must not hold it up for
-/// ever.
+/// A processor of the guest waits for the copy's end. A copy that is stopped must not hold it up for ever.
 #[test]
 fn a_copy_that_is_stopped_holds_the_guest_up_for_a_limited_time() {
     let guest = Guest::new();

@@ -150,9 +150,9 @@ impl Configuration {
 type Rank = (bool, bool, bool);
 
 impl Kept {
-    /// Returns the place among cards that wait for another one: those that were up come first, of them those
-    /// by which the machine reaches other networks, then those with an address or in a bridge or a bond. Cards
-    /// of one rank come in the order of their names.
+    /// Returns the place among cards that wait for another one. Those that were up come first: of them those
+    /// by which the machine reaches other networks, then those with an address, or in a bridge or a bond.
+    /// Cards of one rank come in the order of their names.
     fn rank(&self) -> Rank {
         let is_in_use = self.whole.is_some() || self.messages.iter().any(is_global_address);
         (!self.card.up, !self.leads_out, !is_in_use)
