@@ -99,6 +99,14 @@ pub fn disk(machine: &Machine, serial: &str) -> Result<String> {
     machine.sh(&format!("basename $(dirname $(dirname $(grep -ls {serial} /sys/block/nvme*/device/serial)))"))
 }
 
+/// Returns the device file of the virtio disk with this serial number.
+///
+/// # Errors
+/// If the machine has none.
+pub fn virtio_disk(machine: &Machine, serial: &str) -> Result<String> {
+    machine.sh(&format!("echo /dev/$(basename $(dirname $(grep -ls '^{serial}$' /sys/block/vd*/serial)))"))
+}
+
 /// Writes the source to its disk. The source is off in the end.
 ///
 /// # Errors
@@ -188,7 +196,15 @@ impl<'a> Guest<'a> {
     /// # Errors
     /// If the command ends, or the agent does not answer.
     pub fn start(host: &'a Machine, options: &str) -> Result<Self> {
-        let line = format!("exec mercury restore {IMAGE} --as-guest --name {NAME} {options}");
+        Self::start_from(host, IMAGE, options)
+    }
+
+    /// Starts the machine of another image as [`Guest::start`] does.
+    ///
+    /// # Errors
+    /// As for [`Guest::start`].
+    pub fn start_from(host: &'a Machine, image: &str, options: &str) -> Result<Self> {
+        let line = format!("exec mercury restore {image} --as-guest --name {NAME} {options}");
         let mut guest = Self::of(host, &line)?;
         guest.wait()?;
         Ok(guest)

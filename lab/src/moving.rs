@@ -57,12 +57,13 @@ fn card_of(nic: Nic, spec: Spec, id: u8, netdev: &str) -> Spec {
     ["-netdev", &netdev, "-device", &device].into_iter().fold(spec, Spec::qemu_arg)
 }
 
-/// The switch, with places 2 and 3 for machines.
+/// The switch, with places 2 and 3 for machines, and more if there is room for more than two machines.
 #[derive(Debug)]
 pub struct Switch {
     /// The machine that is the switch.
     pub peer: Machine,
-    ports: [u16; 2],
+    /// Ports of this host, from place 2 on.
+    ports: Vec<u16>,
     slots: Reservation,
 }
 
@@ -89,10 +90,11 @@ impl Switch {
     /// If the switch does not come up.
     pub fn boot_with(others: Kernel, count: usize) -> Result<Self> {
         let slots = Reservation::of(1 + count, &[Kernel::BookwormCloud, others])?;
-        let ports = [host::free_port()?, host::free_port()?];
-        let listen = |port: u16| format!("socket,listen=127.0.0.1:{port}");
+        let ports = (0..count.max(2)).map(|_| host::free_port()).collect::<Result<Vec<_>>>()?;
         let peer = spec(Kernel::BookwormCloud).cpus(1).memory_mib(768);
-        let peer = card(card(peer, 0x11, &listen(ports[0])), 0x12, &listen(ports[1]));
+        let peer = (0x11..)
+            .zip(&ports)
+            .fold(peer, |peer, (id, port)| card(peer, id, &format!("socket,listen=127.0.0.1:{port}")));
         let peer = Machine::boot_reserved(peer, &slots)?;
         peer.sh(SWITCH)?;
         start(&peer, "exports", EXPORTS, "")?;

@@ -301,6 +301,39 @@ fn connections_of_a_bare_machine_go_on_with_it_as_a_guest() -> Result<()> {
     switch.peer.check_health()
 }
 
+/// Of two cards that are up only the second one is in use. The guest's only card takes that one over.
+#[test]
+#[ignore = "long"]
+fn the_card_in_use_of_two_goes_on_with_a_bare_machine_as_a_guest() -> Result<()> {
+    need_kvm()?;
+    let switch = Switch::boot_with(Kernel::BookwormGeneric, 1)?;
+    let unused = ["-netdev", "hubport,hubid=9,id=unused", "-device", "e1000e,netdev=unused,romfile="];
+    let spec = as_guest::in_ram(as_guest::metal(Kernel::BookwormGeneric, 1));
+    let source = boot_on(&switch, unused.into_iter().fold(spec, Spec::qemu_arg))?;
+    let find = format!("basename $(dirname $(grep -l {CARD} /sys/class/net/*/address))");
+    let used = source.sh(&find)?;
+    assert_eq!(used, "eth1", "the card in use must not be the first one by name");
+    source
+        .sh("ip link set eth1 up; ip address add 10.9.0.2/24 dev eth1; ip route add default via 10.9.0.1")?;
+    start(&source, "talk", TALK, PEER)?;
+    let boot_id = boot_id(&source)?;
+    as_guest::checkpoint(&source)?;
+
+    let host = boot_host_on(&switch, &source)?;
+    let guest = Guest::start(&host, "--json --console socket --net tap=tap0")?;
+    is_well(&guest, &boot_id)?;
+    let addresses = guest.sh("ip -4 -o address show dev eth1; ip -4 route")?;
+    println!("{addresses}\n{}", guest.sh("ls /sys/class/net")?);
+    for words in ["inet 10.9.0.2/24", "default via 10.9.0.1 dev eth1"] {
+        assert!(addresses.contains(words), "{addresses}");
+    }
+    guest.sh("! test -e /sys/class/net/eth0")?;
+    comes_further(&guest, "talk", count(&guest, "talk")? + 5)?;
+    guest.check_log()?;
+    guest.stop()?;
+    switch.peer.check_health()
+}
+
 /// Gives the guest the network of a passt of its own: it reaches other machines, and a port of its host leads
 /// to it.
 #[test]

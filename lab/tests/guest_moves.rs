@@ -4,12 +4,12 @@
 #![allow(clippy::unwrap_used)]
 
 use mercury_lab::{
-    Background, Bus, Kernel, Machine, Nic, Platform, Qemu, Release, Result, Spec, System, Vendor,
-    as_guest::{self, Guest, NAME, disk},
-    moving::{LIMIT, PEER, Switch, migrate, receive, said},
+    Background, Bus, Error, Kernel, Machine, Nic, Platform, Qemu, Release, Result, Spec, System, Vendor,
+    as_guest::{self, Guest, NAME, disk, virtio_disk},
+    moving::{LIMIT, PEER, Switch, migrate, pairing, receive, said},
     restart::{
         boot_id, comes_further, count, is_well, nothing_wrong,
-        script::{CLOCK, TALK},
+        script::{CLOCK, ECHO, TALK},
         start,
     },
     round_trip::RoundTrips,
@@ -22,6 +22,10 @@ const MONITOR_MAX: u64 = 16 << 20;
 fn need_kvm() -> Result<()> {
     Platform::need(Vendor::Amd, "the lab has no host with KVM on Intel")
 }
+
+/// Prints the machine's devices, and the names and addresses of its cards.
+const DEVICES: &str = "cd /sys/bus/pci/devices; grep -H . */vendor */device; ls /sys/class/net; \
+    ip -4 -o address | sed 's/^[0-9]*: //'";
 
 /// A machine like metal, and a host in use, on one network with a third machine.
 struct Scene {
@@ -178,9 +182,7 @@ fn there_and_back(kernel: Kernel, cpus: u32, ordered: Ordered, more: &str) -> Re
     let Scene { switch, source, host } = Scene::new(kernel, cpus)?;
     host.sh("modprobe kvm_amd nested=0 && grep -E '^(0|N)$' /sys/module/kvm_amd/parameters/nested")?;
     let boot_id = boot_id(&source)?;
-    let devices = "cd /sys/bus/pci/devices; grep -H . */vendor */device; ls /sys/class/net; \
-        ip -4 -o address | sed 's/^[0-9]*: //'";
-    let before = source.sh(devices)?;
+    let before = source.sh(DEVICES)?;
     let guest = moves_in(&source, &host, &boot_id)?;
     talks(&guest, &switch.peer)?;
     knows_its_monitor(&guest)?;
@@ -210,7 +212,7 @@ fn there_and_back(kernel: Kernel, cpus: u32, ordered: Ordered, more: &str) -> Re
         }
     }
     is_well(&repaired, &boot_id)?;
-    assert_eq!(repaired.sh(devices)?, before);
+    assert_eq!(repaired.sh(DEVICES)?, before);
     talks(&repaired, &switch.peer)?;
     repaired.sh("mercury verify")?;
     println!("{}", repaired.sh("dmesg | tail -40")?);
@@ -236,6 +238,121 @@ fn a_host_in_use_sends_a_machine_back() -> Result<()> {
 #[ignore = "long"]
 fn a_host_in_use_sends_a_machine_back_with_linux_6_12() -> Result<()> {
     there_and_back(Kernel::TrixieGeneric, 2, Ordered::ByHost, "--verify-log")
+}
+
+/// Lets a machine like metal write itself to a disk and go on as a guest, which writes itself to another disk
+/// and goes on as a guest again. From there it moves back to hardware of the same kind. One kernel, its
+/// processes and a connection go through all of it.
+#[test]
+#[ignore = "long"]
+fn a_machine_comes_back_after_two_checkpoints_and_two_lives_as_a_guest() -> Result<()> {
+    const NETWORK: &str = "--json --console socket --net tap=tap0";
+    need_kvm()?;
+    let kernel = Kernel::BookwormGeneric;
+    let switch = Switch::boot_for(kernel)?;
+    let at_its_place = |spec| switch.plug_metal_at(spec, 3, Nic::E1000e);
+    let source = switch.boot_other(at_its_place(as_guest::in_ram(metal(kernel, 1))))?;
+    set_time(&source)?;
+    plug_metal_in(&source, "10.9.0.2")?;
+    start(&source, "clock", CLOCK, "")?;
+    start(&source, "talk", TALK, PEER)?;
+    let (boot_id, before) = (boot_id(&source)?, source.sh(DEVICES)?);
+    as_guest::checkpoint(&source)?;
+
+    let host = as_guest::host(Kernel::BookwormCloud, &source).memory_mib(2048).disk(Bus::Virtio, 1024);
+    let host = switch.boot_other(switch.plug_instead(host))?;
+    as_guest::bridge(&host, "10.9.0.3")?;
+    let (image, other) = (virtio_disk(&host, "image")?, virtio_disk(&host, "mercury-disk0")?);
+    let guest = Guest::start_from(&host, &image, &format!("{NETWORK} --disk {other}"))?;
+    is_well(&guest, &boot_id)?;
+    talks(&guest, &switch.peer)?;
+    // The second image is of a machine whose hardware is the monitor's.
+    guest.sh("until test -b /dev/vda; do sleep 0.1; done; modprobe -r kvm_amd 2> /dev/null || true")?;
+    let mut writing = guest.link().spawn("mercury checkpoint --poweroff /dev/vda")?;
+    let console = guest.console();
+    let said = guest.ends().inspect_err(|_| {
+        println!("{:?} {:?}\n{console}", writing.output_so_far(), writing.errors_so_far());
+    })?;
+    assert!(said.contains("powered-off"), "{said}");
+
+    let guest = Guest::start_from(&host, &other, NETWORK)?;
+    is_well(&guest, &boot_id)?;
+    talks(&guest, &switch.peer)?;
+    let repaired = switch.boot_other(at_its_place(metal(kernel, 1)))?;
+    plug_metal_in(&repaired, "10.9.0.4")?;
+    let words = receive(&repaired, "10.9.0.4")?;
+    let boots = repaired.boots();
+    let mut moving = order(&host, &guest, &words, "--max-throttle 0 --pool 300M")?;
+    if let Err(error) = repaired.wait_other(boots) {
+        println!("{:?} {:?} {}", moving.output_so_far(), moving.errors_so_far(), guest.console());
+        return Err(error);
+    }
+    println!("{}", guest.ends()?);
+    moving.wait(LIMIT)?.check()?;
+    is_well(&repaired, &boot_id)?;
+    assert_eq!(repaired.sh(DEVICES)?, before);
+    talks(&repaired, &switch.peer)?;
+    repaired.sh("mercury verify")?;
+    host.check_health()?;
+    repaired.check_next_attach()
+}
+
+/// Two machines like metal move to one host in use at once. Both go on there as guests, with their
+/// connections.
+#[test]
+#[ignore = "long"]
+fn two_machines_move_to_one_host_in_use_at_once() -> Result<()> {
+    need_kvm()?;
+    let kernel = Kernel::BookwormGeneric;
+    let switch = Switch::boot_with(kernel, 3)?;
+    let boot = |place: u8, address: &str| -> Result<Machine> {
+        let spec = as_guest::in_ram(as_guest::metal(kernel, 1));
+        let machine = switch.boot_other(switch.plug_metal_at(spec, place, Nic::E1000e))?;
+        set_time(&machine)?;
+        plug_metal_in(&machine, address)?;
+        start(&machine, "clock", CLOCK, "")?;
+        Ok(machine)
+    };
+    let (one, two) = (boot(2, "10.9.0.2")?, boot(4, "10.9.0.5")?);
+    start(&one, "talk", TALK, PEER)?;
+    // The lab has no way to the second guest but the network.
+    start(&two, "echo", ECHO, "")?;
+    start(&switch.peer, "talk", TALK, "10.9.0.5")?;
+    let host = switch.plugged(Kernel::BookwormCloud, 2, 2048, 3);
+    let host = switch.boot_other(as_guest::with_ports(host))?;
+    as_guest::bridge(&host, "10.9.0.3")?;
+    host.sh("ip tuntap add tap1 mode tap; ip link set tap1 master bridge0 up")?;
+    let work = host.start_work()?;
+    let (mut guest, words) = Guest::receive(&host, "--net tap=tap0 --listen 10.9.0.3:4747")?;
+    let other = "exec mercury receive --beside --name other --net tap=tap1 --listen 10.9.0.3:4748";
+    let mut other = host.spawn(other)?;
+    let others_words = pairing(&mut other)?;
+
+    let boot_id = boot_id(&one)?;
+    let mut moving = [(&one, &words), (&two, &others_words)]
+        .map(|(machine, words)| machine.spawn(&migrate(words, "--max-throttle 0")));
+    for (machine, moving) in [&one, &two].into_iter().zip(&mut moving) {
+        let moving = moving.as_mut().map_err(|error| Error::Host(error.to_string()))?;
+        machine.wait_moved(moving, LIMIT).inspect_err(|_| {
+            println!("{:?} {:?}\n{}", moving.output_so_far(), moving.errors_so_far(), said(machine));
+            println!("{:?} {:?} {:?}", guest.printed(), other.output_so_far(), other.errors_so_far());
+        })?;
+    }
+    guest.wait()?;
+    is_well(&guest, &boot_id)?;
+    talks(&guest, &switch.peer)?;
+    comes_further(&switch.peer, "talk", count(&switch.peer, "talk")? + 5)?;
+    let listed = host.mercury("guests list")?;
+    let guests = listed["guests"].as_array().unwrap();
+    let states: Vec<_> = guests.iter().map(|one| (one["name"].as_str(), one["phase"].as_str())).collect();
+    let runs = |name| (Some(name), Some("running"));
+    assert_eq!(states, [runs(NAME), runs("other")], "{listed}");
+    guest.check_log()?;
+    host.sh("mercury guests stop other")?;
+    other.wait(LIMIT)?.check()?;
+    is_seen_and_stopped(&host, guest)?;
+    work.finish()?;
+    host.check_health()
 }
 
 /// Checks that the commands in a guest name the monitor, and that a move is possible, without attach and
