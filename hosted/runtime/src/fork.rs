@@ -426,18 +426,36 @@ impl Link {
     }
 
     /// Makes void the file from which the machine begins: it goes on here.
-    pub fn begin(&self) {
-        if let Some(origin) = &self.origin {
-            self.make_void(origin);
-        }
+    ///
+    /// # Errors
+    /// If the mark cannot be written. The file counts then, so the machine must not go on.
+    pub fn begin(&self) -> io::Result<()> {
+        self.origin.as_ref().map_or(Ok(()), |origin| self.make_void(origin))
     }
 
     /// Makes the file with this life void.
-    fn make_void(&self, life: &Life) {
-        if let Some(mark) = &self.mark {
-            // The file has the length of a life already, so the host needs no memory for it now.
-            let _ = mark.write_all_at(life, 0);
+    fn make_void(&self, life: &Life) -> io::Result<()> {
+        // The mark has the length of a life already, so the host needs no memory for it now.
+        self.mark.as_ref().map_or(Ok(()), |mark| mark.write_all_at(life, 0))
+    }
+
+    /// Makes the file with this life void, however many attempts that takes: the machine and its file would
+    /// both go on otherwise. Returns false if the machine is to end before.
+    fn insist_on_void(&self, life: &Life, is_over: impl Fn() -> bool) -> bool {
+        let mut is_told = false;
+        while let Err(error) = self.make_void(life) {
+            if is_over() {
+                return false;
+            }
+            if !std::mem::replace(&mut is_told, true) {
+                eprintln!(
+                    "mercury hosted: the machine stands still, because its folder cannot be written to \
+                     ({error}): its saved file would count as well"
+                );
+            }
+            rest();
         }
+        true
     }
 
     /// Returns the words that the machine's template reads and writes, too.
@@ -506,7 +524,7 @@ impl Link {
     /// Stands still until the template has decided on a request to hold. Returns true if the machine ends,
     /// because all of it is in a file. Otherwise that file is void, and the machine goes on. It does so at a
     /// later request as well, because the template's word to go on may not have had room. `is_over` says that
-    /// the machine is to end for another reason.
+    /// the machine is to end for another reason. It then ends here as well if the file cannot be made void.
     #[must_use]
     pub fn await_end(&self, wanted: Wanted, is_over: impl Fn() -> bool) -> bool {
         let ends = loop {
@@ -528,18 +546,17 @@ impl Link {
                 Err(_) => break false,
             }
         };
-        if let (false, What::Hold(life, _)) = (ends, wanted.what) {
-            self.make_void(&life);
+        match wanted.what {
+            What::Hold(life, _) if !ends => !self.insist_on_void(&life, is_over),
+            _ => ends,
         }
-        ends
     }
 
     /// Waits for a message, a signal, or a moment. Returns false if the template has ended.
     pub fn wait(&self) -> bool {
-        let moment = libc::timespec { tv_sec: 0, tv_nsec: 20_000_000 };
         let mut ready = libc::pollfd { fd: self.socket(), events: libc::POLLIN, revents: 0 };
         // SAFETY: There is one descriptor.
-        let count = unsafe { libc::ppoll(&raw mut ready, 1, &raw const moment, ptr::null()) };
+        let count = unsafe { libc::ppoll(&raw mut ready, 1, &raw const REST, ptr::null()) };
         count <= 0 || ready.revents & libc::POLLHUP == 0
     }
 
@@ -584,6 +601,15 @@ impl Link {
         // SAFETY: The message and all that it points to live until the call has returned.
         unsafe { libc::sendmsg(self.socket(), &raw const message, flags) };
     }
+}
+
+/// The time between two looks of a machine that stands still.
+static REST: libc::timespec = libc::timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+
+/// Waits for a signal, or a moment. The library's function makes a call that is forbidden to machines.
+fn rest() {
+    // SAFETY: There are no descriptors.
+    unsafe { libc::ppoll(ptr::null_mut(), 0, &raw const REST, ptr::null()) };
 }
 
 /// Room for a descriptor beside a message.
@@ -1073,7 +1099,7 @@ mod tests {
         };
         let (mut source, machine) = connect(|mut link| {
             link.keep_mark(mark, Some(LIVES[0]));
-            link.begin();
+            link.begin().unwrap();
             let own = file(2000);
             let mut ends = Vec::new();
             for below in 3..6 {
@@ -1096,6 +1122,30 @@ mod tests {
         drop(source);
         machine.join().unwrap();
         assert_eq!(void(), Some(LIVES[3]), "its template has ended");
+    }
+
+    /// The host refuses the mark: the file counts, and only one of both may go on.
+    #[test]
+    fn a_machine_whose_file_cannot_be_void_does_not_go_on() {
+        const LIFE: Life = [1; 16];
+        let kept = tempfile::NamedTempFile::new().unwrap();
+        let mark = File::open(kept.path()).unwrap();
+        let (mut source, machine) = connect(|mut link| {
+            link.keep_mark(mark, Some(LIFE));
+            assert!(link.begin().is_err(), "it must not begin");
+            let own = file(2000);
+            let frozen = Frozen { file: own.as_raw_fd(), runs: vec![], below: 3 };
+            answer(&link, |wanted| {
+                link.send(wanted, &frozen, b"state", Duration::ZERO);
+                let told = Instant::now() + Duration::from_millis(300);
+                assert!(link.await_end(wanted, || Instant::now() > told), "it has gone on");
+                assert!(Instant::now() > told, "it has ended by itself");
+            });
+        });
+        source.hold(&[2; 16], Work::Any).unwrap();
+        source.let_go();
+        machine.join().unwrap();
+        assert_eq!(std::fs::read(kept.path()).unwrap(), b"");
     }
 
     /// The word to go on had no room: a machine that stands still goes on at the next word.

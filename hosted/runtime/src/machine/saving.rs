@@ -183,10 +183,12 @@ impl Machine {
         }
     }
 
-    /// Says that the machine goes on here, and not in the file from which it began.
-    pub(super) fn leave_file(&self) {
-        if let Some(link) = self.link() {
-            link.begin();
+    /// Says that the machine goes on here, and not in the file from which it began. If that cannot be said,
+    /// the machine ends, and its file counts.
+    pub(super) fn leave_file(&mut self) {
+        if let Some(Err(error)) = self.link().map(Link::begin) {
+            let why = format!("the machine stays in its file: its folder cannot be written to ({error})");
+            self.end(End::Ended, &why);
         }
     }
 
