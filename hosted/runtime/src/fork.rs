@@ -67,6 +67,11 @@ const TRIMMED: u64 = 3;
 /// The time in which a machine answers, and its file can be sealed. A guest that has switched interrupts off
 /// answers late.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// The time in which a machine has removed the pages of zeros among those that it looks at in a moment. The
+/// template needs no answer: without one, other machines wait for nothing.
+const TRIM_PATIENCE: Duration = Duration::from_millis(500);
+/// The time without an answer after which the template looks if the machine's processes are stopped.
+const SILENCE: Duration = Duration::from_millis(50);
 /// The time between two attempts to seal a file.
 const MOMENT: Duration = Duration::from_micros(200);
 /// The largest state and the longest list of places that are believed, in bytes.
@@ -683,7 +688,11 @@ impl Source {
     /// # Errors
     /// If the machine is gone.
     pub fn end_held(&self) -> Result<()> {
-        self.send([END, 0, self.request, 0])
+        self.send([END, 0, self.request, 0])?;
+        // One that was stopped meanwhile would never end.
+        // SAFETY: It takes numbers. The process is a child that was not waited for, so the number is its own.
+        unsafe { libc::kill(self.process, libc::SIGCONT) };
+        Ok(())
     }
 
     /// Wants so many pages in the machine's balloon.
@@ -731,7 +740,7 @@ impl Source {
     /// If the machine does not answer in time.
     pub fn trim(&mut self, from: u64) -> Result<(u64, u64)> {
         self.ask(TRIM, [from, 0])?;
-        match self.hear(Instant::now() + PATIENCE)? {
+        match self.hear(Instant::now() + TRIM_PATIENCE)? {
             [TRIMMED, _, next, removed, ..] if next > from => Ok((next, removed.min(next - from))),
             _ => Err(no_answer("it has not looked for pages of zeros")),
         }
@@ -748,7 +757,7 @@ impl Source {
             let why = String::from_utf8_lossy(&why).into_owned();
             return Err(Error::new(why).hint("the machine goes on, and others can be forked"));
         }
-        self.frozen.iter().try_for_each(|file| await_seal(file, deadline + PATIENCE))?;
+        self.frozen.iter().try_for_each(|file| await_seal(file, deadline + PATIENCE, self.process))?;
         let (state, runs) = self.copy(state, places).map_err(|error| no_answer(&error.to_string()))?;
         let files: Vec<Arc<OwnedFd>> = self.image.files.iter().chain(&self.frozen).cloned().collect();
         if files.len() as u64 != below {
@@ -759,8 +768,11 @@ impl Source {
         Ok(Forked { image: Arc::new(image), pause: Duration::from_nanos(pause) })
     }
 
-    /// Sends a request that has an answer.
+    /// Sends a request that has an answer. A machine that is stopped is not asked: it would not answer.
     fn ask(&mut self, kind: u64, [first, second]: [u64; 2]) -> Result<()> {
+        if is_stopped(self.process) {
+            return Err(stopped(self.process));
+        }
         self.request += 1;
         self.send([kind, self.request, first, second])
     }
@@ -788,11 +800,12 @@ impl Source {
             if rest.is_zero() {
                 return Err(no_answer("it is silent"));
             }
-            let wait = rest.as_millis().max(1) as i32;
+            let wait = rest.min(SILENCE).as_millis().max(1) as i32;
             let mut ready = libc::pollfd { fd: self.socket.as_raw_fd(), events: libc::POLLIN, revents: 0 };
             // SAFETY: There is one descriptor.
             let count = unsafe { libc::poll(&raw mut ready, 1, wait) };
             if count <= 0 {
+                refuse_if_stopped(self.process)?;
                 continue;
             }
             let (answer, file) = self.receive().map_err(|error| no_answer(&error.to_string()))?;
@@ -881,16 +894,72 @@ fn no_answer(why: &str) -> Error {
         .hint("`mercury disco list` shows if it runs; the host may be overloaded: try again")
 }
 
-/// Seals a file when all processes of the machine have followed.
-fn await_seal(file: &OwnedFd, deadline: Instant) -> Result<()> {
+/// Seals a file when all processes of the machine, of which this is the first, have followed.
+fn await_seal(file: &OwnedFd, deadline: Instant, process: i32) -> Result<()> {
+    let mut look = Instant::now() + SILENCE;
     while !is_sealed(file) {
+        let now = Instant::now();
         match seal(file) {
-            Err(error) if Instant::now() > deadline => return Err(error),
+            Err(error) if now > deadline => return Err(error),
+            Err(_) if now > look => {
+                refuse_if_stopped(process)?;
+                look = now + SILENCE;
+            }
             Err(_) => thread::sleep(MOMENT),
             Ok(()) => {}
         }
     }
     Ok(())
+}
+
+/// Checks that no process of a machine is stopped. They are the first one and those below it.
+fn refuse_if_stopped(first: i32) -> Result<()> {
+    let all = processes();
+    let mut own = vec![first];
+    let mut at = 0;
+    while let Some(&process) = own.get(at) {
+        if all.iter().any(|one| one.number == process && one.is_stopped) {
+            return Err(stopped(process));
+        }
+        let below = all.iter().filter(|one| one.parent == process && !own.contains(&one.number));
+        let below: Vec<i32> = below.map(|one| one.number).collect();
+        own.extend(below);
+        at += 1;
+    }
+    Ok(())
+}
+
+/// Returns true if a person or a debugger has stopped a process.
+fn is_stopped(process: i32) -> bool {
+    Process::read(process).is_some_and(|process| process.is_stopped)
+}
+
+/// A process of the host, as `proc_pid_stat(5)` shows it.
+struct Process {
+    number: i32,
+    parent: i32,
+    is_stopped: bool,
+}
+
+impl Process {
+    fn read(number: i32) -> Option<Self> {
+        let stat = std::fs::read_to_string(format!("/proc/{number}/stat")).ok()?;
+        // The name before may contain anything but ends with the last parenthesis.
+        let mut fields = stat.rsplit(')').next()?.split_whitespace();
+        let is_stopped = matches!(fields.next()?, "T" | "t");
+        Some(Self { number, parent: fields.next()?.parse().ok()?, is_stopped })
+    }
+}
+
+/// Returns all processes of the host.
+fn processes() -> Vec<Process> {
+    let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    entries.filter_map(|entry| Process::read(entry.file_name().to_str()?.parse().ok()?)).collect()
+}
+
+fn stopped(process: i32) -> Error {
+    Error::new(format!("the machine does not answer (its process {process} is stopped)"))
+        .hint(format!("`kill -CONT {process}` lets it go on"))
 }
 
 /// Makes one file of all but the lowest.
@@ -1192,6 +1261,105 @@ mod tests {
         source.ask(HOLD, [1, 2]).unwrap();
         source.let_go();
         source.ask(FREEZE, [0; 2]).unwrap();
+        drop(source);
+        machine.join().unwrap();
+    }
+
+    /// A process and its child, which end with this value. They are no children of this process: other tests
+    /// look at those.
+    struct Processes([i32; 2]);
+
+    impl Processes {
+        fn start() -> Self {
+            let script = "sh -c 'sleep 60 & wait' > /dev/null 2>&1 & echo $!";
+            let output = std::process::Command::new("sh").args(["-c", script]).output().unwrap();
+            let parent = String::from_utf8(output.stdout).unwrap().trim().parse().unwrap();
+            loop {
+                if let Some(child) = processes().iter().find(|one| one.parent == parent) {
+                    return Self([parent, child.number]);
+                }
+                thread::sleep(MOMENT);
+            }
+        }
+
+        fn signal(&self, which: usize, signal: i32) {
+            // SAFETY: It takes numbers.
+            unsafe { libc::kill(self.0[which], signal) };
+        }
+
+        fn stop(&self, which: usize) {
+            self.signal(which, libc::SIGSTOP);
+            while !is_stopped(self.0[which]) {
+                thread::sleep(MOMENT);
+            }
+        }
+    }
+
+    impl Drop for Processes {
+        fn drop(&mut self) {
+            [1, 0].into_iter().for_each(|which| self.signal(which, libc::SIGKILL));
+        }
+    }
+
+    /// Other requests wait while the template waits for a machine.
+    #[test]
+    fn a_machine_that_is_stopped_is_not_waited_for() {
+        let processes = Processes::start();
+        processes.stop(0);
+        let (mut source, machine) = connect(|link| {
+            while !link.is_gone() {
+                thread::sleep(MOMENT);
+            }
+            let what: Vec<What> = link.wanted().into_iter().map(|one| one.what).collect();
+            assert!(what.is_empty(), "it would answer when it goes on: {what:?}");
+        });
+        source.process = processes.0[0];
+        let begin = Instant::now();
+        let requests: [fn(&mut Source) -> Result<()>; 3] = [
+            |source| source.freeze().map(drop),
+            |source| source.hold(&[1; 16], Work::Idle).map(drop),
+            |source| source.trim(0).map(drop),
+        ];
+        for request in requests {
+            let error = request(&mut source).unwrap_err();
+            assert!(error.message().contains("is stopped"), "{}", error.message());
+            assert!(error.remedy().is_some_and(|hint| hint.contains("kill -CONT")));
+        }
+        assert!(begin.elapsed() < PATIENCE / 2);
+        drop(source);
+        machine.join().unwrap();
+    }
+
+    /// The first process answers, and another one of the machine does not follow. One that is slow to remove
+    /// pages of zeros holds up nobody for long, either.
+    #[test]
+    fn a_process_of_a_machine_that_is_stopped_is_not_waited_for() {
+        let processes = Processes::start();
+        processes.stop(1);
+        let (mut source, machine) = connect(|link| {
+            let own = file(2000);
+            let frozen = Frozen { file: own.as_raw_fd(), runs: vec![], below: 3 };
+            let (length, rights) = ((PAGES * PAGE) as usize, libc::PROT_READ | libc::PROT_WRITE);
+            let descriptor = own.as_raw_fd();
+            // SAFETY: A new mapping where the host likes. It stands for that of the other process.
+            let at = unsafe { libc::mmap(ptr::null_mut(), length, rights, libc::MAP_SHARED, descriptor, 0) };
+            assert_ne!(at, libc::MAP_FAILED);
+            answer(&link, |wanted| link.send(wanted, &frozen, b"state", Duration::ZERO));
+            while !link.is_gone() {
+                thread::sleep(MOMENT);
+            }
+            // SAFETY: The mapping was made above.
+            unsafe { libc::munmap(at, length) };
+        });
+        source.process = processes.0[0];
+        let begin = Instant::now();
+        let error = source.freeze().unwrap_err();
+        assert!(error.message().contains(&format!("process {} is stopped", processes.0[1])));
+        assert!(begin.elapsed() < PATIENCE / 2);
+        processes.signal(1, libc::SIGCONT);
+        let begin = Instant::now();
+        assert!(source.trim(0).is_err());
+        assert!(begin.elapsed() < PATIENCE / 2);
         drop(source);
         machine.join().unwrap();
     }
