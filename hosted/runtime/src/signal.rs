@@ -14,9 +14,10 @@ use crate::{
     error::{Error, Result},
     fork,
     isolation::{self, filter::X86_64},
+    layout::PAGE,
     machine::{self, End, Exception, Machine, Turn, Writer},
-    memory::layers::own_at,
-    mmu::Privilege,
+    memory::layers::{self, own_at},
+    mmu::{Access, Privilege},
     process, smp,
     vcpu::{USER_CODE, USER_STACK},
 };
@@ -43,6 +44,8 @@ pub struct Fault {
     pub virtual_call: Option<u64>,
     /// True for a trap after a stepped instruction.
     pub is_step: bool,
+    /// True if the host has no page for the address.
+    pub is_without_page: bool,
     /// The exception's number.
     pub number: i64,
     pub error: u32,
@@ -90,11 +93,21 @@ static DISK_LOST: AtomicBool = AtomicBool::new(false);
 /// The message for that.
 pub const DISK_HAS_CHANGED: &str = "another program opens the image of a disk for writing, or cuts it off: \
     nobody may change an image that is a part of machines' memory";
-/// The message for a page of memory or of a disk in memory that the host does not have.
-const NO_PAGE: &str = "the host cannot read a page of the guest's memory: the image of a disk was cut off, \
-    or its medium fails";
-/// The code of a signal (SIGBUS) for such a page.
+/// The codes of a signal (SIGBUS) for a page that the host does not have, and for one whose memory fails.
 const NOT_THERE: u32 = 2;
+const BROKEN: [u32; 2] = [4, 5];
+/// The message for the latter.
+const MEMORY_FAILS: &str = "the host's memory fails: a module of it may be broken";
+
+/// Returns true if a signal says that the host has no page where one was touched.
+fn is_without_page(signal: i32, code: u32) -> bool {
+    signal == libc::SIGBUS && (code == NOT_THERE || BROKEN.contains(&code))
+}
+
+/// Says why the host has no page: this one of the guest's memory, or an unknown one.
+fn why_without_page(code: u32, page: Option<u64>) -> &'static str {
+    if BROKEN.contains(&code) { MEMORY_FAILS } else { layers::why_missing(page) }
+}
 
 /// The largest number of processes that one process makes, for other processors or for programs.
 const MOST_CHILDREN: usize = 64;
@@ -309,7 +322,7 @@ pub unsafe extern "C" fn handle_signal(
     }
     // SAFETY: The kernel has put it on the stack for us.
     let code = unsafe { information.byte_add(CODE).cast::<u32>().read() };
-    let is_without_page = signal == libc::SIGBUS && code == NOT_THERE;
+    let is_without_page = is_without_page(signal, code);
     // The selector is right wherever the guest's code has jumped to. Only in the code between guest
     // and monitor it changes too early or too late.
     let is_guest = selector != 0 && !is_in_transition(rip);
@@ -318,7 +331,8 @@ pub unsafe extern "C" fn handle_signal(
             return 0;
         }
         if is_without_page {
-            end_without_page();
+            let page = layers::page_at(registers[libc::REG_CR2 as usize].cast_unsigned());
+            end_without_page(why_without_page(code, page));
         }
         if !is_notice {
             die(signal, registers);
@@ -334,7 +348,10 @@ pub unsafe extern "C" fn handle_signal(
     let machine = &mut *turn;
     save_registers(machine, registers, fs);
     if is_without_page {
-        machine.end(End::Broken, NO_PAGE);
+        let address = registers[libc::REG_CR2 as usize].cast_unsigned();
+        let found = machine.translate(address, Access::Read, machine.privilege());
+        let page = found.ok().map(|found| found.physical / PAGE);
+        machine.end(End::Broken, why_without_page(code, page));
     }
     match is_notice {
         true => {
@@ -452,6 +469,7 @@ impl Fault {
             is_interrupt: is_call && !is_64_bits,
             virtual_call: is_virtual.then_some(called_at),
             is_step: signal == libc::SIGTRAP && field(CODE) == TRAP_TRACE,
+            is_without_page: is_without_page(signal, field(CODE)),
             number: registers[libc::REG_TRAPNO as usize],
             error: registers[libc::REG_ERR as usize] as u32,
             address: registers[libc::REG_CR2 as usize].cast_unsigned(),
@@ -475,6 +493,9 @@ pub fn answer(machine: &mut Machine, fault: Fault) {
     }
     let error = fault.error;
     let simple = |vector| Exception { vector, error: None, address: None };
+    if fault.is_without_page {
+        machine.touch(fault.address);
+    }
     match fault.number {
         trap::PAGE => machine.page_fault(fault.address, error.into()),
         trap::PROTECTION if machine.privilege() == Privilege::Kernel && machine.trapped().is_some() => {}
@@ -496,8 +517,8 @@ pub fn answer(machine: &mut Machine, fault: Fault) {
 }
 
 /// Ends the process: the monitor has touched a page that the host does not have.
-fn end_without_page() -> ! {
-    eprintln!("mercury hosted: {NO_PAGE}");
+fn end_without_page(why: &str) -> ! {
+    eprintln!("mercury hosted: {why}");
     terminal::restore();
     // SAFETY: It ends the process.
     unsafe { libc::_exit(machine::BROKEN_STATUS) }
@@ -519,4 +540,29 @@ fn die(signal: i32, registers: &[libc::greg_t; 23]) -> ! {
     }
     // SAFETY: It ends the process.
     unsafe { libc::_exit(machine::BROKEN_STATUS) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The host has no memory for a page that a program in a process of its own touches. An answer to the
+    /// fault alone would be followed by the same fault, without end.
+    #[test]
+    fn a_page_that_the_host_does_not_have_is_no_page_fault() {
+        let mut registers = [0; 23];
+        registers[libc::REG_TRAPNO as usize] = trap::PAGE;
+        registers[libc::REG_CR2 as usize] = 0x7000;
+        let fault = |signal: i32, code: u32| {
+            let field = |offset: usize| if offset == CODE { code } else { 0 };
+            Fault::new(signal, &registers, field)
+        };
+        assert!(!fault(libc::SIGSEGV, 1).is_without_page && !fault(libc::SIGSEGV, 2).is_without_page);
+        assert!(!fault(libc::SIGBUS, 1).is_without_page, "it is the program's: alignment");
+        for code in [2, 4, 5] {
+            let fault = fault(libc::SIGBUS, code);
+            assert!(fault.is_without_page && fault.number == trap::PAGE && fault.address == 0x7000);
+        }
+        assert_eq!(why_without_page(4, None), MEMORY_FAILS);
+    }
 }

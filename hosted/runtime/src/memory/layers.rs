@@ -88,6 +88,16 @@ struct Image {
     is_region: bool,
 }
 
+impl Image {
+    /// Returns true if the file ends before the last page that is the image's.
+    fn is_cut_off(&self) -> bool {
+        // SAFETY: It takes a descriptor and numbers. Nobody reads the file at its position.
+        let length = unsafe { libc::lseek(self.file, 0, libc::SEEK_END) };
+        let pages = self.pages.end - self.pages.start;
+        u64::try_from(length).is_ok_and(|length| length.div_ceil(PAGE) < pages)
+    }
+}
+
 /// The files of the guest's memory, and where each page is.
 #[derive(Debug)]
 pub struct Layers {
@@ -318,6 +328,22 @@ impl Layers {
 
     fn image(&self, level: u8) -> Option<&Image> {
         self.images.get(usize::from(level.checked_sub(disks::LEVEL)?))
+    }
+
+    /// Says why the host has not this page, or an unknown one.
+    fn why_missing(&self, page: Option<u64>) -> &'static str {
+        // A region is memory, and its size is sealed.
+        let mut images = self.images.iter().filter(|image| !image.is_region);
+        match page {
+            Some(page) => match self.image(self.level(page)).filter(|image| !image.is_region) {
+                None => NO_MEMORY,
+                Some(image) if image.is_cut_off() => CUT_OFF,
+                Some(_) => MEDIUM_FAILS,
+            },
+            None if self.images.iter().all(|image| image.is_region) => NO_MEMORY,
+            None if images.any(Image::is_cut_off) => CUT_OFF,
+            None => NO_PAGE,
+        }
     }
 
     /// Returns true if a page is as it is in the image of a disk.
@@ -569,6 +595,32 @@ pub fn own_at(address: u64) -> bool {
     let Some(offset) = address.checked_sub(layers.window as u64) else { return false };
     let page = offset / PAGE;
     page < layers.pages && !layers.is_own(page) && layers.make_own(page)
+}
+
+/// The messages for a page of the guest's memory that the host does not have.
+const NO_MEMORY: &str = "the host has no memory for a page of the guest's: end other programs or machines, \
+    or give machines less memory";
+const CUT_OFF: &str = "the image of a disk was cut off: nobody may change an image that is a part of \
+    machines' memory";
+const MEDIUM_FAILS: &str = "the host cannot read the image of a disk: its medium may fail";
+const NO_PAGE: &str = "the host has no page of the guest's memory: it has no memory left, or cannot read the \
+    image of a disk";
+
+/// Returns the page of the guest's memory that the monitor has at an address.
+#[must_use]
+pub fn page_at(address: u64) -> Option<u64> {
+    // SAFETY: The layers are never dropped, and they have no part that is not shared.
+    let layers = unsafe { LAYERS.load(Ordering::Acquire).as_ref() }?;
+    let page = address.checked_sub(layers.window as u64)? / PAGE;
+    (page < layers.pages).then_some(page)
+}
+
+/// Says why the host has not this page of the guest's memory, or an unknown one.
+#[must_use]
+pub fn why_missing(page: Option<u64>) -> &'static str {
+    // SAFETY: As above.
+    let layers = unsafe { LAYERS.load(Ordering::Acquire).as_ref() };
+    layers.map_or(NO_MEMORY, |layers| layers.why_missing(page))
 }
 
 fn map_window(file: RawFd, size: u64) -> Result<usize> {
@@ -838,6 +890,28 @@ mod tests {
         // The host gives a hole a page when it is read.
         assert_eq!((layers.trim(13).1, layers.trim(0).1), (16, 2));
         assert_eq!((word(layers, 12), word(layers, 15)), (8, 7), "holes can be written to");
+    }
+
+    /// The host has no page where one was touched: its memory is full, or a disk's image is not there.
+    #[test]
+    fn a_page_that_the_host_does_not_have_is_explained() {
+        let plain = layers(u32::MAX);
+        assert_eq!([Some(5), None].map(|page| plain.why_missing(page)), [NO_MEMORY; 2]);
+        let (layers, disks) = layers_with_disks(u32::MAX);
+        write(layers, 501, 7);
+        let why = || [5, 501, 502, 900].map(|page| layers.why_missing(Some(page)));
+        assert_eq!(why(), [NO_MEMORY, NO_MEMORY, MEDIUM_FAILS, MEDIUM_FAILS]);
+        assert_eq!(layers.why_missing(None), NO_PAGE);
+        let second = disks.iter().nth(1).unwrap();
+        let file = File::from(copy_of(second.descriptor()));
+        file.set_len(PAGE).unwrap();
+        assert_eq!(why(), [NO_MEMORY, NO_MEMORY, MEDIUM_FAILS, CUT_OFF]);
+        assert_eq!(layers.why_missing(None), CUT_OFF);
+        let file = File::from(new_file(c"test", 100 * PAGE, 0).unwrap());
+        let region: &Disks = Box::leak(Box::new(Disks::of_region(file, 600..700, SIZE)));
+        let base = new_file(c"test", SIZE, 0).unwrap();
+        let layers = over(vec![base], &region.runs(), region, u32::MAX);
+        assert_eq!([Some(650), None].map(|page| layers.why_missing(page)), [NO_MEMORY; 2]);
     }
 
     /// Two machines and a fork write to the pages of a region, which never become their own. Pages beside the
