@@ -15,7 +15,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     ops::Range,
-    os::fd::{AsRawFd, FromRawFd, OwnedFd},
+    os::fd::{AsRawFd, OwnedFd},
     ptr,
     sync::atomic::{AtomicU64, Ordering},
 };
@@ -24,7 +24,7 @@ use crate::{
     error::{Error, Result},
     isolation::mappings::Mappings,
     layout::{CELLS, CELLS_SIZE, DIRECT_MAP, POINTERS, POINTERS_SIZE, VIRTUALS},
-    memory::{Memory, Rights},
+    memory::{Memory, Rights, create},
     process::{
         self,
         per_space::{Event, SpaceProcess},
@@ -172,13 +172,8 @@ impl Room {
     /// # Errors
     /// If the host refuses the memory.
     pub fn new() -> Result<Self> {
-        // SAFETY: The name is a string with its end, and the descriptor is checked.
-        let file = unsafe { libc::memfd_create(c"mercury-hosted-copies".as_ptr(), libc::MFD_CLOEXEC) };
-        if file < 0 {
-            return Err(Error::system("make memory for patched copies of programs"));
-        }
-        // SAFETY: The descriptor was made above and has no other owner.
-        let file = unsafe { OwnedFd::from_raw_fd(file) };
+        let file = create(c"mercury-hosted-copies", 0)
+            .map_err(|_| Error::system("make memory for patched copies of programs"))?;
         let size = MOST_PAGES * PAGE;
         // SAFETY: It takes a descriptor and a number.
         if unsafe { libc::ftruncate(file.as_raw_fd(), size as i64) } != 0 {

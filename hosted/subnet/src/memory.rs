@@ -93,7 +93,12 @@ impl Drop for Memory {
 /// If the host refuses it.
 pub fn make_file(name: &str, length: u64) -> rustix::io::Result<File> {
     use rustix::fs::{MemfdFlags, SealFlags};
-    let file = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let file = match rustix::fs::memfd_create(name, flags) {
+        // The host refuses files from which a program could be started (vm.memfd_noexec=2).
+        Err(rustix::io::Errno::ACCESS) => rustix::fs::memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL)?,
+        made => made?,
+    };
     rustix::fs::ftruncate(&file, length)?;
     rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
     Ok(file.into())

@@ -20,7 +20,7 @@ use std::{
     ffi::c_void,
     io,
     mem::{offset_of, size_of},
-    os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd},
+    os::fd::{AsRawFd, OwnedFd, RawFd},
     ptr,
     sync::atomic::{AtomicI32, Ordering},
 };
@@ -31,6 +31,7 @@ use crate::{
     error::{Error, Result},
     layout::{self, PAGE, STUB, STUB_STATE, STUB_STATE_SIZE},
     machine::VISIBLE,
+    memory::create,
     selectors::{self, Selectors},
     signal::{self, Fault, ORDER},
     vcpu::{IDENTIFICATION, NESTED, PROGRAMS_OWN, USER_CODE, USER_CODE_32, USER_STACK},
@@ -289,13 +290,8 @@ impl Common {
             return Err(Error::host("this processor has more registers than --isolation=process can keep"));
         }
         let size = PAGE as usize + count * STUB_STATE_SIZE as usize;
-        // SAFETY: The name is a string with its end, and the descriptor is checked.
-        let file = unsafe { libc::memfd_create(c"mercury-hosted-programs".as_ptr(), libc::MFD_CLOEXEC) };
-        if file < 0 {
-            return Err(Error::system("make memory for programs' processes"));
-        }
-        // SAFETY: The descriptor was made above and has no other owner.
-        let file = unsafe { OwnedFd::from_raw_fd(file) };
+        let file = create(c"mercury-hosted-programs", 0)
+            .map_err(|_| Error::system("make memory for programs' processes"))?;
         let rights = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: The first takes a descriptor and a number; the second makes a new mapping where
         // the host likes.

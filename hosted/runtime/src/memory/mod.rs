@@ -591,19 +591,36 @@ pub(crate) fn holes(file: RawFd, size: u64) -> Vec<Range<u64>> {
 /// # Errors
 /// If the host refuses it, or its size.
 pub fn new_file(name: &CStr, size: u64, flags: libc::c_uint) -> Result<OwnedFd> {
-    // SAFETY: The name is a string with its end, and the descriptor is checked.
-    let file = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | flags) };
-    if file < 0 {
-        return Err(Error::system("make the guest's memory"));
-    }
-    // SAFETY: The descriptor was made above and has no other owner.
-    let file = unsafe { OwnedFd::from_raw_fd(file) };
+    let file = create(name, flags).map_err(|_| Error::system("make the guest's memory"))?;
     // SAFETY: It takes a descriptor and a number.
     if unsafe { libc::ftruncate(file.as_raw_fd(), size.cast_signed()) } != 0 {
         return Err(Error::system("give the guest its memory")
             .hint("give the guest less with --memory, or raise ulimit -f"));
     }
     Ok(file)
+}
+
+/// Makes an empty file that is in no folder.
+///
+/// # Errors
+/// If the host refuses it.
+pub(crate) fn create(name: &CStr, flags: libc::c_uint) -> io::Result<OwnedFd> {
+    with_allowed_flags(flags, |flags| {
+        // SAFETY: The name is a string with its end.
+        let file = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | flags) };
+        // SAFETY: The descriptor was made above and has no other owner.
+        if file < 0 { Err(io::Error::last_os_error()) } else { Ok(unsafe { OwnedFd::from_raw_fd(file) }) }
+    })
+}
+
+/// Makes a file. Hosts with Linux 6.3 to 6.5 may refuse files from which a program could be started
+/// (vm.memfd_noexec=2). No program is, and mappings may have code all the same. Older hosts do not know the
+/// flag.
+fn with_allowed_flags<T>(flags: libc::c_uint, make: impl Fn(libc::c_uint) -> io::Result<T>) -> io::Result<T> {
+    match make(flags) {
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => make(flags | libc::MFD_NOEXEC_SEAL),
+        made => made,
+    }
 }
 
 /// Returns zeroed memory that stays, for Miri.
@@ -857,6 +874,53 @@ mod tests {
         assert_eq!(holes(file.as_raw_fd(), SIZE), [12..80, 81..500, 501..999]);
         file.write_all_at(&vec![1; SIZE as usize], 0).unwrap();
         assert!(holes(file.as_raw_fd(), SIZE).is_empty());
+    }
+
+    /// Stands for hosts with Linux 6.3 to 6.5, where the setting is stricter, and for older ones.
+    #[test]
+    fn a_file_without_programs_is_made_where_others_are_refused() {
+        let (asked, most) = (std::cell::RefCell::new(Vec::new()), libc::MFD_ALLOW_SEALING);
+        let refuse = |error: i32| {
+            asked.borrow_mut().clear();
+            with_allowed_flags(most, |flags| {
+                asked.borrow_mut().push(flags);
+                let is_allowed = flags & libc::MFD_NOEXEC_SEAL != 0;
+                if is_allowed { Ok(()) } else { Err(io::Error::from_raw_os_error(error)) }
+            })
+        };
+        assert!(refuse(libc::EACCES).is_ok());
+        assert_eq!(*asked.borrow(), [most, most | libc::MFD_NOEXEC_SEAL]);
+        assert!(refuse(libc::EMFILE).is_err());
+        assert_eq!(*asked.borrow(), [most]);
+    }
+
+    /// Runs in a process of its own, with a setting of the host's that only processes there have.
+    #[test]
+    #[cfg_attr(miri, ignore = "Miri knows no settings")]
+    fn a_host_that_forbids_programs_in_memory_has_memory_for_machines() {
+        const NAME: &str = "memory::tests::a_host_that_forbids_programs_in_memory_has_memory_for_machines";
+        const INSIDE: &str = "MERCURY_TEST_WITHOUT_PROGRAMS";
+        const LEFT_OUT: i32 = 77;
+        if env::var_os(INSIDE).is_none() {
+            let program = env::current_exe().expect("this program");
+            let script =
+                format!("echo 2 > /proc/sys/vm/memfd_noexec || exit {LEFT_OUT}; exec \"$0\" --exact {NAME}");
+            let mut again = Command::new("unshare");
+            again.args(["--pid", "--fork", "--mount-proc", "sh", "-c", &script]).arg(program);
+            let output = again.env(INSIDE, "1").output().expect("the test");
+            let is_left_out = [1, LEFT_OUT].map(Some).contains(&output.status.code())
+                && !String::from_utf8_lossy(&output.stdout).contains("running");
+            assert!(output.status.success() || is_left_out, "{output:?}");
+            if is_left_out {
+                println!("left out: the setting needs root, and a kernel from 6.3 on");
+            }
+            return;
+        }
+        let memory = Memory::new(1 << 20).expect("memory");
+        memory.map(0x10_0000_0000, PAGE, 0, Rights { write: true, execute: true }).expect("a mapping");
+        let base = new_file(c"mercury-base", PAGE, libc::MFD_ALLOW_SEALING).expect("a file");
+        seal(&base).expect("a seal");
+        assert!(is_sealed(&base));
     }
 
     /// Runs in a process of its own, because it leaves the host no mapping.
