@@ -14,6 +14,7 @@
 //! root. Only the user may open the folder.
 
 use std::{
+    ffi::CStr,
     fs::{File, OpenOptions},
     io::{self, IoSlice, IoSliceMut},
     mem::MaybeUninit,
@@ -32,7 +33,7 @@ use mercury_hosted_options::region::RegionOption;
 use mercury_subnet::place;
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
-    fs::{FlockOperation, MemfdFlags, SealFlags, fcntl_add_seals, flock, memfd_create},
+    fs::{FlockOperation, SealFlags, fcntl_add_seals, flock},
     io::Errno,
     net::{
         RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
@@ -40,14 +41,19 @@ use rustix::{
     },
 };
 
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    memory,
+};
 
 /// The command of this program that keeps a region.
 const KEEP: &str = "keep-region";
 /// The name of the file, for `/proc`.
-const FILE: &str = "mercury-region";
+const FILE: &CStr = c"mercury-region";
 /// The time that a keeper has for an answer.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// The time in which a machine has taken its region, and started the keeper if there is none.
+const LOCK_PATIENCE: Duration = Duration::from_secs(30);
 /// The time after which a keeper without machines tries again to end.
 const MOMENT: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
 
@@ -71,18 +77,26 @@ impl Region {
 
 /// The folder of a user's regions.
 #[derive(Clone, Debug)]
-pub struct Folder(PathBuf);
+pub struct Folder {
+    path: PathBuf,
+    /// The time in which another machine has taken its region.
+    patience: Duration,
+}
 
 impl Folder {
     /// Returns the folder of this process's user.
     #[must_use]
     pub fn own() -> Self {
-        Self(place::run_folder().join("regions"))
+        Self::at(place::run_folder().join("regions"))
+    }
+
+    fn at(path: PathBuf) -> Self {
+        Self { path, patience: LOCK_PATIENCE }
     }
 
     /// Makes the folder if it is missing, and checks that only this user may open it.
     fn make(&self) -> Result<()> {
-        place::make_own(&self.0).map_err(|error| {
+        place::make_own(&self.path).map_err(|error| {
             let plain = Error::new(error.message());
             match error.remedy() {
                 Some(hint) => plain.hint(hint),
@@ -92,11 +106,11 @@ impl Folder {
     }
 
     fn socket(&self, name: &str) -> PathBuf {
-        self.0.join(format!("{name}.socket"))
+        self.path.join(format!("{name}.socket"))
     }
 
     fn start_lock(&self, name: &str) -> Result<File> {
-        let path = self.0.join(format!("{name}.start"));
+        let path = self.path.join(format!("{name}.start"));
         let opened = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path);
         opened.map_err(|error| Error::file("open", &path, error))
     }
@@ -110,7 +124,16 @@ impl Folder {
         let wrong = |error: io::Error| Error::host(format!("cannot take the region {name}: {error}"));
         self.make()?;
         let lock = self.start_lock(name.as_str())?;
-        flock(&lock, FlockOperation::LockExclusive).map_err(|error| wrong(error.into()))?;
+        if !place::lock_within(&lock, self.patience).map_err(wrong)? {
+            let error = format!(
+                "cannot take the region {name}: another machine that begins has held its lock for {} s",
+                self.patience.as_secs()
+            );
+            return Err(Error::host(error).hint(format!(
+                "a process of mercury-hosted that has {name}.start open may be stopped: end it, or let it go \
+                 on"
+            )));
+        }
         let path = self.socket(name.as_str());
         let connection = match reach(&path).map_err(wrong)? {
             Some(connection) => connection,
@@ -199,8 +222,7 @@ impl Keeper {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(wrong(error)),
             _ => {}
         }
-        let file = memfd_create(FILE, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING);
-        let file = File::from(file.map_err(|error| wrong(error.into()))?);
+        let file = File::from(memory::create(FILE, libc::MFD_ALLOW_SEALING).map_err(wrong)?);
         file.set_len(*bytes).map_err(wrong)?;
         fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
             .map_err(|error| wrong(error.into()))?;
@@ -272,7 +294,7 @@ mod tests {
     #[test]
     fn a_region_lives_as_long_as_one_machine_has_it() {
         let directory = tempfile::tempdir().unwrap();
-        let folder = Folder(directory.path().join("regions"));
+        let folder = Folder::at(directory.path().join("regions"));
         let mut keepers = Vec::new();
         let mut take = |bytes: u64| {
             folder.take(&option(bytes), || {
@@ -310,6 +332,20 @@ mod tests {
         keepers.into_iter().for_each(|keeper| keeper.join().unwrap());
     }
 
+    /// A machine was stopped as it took the region.
+    #[test]
+    fn a_lock_that_another_machine_holds_is_not_waited_for_without_end() {
+        let directory = tempfile::tempdir().unwrap();
+        let patience = Duration::from_millis(100);
+        let folder = Folder { patience, ..Folder::at(directory.path().join("regions")) };
+        folder.make().unwrap();
+        let held = folder.start_lock("pool").unwrap();
+        flock(&held, FlockOperation::LockExclusive).unwrap();
+        let refused = folder.take(&option(2 << 20), || panic!("it has no lock")).unwrap_err();
+        assert!(refused.message().contains("has held its lock"), "{}", refused.message());
+        assert!(refused.remedy().is_some_and(|hint| hint.contains("pool.start")));
+    }
+
     #[test]
     fn a_folder_that_others_may_open_is_refused() {
         use std::os::unix::fs::PermissionsExt;
@@ -317,7 +353,7 @@ mod tests {
         let path = directory.path().join("regions");
         std::fs::create_dir(&path).unwrap();
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
-        let refused = Folder(path).take(&option(2 << 20), || Ok(())).unwrap_err();
+        let refused = Folder::at(path).take(&option(2 << 20), || Ok(())).unwrap_err();
         assert!(refused.message().contains("open to other users"));
     }
 }

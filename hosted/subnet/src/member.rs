@@ -23,13 +23,16 @@ use crate::{
     error::Result,
     keeper::HANDED,
     message::{ANSWER, Answer, Request},
-    place::{Folder, try_lock},
+    place::{Folder, lock_within, try_lock},
     port::Membership,
 };
 pub use crate::{error::Error, message::Member};
 
 /// The time that a keeper has for an answer.
 const PATIENCE: std::time::Duration = std::time::Duration::from_secs(10);
+
+/// The time in which a machine has joined, and started the keeper if there is none.
+const LOCK_PATIENCE: std::time::Duration = std::time::Duration::from_secs(30);
 
 /// Joins a subnet. If it has no keeper, `start` starts one, and returns when the keeper can be reached.
 ///
@@ -43,7 +46,15 @@ pub fn join(
 ) -> Result<Membership> {
     folder.make()?;
     let starting = folder.start_lock(name)?;
-    flock(&starting, FlockOperation::LockExclusive).map_err(Error::call("lock a file of the subnet"))?;
+    let locked = lock_within(&starting, LOCK_PATIENCE)
+        .map_err(|error| Error::new(format!("cannot lock a file of the subnet {name}: {error}")))?;
+    if !locked {
+        let seconds = LOCK_PATIENCE.as_secs();
+        let text = format!("another machine that joins subnet {name} has held its lock for {seconds} s");
+        return Err(Error::new(text).hint(format!(
+            "a process of mercury-hosted that has {name}.start open may be stopped: end it, or let it go on"
+        )));
+    }
     let members = folder.members_lock(name)?;
     let path = folder.socket(name);
     let connection = match reach(&path)? {

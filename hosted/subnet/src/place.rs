@@ -10,13 +10,18 @@
 use std::{
     env,
     fs::{DirBuilder, File, OpenOptions},
-    io::ErrorKind,
+    io::{self, ErrorKind},
     os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
+    thread,
+    time::{Duration, Instant},
 };
 
 use mercury_hosted_options::net::SubnetName;
-use rustix::fs::{FlockOperation, flock};
+use rustix::{
+    fs::{FlockOperation, flock},
+    io::Errno,
+};
 
 use crate::error::{Error, Result};
 
@@ -119,8 +124,25 @@ fn open(path: &Path) -> Result<File> {
 pub(crate) fn try_lock(file: &File, how: FlockOperation) -> Result<bool> {
     match flock(file, how) {
         Ok(()) => Ok(true),
-        Err(rustix::io::Errno::WOULDBLOCK) => Ok(false),
+        Err(Errno::WOULDBLOCK) => Ok(false),
         Err(error) => Err(Error::call("lock a file of the subnet")(error)),
+    }
+}
+
+/// Locks a file for this process alone. Returns false if another process holds a lock for so long.
+///
+/// # Errors
+/// The error of the host.
+pub fn lock_within(file: &File, patience: Duration) -> io::Result<bool> {
+    const MOMENT: Duration = Duration::from_millis(10);
+    let start = Instant::now();
+    loop {
+        match flock(file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(true),
+            Err(Errno::WOULDBLOCK | Errno::INTR) if start.elapsed() < patience => thread::sleep(MOMENT),
+            Err(Errno::WOULDBLOCK | Errno::INTR) => return Ok(false),
+            Err(error) => return Err(error.into()),
+        }
     }
 }
 
@@ -128,6 +150,18 @@ pub(crate) fn try_lock(file: &File, how: FlockOperation) -> Result<bool> {
 mod tests {
     use super::*;
     use std::{fs, os::unix::fs::PermissionsExt};
+
+    #[test]
+    fn a_lock_is_not_waited_for_without_end() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("lock");
+        let [first, second] = [(); 2].map(|()| open(&path).expect("a file"));
+        let patience = Duration::from_millis(50);
+        assert!(lock_within(&first, patience).expect("a lock"));
+        assert!(!lock_within(&second, patience).expect("an answer"), "another has it");
+        drop(first);
+        assert!(lock_within(&second, patience).expect("a lock"));
+    }
 
     #[test]
     fn a_folder_that_others_may_open_is_refused() {
