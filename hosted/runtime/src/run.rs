@@ -22,7 +22,8 @@ use crate::{
     control::{self, Control},
     cpuid,
     devices::{
-        Block, Console, Devices, JoinedSubnet, NetOption, OpenUplink, Slots, SubnetOption, now, signal_waker,
+        Block, Console, Devices, JoinedSubnet, Log, NetOption, OpenUplink, Slots, SubnetOption, now,
+        signal_waker,
     },
     entry,
     error::{Error, Result},
@@ -511,7 +512,9 @@ impl Start<'_> {
         let debugger = gdb.map(|gdb| Debugger::new(gdb, first.debugged)).transpose()?;
         let control = control.map(|control| Control::new(control, signal_waker())).transpose()?;
         let listener = debugger.as_ref().map(Debugger::descriptor);
+        let log = Log::of_output();
         let special = Special {
+            log: log.is_some(),
             rings: disks.iter().filter_map(Block::ring).collect(),
             listener: listener.or_else(|| control.as_ref().map(Control::descriptor)),
             link: first.link.as_ref().map(Link::socket),
@@ -529,7 +532,7 @@ impl Start<'_> {
         if first.restored.is_none() {
             self.describe(&slots, first.clock_khz)?;
         }
-        let devices = Devices::new(Console::open()?, &self.memory, slots)?;
+        let devices = Devices::new(Console::open(log)?, &self.memory, slots)?;
         let facts = saved::Facts {
             memory: self.options.memory,
             isolation: self.options.isolation,

@@ -137,6 +137,8 @@ pub struct Special {
     pub processors: Vec<u32>,
     /// True if this process sends signals to processes whose descriptors (pidfd) it has.
     pub signals: bool,
+    /// True if standard output is a log, which this process may empty.
+    pub log: bool,
     /// True if this process binds itself to the host's processors.
     pub binds_itself: bool,
     /// This process, if it may send itself signals.
@@ -222,6 +224,11 @@ fn filter(
     let requests =
         settings.into_iter().chain(listening).map(|request| SeccompRule::new(vec![equal(1, request)?]));
     rules.insert(libc::SYS_ioctl, requests.collect::<std::result::Result<_, _>>()?);
+    if special.log {
+        let empty = SeccompCondition::new(1, SeccompCmpArgLen::Qword, SeccompCmpOp::Eq, 0)?;
+        let output = equal(0, u64::from(libc::STDOUT_FILENO.cast_unsigned()))?;
+        rules.insert(libc::SYS_ftruncate, vec![SeccompRule::new(vec![output, empty])?]);
+    }
     let called: Vec<u32> = special.processors.iter().copied().chain(special.own).collect();
     let call = |process: u32| SeccompRule::new(vec![equal(0, process.into())?]);
     let bound = special.binds_itself.then_some(THIS_PROCESS).into_iter().collect();
@@ -481,6 +488,26 @@ mod tests {
         assert_eq!(signal(libc::SYS_getpid, [0; 5]), 0);
     }
 
+    /// A machine empties its log, and no other file.
+    #[test]
+    fn only_a_log_may_be_emptied() {
+        let special = Special { log: true, ..Special::default() };
+        let program: BpfProgram = filter(Isolation::None, &special).unwrap().try_into().unwrap();
+        let ends = |arguments| signal_of(&program, libc::SYS_ftruncate, arguments) == libc::SIGSYS;
+        // The size is checked before the file, which is no log here.
+        assert!(ends([1, 1, 0, 0, 0]) && ends([1, -1, 0, 0, 0]) && ends([2, 0, 0, 0, 0]) && ends([7; 5]));
+        let output = i64::from(libc::STDOUT_FILENO);
+        let emptied = || {
+            // SAFETY: It takes descriptors. The child's output is a pipe from here on.
+            unsafe {
+                let mut ends = [0; 2];
+                libc::pipe(ends.as_mut_ptr()) == 0 && libc::dup2(ends[1], libc::STDOUT_FILENO) >= 0
+            }
+        };
+        let limit = || emptied() && seccompiler::apply_filter(&program).is_ok();
+        assert_eq!(signal_after(limit, libc::SYS_ftruncate, [output, 0, 0, 0, 0]), 0);
+    }
+
     /// A process that makes others may do what these need, and make no other kind.
     #[test]
     fn a_process_that_makes_others_makes_no_threads() {
@@ -533,6 +560,7 @@ mod tests {
     fn arguments_of_system_calls_are_checked() {
         let own = i64::from(std::process::id());
         let special = Special {
+            log: false,
             rings: vec![11],
             listener: Some(12),
             link: Some(13),

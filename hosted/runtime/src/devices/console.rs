@@ -3,9 +3,12 @@
 use std::{
     collections::VecDeque,
     fs::File,
-    io::{self, Read, Write},
+    io::{self, Read, Seek, SeekFrom, Write},
     mem::ManuallyDrop,
-    os::fd::{AsRawFd, FromRawFd},
+    os::{
+        fd::{AsRawFd, FromRawFd},
+        unix::fs::FileExt,
+    },
     ptr,
     sync::{
         Arc, Mutex, PoisonError,
@@ -41,11 +44,73 @@ const MOMENT: Duration = Duration::from_millis(20);
 /// The time in which the thread has taken the bytes that are there.
 const PAUSE_AT_MOST: Duration = Duration::from_secs(1);
 
+/// The size from which a log is shortened, and what is kept of it.
+const LOG_MOST: u64 = 4 << 20;
+const LOG_KEPT: u64 = 1 << 20;
+/// The number of bytes after which a log's size is looked at again.
+const LOG_PIECE: u64 = 256 << 10;
+
+/// A file to which this process appends the guest's output, and which it may read: the log of a machine in
+/// the background. The host's memory holds it, so the older part of it goes when it is long. The machine does
+/// that itself, because it may outlive all others.
+#[derive(Debug)]
+pub struct Log {
+    file: ManuallyDrop<File>,
+    /// The bytes that were written since the size was looked at.
+    unseen: u64,
+}
+
+impl Log {
+    /// Returns the log if standard output is one.
+    #[must_use]
+    pub fn of_output() -> Option<Self> {
+        // SAFETY: The process has its standard output for as long as it lives, and this does not close it.
+        let file = ManuallyDrop::new(unsafe { File::from_raw_fd(libc::STDOUT_FILENO) });
+        Self::of(file)
+    }
+
+    fn of(file: ManuallyDrop<File>) -> Option<Self> {
+        const BOTH: libc::c_int = libc::O_RDWR | libc::O_APPEND;
+        // SAFETY: It takes a descriptor and a number.
+        let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
+        let is_log = flags >= 0 && flags & (libc::O_ACCMODE | libc::O_APPEND) == BOTH;
+        // One that a machine before has left may be long.
+        let log = Self { unseen: LOG_PIECE, file };
+        (is_log && log.file.metadata().is_ok_and(|of| of.is_file())).then_some(log)
+    }
+
+    /// Notes that so many bytes were written.
+    fn wrote(&mut self, bytes: usize) {
+        self.unseen += bytes as u64;
+        if self.unseen >= LOG_PIECE {
+            self.unseen = 0;
+            // A log that cannot be read goes on as it is.
+            let _ = self.shorten();
+        }
+    }
+
+    fn shorten(&self) -> io::Result<()> {
+        let mut file: &File = &self.file;
+        // All is written at the end, wherever the position is.
+        let length = file.seek(SeekFrom::End(0))?;
+        if length <= LOG_MOST {
+            return Ok(());
+        }
+        let mut tail = vec![0; LOG_KEPT as usize];
+        file.read_exact_at(&mut tail, length - LOG_KEPT)?;
+        let line = tail.iter().position(|byte| *byte == b'\n').map_or(0, |at| at + 1);
+        file.set_len(0)?;
+        file.write_all(b"mercury disco: older lines were removed here\n")?;
+        file.write_all(&tail[line..])
+    }
+}
+
 /// The terminal.
 #[derive(Debug)]
 pub struct Console {
     typed: Arc<Typed>,
     output: Vec<u8>,
+    log: Option<Log>,
 }
 
 impl Console {
@@ -54,7 +119,7 @@ impl Console {
     ///
     /// # Errors
     /// If there can be no thread.
-    pub fn open() -> Result<Self> {
+    pub fn open(log: Option<Log>) -> Result<Self> {
         let typed = Arc::new(Typed::default());
         let is_terminal = terminal::make_raw();
         let (shared, waker) = (Arc::clone(&typed), signal_waker());
@@ -63,7 +128,7 @@ impl Console {
         start_thread("console", move || listen(&input, &shared, is_terminal, &waker))
             .map_err(|error| Error::new(format!("cannot start a thread for the console: {error}")))
             .map_err(|error| error.hint("the host limits your processes and threads: raise ulimit -u"))?;
-        Ok(Self { typed, output: Vec::new() })
+        Ok(Self { typed, output: Vec::new(), log })
     }
 
     /// Takes the typed bytes, at most so many.
@@ -125,6 +190,9 @@ impl Console {
             // The reader of the output may be gone; the machine runs on.
             let _ = io::stdout().write_all(&self.output);
             let _ = io::stdout().flush();
+            if let Some(log) = &mut self.log {
+                log.wrote(self.output.len());
+            }
             self.output.clear();
         }
     }
@@ -176,6 +244,31 @@ mod tests {
     use std::{os::fd::OwnedFd, sync::mpsc};
 
     use super::*;
+
+    /// A machine whose template has ended writes without end.
+    #[test]
+    fn a_log_is_short_however_much_is_written() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("console.log");
+        let open = |is_read: bool| {
+            let file = File::options().create(true).append(true).read(is_read).open(&path);
+            ManuallyDrop::new(file.expect("the log"))
+        };
+        assert!(Log::of(open(false)).is_none(), "a file of the user's stays as it is");
+        let (mut log, mut writer) = (Log::of(open(true)).expect("a log"), open(true));
+        let mut longest = 0;
+        for piece in 0..3000 {
+            let text: String = (0..200).map(|line| format!("piece {piece}, line {line}\n")).collect();
+            writer.write_all(text.as_bytes()).expect("the log");
+            log.wrote(text.len());
+            longest = longest.max(path.metadata().expect("the log").len());
+        }
+        assert!((LOG_MOST..LOG_MOST + 2 * LOG_PIECE).contains(&longest), "{longest}");
+        let text = std::fs::read_to_string(&path).expect("the log");
+        let (first, rest) = text.split_once('\n').expect("lines");
+        assert_eq!(first, "mercury disco: older lines were removed here");
+        assert!(rest.starts_with("piece ") && rest.ends_with("piece 2999, line 199\n"));
+    }
 
     /// Somebody pastes more than is read at a time, and types nothing after it.
     #[test]

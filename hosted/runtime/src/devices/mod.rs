@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-pub use console::Console;
+pub use console::{Console, Log};
 use mercury_devices::{
     Agent, Balloon, Gate, Pmem, Rng, Size,
     clock::Clock,

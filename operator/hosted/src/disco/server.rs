@@ -551,7 +551,9 @@ fn begin(
 /// stays open.
 pub(super) fn open_console(name: &Name) -> io::Result<[OwnedFd; CONSOLE]> {
     let folder = Folder::machines().of(name);
-    let log = OpenOptions::new().create(true).append(true).mode(0o600).open(folder.join(CONSOLE_LOG))?;
+    // The machine reads its log to shorten it.
+    let mut options = OpenOptions::new();
+    let log = options.create(true).read(true).append(true).mode(0o600).open(folder.join(CONSOLE_LOG))?;
     let pipe = folder.join(CONSOLE_INPUT);
     match mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0) {
         // A machine that was asleep has its pipe.
