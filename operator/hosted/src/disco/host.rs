@@ -1,6 +1,6 @@
 //! The host's memory, as far as this process may use it, and the work of machines.
 //!
-//! Three sources count: the memory that the host has (`MemAvailable`), the limit of this process's control
+//! Three sources count: the memory that the host has (`MemAvailable`), the limits of this process's control
 //! group and of those above it (versions 1 and 2), and the time in which processes wait for memory (PSI).
 //! Where one of them is absent, the others are used.
 
@@ -108,6 +108,8 @@ impl Sources {
     }
 }
 
+/// The limit of a group of version 2 from which its processes are slowed down.
+const HIGH: &str = "memory.high";
 /// A limit of this size is none.
 const NO_LIMIT: u64 = 1 << 62;
 
@@ -115,7 +117,9 @@ const NO_LIMIT: u64 = 1 << 62;
 fn limit_by_group(group: &Path, [limit, usage]: [&str; 2], memory: &mut Memory) {
     let number = |name: &str| fs::read_to_string(group.join(name)).ok()?.trim().parse::<u64>().ok();
     memory.is_stalled |= is_stalled(&group.join("memory.pressure"));
-    let (Some(limit), Some(usage)) = (number(limit), number(usage)) else { return };
+    // From `memory.high` on the host's kernel slows all processes of the group down, so that is a limit, too.
+    let limit = [limit, HIGH].into_iter().filter_map(number).min();
+    let (Some(limit), Some(usage)) = (limit, number(usage)) else { return };
     // Version 1 says that there is no limit with a number that no host has.
     if limit >= NO_LIMIT {
         return;
@@ -262,6 +266,20 @@ mod tests {
         ]);
         let expected = Memory { total: 128 * MIB, available: 2 * MIB, is_stalled: false };
         assert_eq!(outer.memory(), Some(expected));
+        // Processes are slowed down long before the limit.
+        for (max, high) in
+            [("max\n", "134217728\n"), ("268435456\n", "134217728\n"), ("134217728\n", "max\n")]
+        {
+            let (_kept, slow) = sources(&[
+                MEMINFO,
+                ("proc/self/cgroup", "0::/a\n"),
+                ("groups/a/memory.max", max),
+                ("groups/a/memory.high", high),
+                ("groups/a/memory.current", "100663296\n"),
+            ]);
+            let expected = Memory { total: 128 * MIB, available: 32 * MIB, is_stalled: false };
+            assert_eq!(slow.memory(), Some(expected), "{max}{high}");
+        }
         let (_kept, nothing) = sources(&[]);
         assert_eq!(nothing.memory(), None);
     }
