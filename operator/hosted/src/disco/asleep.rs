@@ -4,6 +4,9 @@
 //! has the folder's lock, and `void` does not have the file's life. A machine that goes on writes that life
 //! to `void` first ([`mercury_hosted::fork`]). So what is left after any process was killed is the machine or
 //! its file, and never both.
+//!
+//! The template writes `falling.json` before it has a file made. So the file is known to all that clean up,
+//! whatever is killed meanwhile.
 
 use std::{
     fs::{self, File},
@@ -16,7 +19,7 @@ use mercury_guests::Name;
 use mercury_hosted::saved::Life;
 use serde::{Deserialize, Serialize};
 
-use super::folder::{ASLEEP, Folder, VOID};
+use super::folder::{ASLEEP, FALLING, Folder, VOID};
 
 /// A machine in a file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -48,8 +51,8 @@ impl Folder {
     /// # Errors
     /// If the machine's folder cannot be read.
     pub fn file_of(&self, name: &Name) -> io::Result<Option<Asleep>> {
-        let asleep = self.named_file(name)?;
-        Ok(asleep.filter(|asleep| !is_void(&self.of(name), &asleep.life)))
+        let Some(asleep) = self.named_file(name)? else { return Ok(None) };
+        Ok(if self.has_left(name, &asleep.life)? { None } else { Some(asleep) })
     }
 
     /// Returns the file that the machine's folder names, whether it counts or not.
@@ -57,7 +60,11 @@ impl Folder {
     /// # Errors
     /// If the machine's folder cannot be read.
     pub fn named_file(&self, name: &Name) -> io::Result<Option<Asleep>> {
-        match fs::read(self.of(name).join(ASLEEP)) {
+        self.read_asleep(name, ASLEEP)
+    }
+
+    fn read_asleep(&self, name: &Name, file: &str) -> io::Result<Option<Asleep>> {
+        match fs::read(self.of(name).join(file)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             text => Ok(Some(serde_json::from_slice(&text?)?)),
         }
@@ -86,9 +93,77 @@ impl Folder {
     /// # Errors
     /// If it cannot be written.
     pub fn write_asleep(&self, asleep: &Asleep) -> io::Result<()> {
+        self.write_as(asleep, ASLEEP)?;
+        let _ = fs::remove_file(self.of(&asleep.name).join(FALLING));
+        Ok(())
+    }
+
+    /// Says that a machine's file is about to be made.
+    ///
+    /// # Errors
+    /// If that cannot be written.
+    pub fn announce_file(&self, asleep: &Asleep) -> io::Result<()> {
+        self.write_as(asleep, FALLING)
+    }
+
+    /// Takes back what [`Self::announce_file`] has said, before a file was made.
+    pub fn retract_file(&self, asleep: &Asleep) {
+        let _ = fs::remove_file(self.of(&asleep.name).join(FALLING));
+    }
+
+    fn write_as(&self, asleep: &Asleep, file: &str) -> io::Result<()> {
         let (new, folder) = ("asleep.new", self.of(&asleep.name));
         fs::write(folder.join(new), serde_json::to_vec(asleep)?)?;
-        fs::rename(folder.join(new), folder.join(ASLEEP))
+        fs::rename(folder.join(new), folder.join(file))
+    }
+
+    /// Removes the file that was announced, and the part of it, unless the machine's folder names it by now.
+    pub fn remove_attempt(&self, asleep: &Asleep) {
+        let is_named = |named: Option<Asleep>| named.is_some_and(|named| named.life == asleep.life);
+        if self.named_file(&asleep.name).map(is_named).unwrap_or(true) {
+            return;
+        }
+        for path in [&asleep.file, &part_of(&asleep.file)] {
+            let _ = fs::remove_file(path);
+        }
+        if self.read_asleep(&asleep.name, FALLING).is_ok_and(is_named) {
+            self.retract_file(asleep);
+        }
+    }
+
+    /// Ends what an earlier process of a template has left undone. A whole file is the machine if no process
+    /// has the machine. Others go, and so do those of machines that have gone on.
+    ///
+    /// # Errors
+    /// If the folder cannot be read.
+    pub fn end_attempts(&self, template: &Name) -> io::Result<()> {
+        let of_template = |asleep: &Asleep| asleep.template == *template;
+        for name in self.names()? {
+            if let Some(asleep) = self.named_file(&name).ok().flatten().filter(of_template)
+                && self.has_left(&name, &asleep.life).unwrap_or(false)
+            {
+                self.forget_file(&asleep);
+            }
+            let announced = self.read_asleep(&name, FALLING).ok().flatten();
+            if let Some(attempt) = announced.filter(of_template) {
+                // If nobody knows what the machine is, its file stays.
+                let _ = self.end_attempt(&attempt);
+            }
+        }
+        Ok(())
+    }
+
+    fn end_attempt(&self, attempt: &Asleep) -> io::Result<()> {
+        let name = &attempt.name;
+        if attempt.file.exists()
+            && !self.lives(name)?
+            && let Some(_lock) = self.claim_asleep(name)?
+            && !self.has_left(name, &attempt.life)?
+        {
+            self.write_asleep(attempt)?;
+        }
+        self.remove_attempt(attempt);
+        Ok(())
     }
 
     /// Opens the file in a machine's folder for the life that is void. It has the length of a life, so that
@@ -115,24 +190,35 @@ impl Folder {
         }
     }
 
-    /// Removes the file that a machine's folder names and that does not count.
-    pub(super) fn remove_void_file(&self, name: &Name) {
+    /// Removes the files that a machine's folder names or announces, and that do not count.
+    pub(super) fn remove_void_files(&self, name: &Name) {
         if let Ok(Some(asleep)) = self.named_file(name)
-            && self.has_left(name, &asleep.life)
+            && self.has_left(name, &asleep.life).unwrap_or(false)
         {
             let _ = fs::remove_file(asleep.file);
+        }
+        if let Ok(Some(attempt)) = self.read_asleep(name, FALLING) {
+            self.remove_attempt(&attempt);
         }
     }
 
     /// Returns true if the file with this life does not count.
-    #[must_use]
-    pub fn has_left(&self, name: &Name, life: &Life) -> bool {
-        is_void(&self.of(name), life)
+    ///
+    /// # Errors
+    /// If the machine's folder cannot be read. Both the file and the machine may count then.
+    pub fn has_left(&self, name: &Name, life: &Life) -> io::Result<bool> {
+        match fs::read(self.of(name).join(VOID)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+            void => Ok(void? == life),
+        }
     }
 }
 
-fn is_void(folder: &Path, life: &Life) -> bool {
-    fs::read(folder.join(VOID)).is_ok_and(|void| void == life)
+/// Returns the name that a machine's file has until it is whole.
+pub fn part_of(file: &Path) -> PathBuf {
+    let mut name = file.as_os_str().to_owned();
+    name.push(".part");
+    name.into()
 }
 
 #[cfg(test)]
@@ -184,6 +270,74 @@ mod tests {
         assert_eq!(folder.named_file(&one.name).unwrap(), None);
     }
 
+    /// Files are known before they are made, so none is left over, whatever is killed. One that is whole is
+    /// the machine if nothing else is.
+    #[test]
+    fn a_file_is_not_left_over() {
+        let directory = tempfile::tempdir().unwrap();
+        let folder = Folder::at(&directory.path().join("machines"));
+        let one = asleep(directory.path());
+        let paths = [one.file.clone(), part_of(&one.file)];
+        let make = || paths.iter().for_each(|path| fs::write(path, "machine").unwrap());
+        let are_there = || paths.each_ref().map(|path| path.exists());
+        let [web, other] = ["web", "other"].map(|name| name.parse().unwrap());
+        // The template was killed while it wrote a machine, which goes on.
+        let lock = folder.claim(&one.name).unwrap().unwrap();
+        folder.announce_file(&one).unwrap();
+        make();
+        folder.end_attempts(&other).unwrap();
+        assert_eq!(are_there(), [true; 2], "another template's");
+        folder.end_attempts(&web).unwrap();
+        assert_eq!(are_there(), [false; 2]);
+        assert!(!folder.of(&one.name).join(FALLING).exists() && folder.file_of(&one.name).unwrap().is_none());
+        // The machine was killed as well, when its file was whole.
+        folder.announce_file(&one).unwrap();
+        fs::write(&one.file, "machine").unwrap();
+        drop(lock);
+        folder.end_attempts(&web).unwrap();
+        assert_eq!(folder.asleep(&one.name).unwrap(), Some(one.clone()));
+        assert!(!folder.of(&one.name).join(FALLING).exists());
+        // It wakes, and the template is killed before it has removed the file.
+        let lock = folder.claim_asleep(&one.name).unwrap().unwrap();
+        fs::write(folder.of(&one.name).join(VOID), one.life).unwrap();
+        folder.end_attempts(&web).unwrap();
+        assert!(!one.file.exists() && folder.named_file(&one.name).unwrap().is_none());
+        // It is told to end, while nobody knows of a file of which a part was written.
+        let next = Asleep { life: [8; 16], ..one.clone() };
+        folder.announce_file(&next).unwrap();
+        make();
+        drop(lock);
+        folder.remove_ended(&one.name);
+        assert_eq!((are_there(), folder.of(&one.name).exists()), ([false; 2], false));
+        // A file that counts is no attempt.
+        let _lock = folder.claim(&one.name).unwrap().unwrap();
+        folder.write_asleep(&next).unwrap();
+        make();
+        folder.remove_attempt(&next);
+        assert_eq!(are_there(), [true; 2]);
+    }
+
+    /// The machine's folder cannot be read: nobody knows if its file counts, so nothing is removed.
+    #[test]
+    fn a_mark_that_cannot_be_read_is_no_mark() {
+        let directory = tempfile::tempdir().unwrap();
+        let folder = Folder::at(&directory.path().join("machines"));
+        let one = asleep(directory.path());
+        let lock = folder.claim(&one.name).unwrap().unwrap();
+        folder.write_asleep(&one).unwrap();
+        fs::write(&one.file, "machine").unwrap();
+        fs::create_dir(folder.of(&one.name).join(VOID)).unwrap();
+        drop(lock);
+        assert!(folder.has_left(&one.name, &one.life).is_err() && folder.file_of(&one.name).is_err());
+        assert!(folder.claim(&one.name).is_err());
+        folder.end_attempts(&one.template).unwrap();
+        let next = Asleep { life: [8; 16], file: directory.path().join("next"), ..one.clone() };
+        folder.announce_file(&next).unwrap();
+        fs::write(&next.file, "machine").unwrap();
+        folder.end_attempts(&one.template).unwrap();
+        assert!(one.file.exists() && next.file.exists());
+    }
+
     /// Follows a machine through its lives, as processes leave the folder when they are killed.
     #[test]
     fn there_is_a_machine_or_its_file() {
@@ -209,7 +363,7 @@ mod tests {
         let lock = folder.claim_asleep(&one.name).unwrap().unwrap();
         fs::write(folder.of(&one.name).join(VOID), one.life).unwrap();
         drop(lock);
-        assert!(folder.all_asleep().unwrap().is_empty() && folder.has_left(&one.name, &one.life));
+        assert!(folder.all_asleep().unwrap().is_empty() && folder.has_left(&one.name, &one.life).unwrap());
         // What counts no longer goes with the folder.
         folder.remove_ended(&one.name);
         assert!(!one.file.exists() && folder.claim(&one.name).unwrap().is_some());

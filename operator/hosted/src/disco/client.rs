@@ -207,14 +207,18 @@ impl Render for Asleep {
 
 /// Lets a machine go on that is asleep.
 pub fn wake(name: &Name) -> Result<Started> {
-    let Some(asleep) = asleep(name)? else {
-        let machine = find(name)?;
-        return Err(Error::new(Exit::State, format!("{} is awake", machine.name))
-            .hint("`mercury disco list` shows the machines"));
+    let template = match asleep(name)? {
+        Some(asleep) => asleep.template,
+        // It may be falling asleep, which its template knows.
+        None => find(name)?.template,
     };
-    match ask(&asleep.template, &Request::Wake { machine: name.clone() })? {
+    if !Folder::templates().lives(&template).unwrap_or(false) && asleep(name)?.is_none() {
+        return Err(Error::new(Exit::State, format!("{name} is awake"))
+            .hint("`mercury disco list` shows the machines"));
+    }
+    match ask(&template, &Request::Wake { machine: name.clone() })? {
         Answer::Started { machines, pause_us } => Ok(Started { machines, pause_us }),
-        _ => Err(no_answer(&asleep.template)),
+        _ => Err(no_answer(&template)),
     }
 }
 
@@ -554,6 +558,8 @@ fn end(pid: u32, lives: impl Fn() -> bool, what: &str) -> Result<()> {
         return Ok(());
     }
     pidfd_send_signal(&process, Signal::TERM).map_err(|error| failed(error.to_string()))?;
+    // One that is stopped would end only after it was let go on.
+    let _ = pidfd_send_signal(&process, Signal::CONT);
     let start = Instant::now();
     while lives() {
         if start.elapsed() > PATIENCE {
@@ -615,6 +621,11 @@ fn visit(name: &Name, mut log: File, mut pipe: File) -> io::Result<bool> {
     loop {
         let folder = Folder::machines();
         let lives = folder.lives(name)? || folder.asleep(name)?.is_some();
+        // The machine may have removed the older part.
+        let length = log.metadata()?.len();
+        if log.stream_position()? > length {
+            log.seek(SeekFrom::Start(length.saturating_sub(SHOWN)))?;
+        }
         let count = log.read(&mut piece)?;
         stdout().write_all(&piece[..count])?;
         stdout().flush()?;

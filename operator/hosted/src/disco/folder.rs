@@ -11,12 +11,13 @@
 //! machines/NAME/console.log   what a machine in the background has printed
 //! machines/NAME/console.in    what it reads, a pipe
 //! machines/NAME/asleep.json   where the machine is if no process has it ([`super::asleep`])
+//! machines/NAME/falling.json  the file that is about to be written
 //! machines/NAME/void          the life of a saved file that counts no longer
 //! ```
 
 use std::{
     fs::{self, File},
-    io::{self, Write},
+    io,
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
 };
@@ -35,12 +36,10 @@ pub const LOG: &str = "log";
 pub const CONSOLE_LOG: &str = "console.log";
 pub const CONSOLE_INPUT: &str = "console.in";
 pub const ASLEEP: &str = "asleep.json";
+pub const FALLING: &str = "falling.json";
 pub const VOID: &str = "void";
-/// The size from which a machine's log is shortened, and what is kept of it.
-const LOG_MOST: u64 = 4 << 20;
-const LOG_KEPT: usize = 1 << 20;
 /// The files of a thing, besides its lock.
-const FILES: [&str; 8] = [STATUS, NEW_STATUS, SOCKET, LOG, CONSOLE_LOG, CONSOLE_INPUT, ASLEEP, VOID];
+const FILES: [&str; 9] = [STATUS, NEW_STATUS, SOCKET, LOG, CONSOLE_LOG, CONSOLE_INPUT, ASLEEP, FALLING, VOID];
 
 /// The image of a disk in machines' memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -120,11 +119,20 @@ impl Folder {
         if self.file_of(name)?.is_some() {
             return Ok(None);
         }
-        self.remove_void_file(name);
+        self.remove_void_files(name);
         for left in FILES {
             held::remove(&folder.join(left))?;
         }
         Ok(Some(lock))
+    }
+
+    /// Takes the folder of a new thing as [`Self::claim`] does, but does not wait for one that lives. Readers
+    /// lock a folder for a moment, and a machine for its life.
+    ///
+    /// # Errors
+    /// As for [`Self::claim`].
+    pub fn claim_at_once(&self, name: &Name) -> io::Result<Option<File>> {
+        if self.lives(name)? { Ok(None) } else { self.claim(name) }
     }
 
     /// Takes the folder of a machine that is asleep. Returns `None` if it lives.
@@ -155,7 +163,7 @@ impl Folder {
 
     /// Removes the folder of a thing, whose lock the caller has.
     pub fn remove(&self, name: &Name) {
-        self.remove_void_file(name);
+        self.remove_void_files(name);
         let folder = self.of(name);
         for left in FILES.into_iter().chain([held::LOCK]) {
             let _ = held::remove(&folder.join(left));
@@ -222,24 +230,6 @@ impl Folder {
         let all = self.names()?;
         let of_template = all.iter().filter_map(status).filter(|status| status.template == *template);
         Ok(of_template.map(|status| status.number).max().unwrap_or(0))
-    }
-
-    /// Removes the older part of a machine's log if it is long: the host's memory holds it.
-    ///
-    /// # Errors
-    /// If the log cannot be read or written.
-    pub fn shorten_log(&self, name: &Name) -> io::Result<()> {
-        let mut file = File::options().read(true).append(true).open(self.of(name).join(CONSOLE_LOG))?;
-        let length = file.metadata()?.len();
-        if length <= LOG_MOST {
-            return Ok(());
-        }
-        let mut tail = vec![0; LOG_KEPT];
-        file.read_exact_at(&mut tail, length - LOG_KEPT as u64)?;
-        let line = tail.iter().position(|byte| *byte == b'\n').map_or(0, |at| at + 1);
-        file.set_len(0)?;
-        file.write_all(b"mercury disco: older lines were removed here\n")?;
-        file.write_all(&tail[line..])
     }
 
     /// Returns all names in the folder, in order.
@@ -314,24 +304,15 @@ mod tests {
         assert!(!folder.of(&name).exists());
     }
 
+    /// Machines outlive their template. A new one finds their names taken.
     #[test]
-    fn a_long_log_keeps_its_end() {
-        let (_kept, folder, name) = folder();
-        let _lock = folder.claim(&name).unwrap().unwrap();
-        let log = folder.of(&name).join(CONSOLE_LOG);
-        fs::write(&log, "a short line\n").unwrap();
-        folder.shorten_log(&name).unwrap();
-        assert_eq!(fs::read_to_string(&log).unwrap(), "a short line\n");
-        let lines: String = (0..500_000).map(|number| format!("line {number}\n")).collect();
-        fs::write(&log, &lines).unwrap();
-        folder.shorten_log(&name).unwrap();
-        let (first, rest) = fs::read_to_string(&log)
-            .unwrap()
-            .split_once('\n')
-            .map(|(a, b)| (a.to_owned(), b.to_owned()))
-            .unwrap();
-        assert_eq!(first, "mercury disco: older lines were removed here");
-        assert!(rest.len() <= LOG_KEPT && rest.len() > LOG_KEPT - 20 && lines.ends_with(&rest));
-        assert!(rest.starts_with("line "));
+    fn names_of_machines_that_live_cost_no_time() {
+        let (_kept, folder, _) = folder();
+        let name = |number: u32| -> Name { format!("web-{number}").parse().unwrap() };
+        let _locks: Vec<File> = (0..40).map(|number| folder.claim(&name(number)).unwrap().unwrap()).collect();
+        let begun = std::time::Instant::now();
+        assert!((0..40).all(|number| folder.claim_at_once(&name(number)).unwrap().is_none()));
+        assert!(begun.elapsed() < std::time::Duration::from_secs(1), "{:?}", begun.elapsed());
+        assert!(folder.claim_at_once(&name(40)).unwrap().is_some());
     }
 }

@@ -12,9 +12,9 @@
 
 use std::{
     fs::File,
-    io::{self, Read, Seek, Write},
+    io,
     os::{
-        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+        fd::{AsFd, AsRawFd, BorrowedFd},
         unix::{fs::OpenOptionsExt, net::UnixStream},
     },
     path::{Path, PathBuf},
@@ -32,17 +32,13 @@ use mercury_hosted::{
     control::save_image_as,
     fork,
 };
-use rustix::{
-    event::{PollFd, PollFlags, Timespec, poll},
-    fs::{MemfdFlags, memfd_create},
-    param::clock_ticks_per_second,
-    process::{Pid, PidfdFlags, Signal, WaitOptions, kill_process, pidfd_open, waitpid},
-};
+use rustix::{param::clock_ticks_per_second, process::Pid};
 
 use super::{
     asleep::Asleep,
     folder::{CONSOLE_INPUT, Folder},
     host::{Memory, Processes, Sources},
+    job::{Abandoned, Job, Work, is_ready_within, make_note, say_why, silent_disk},
     map::Files,
     policy::{Account, Action, Candidate, Need, STUCK, TURN, divide, free_to_take, plan},
     protocol::Answer,
@@ -77,8 +73,6 @@ const DIVIDE: Duration = Duration::from_millis(50);
 const GROWTH: u64 = 256 << 10;
 /// The time after which machines stand still no longer if nobody makes room.
 const NOBODY: Duration = Duration::from_secs(2);
-/// The time for which a process that writes or reads a machine counts as one that makes room.
-const JOB_MOST: Duration = Duration::from_secs(60);
 /// The time after which no more pages of zeros are looked for.
 const TRIM_MOST: Duration = Duration::from_secs(5);
 
@@ -89,6 +83,8 @@ pub struct Keeper {
     sleep_in: Option<PathBuf>,
     sleepers: Vec<Sleeper>,
     job: Option<Job>,
+    /// Other processes that are to end.
+    abandoned: Abandoned,
     next_look: Instant,
     measured: Option<Instant>,
     /// The time of the next division of memory, and the sum of what machines had at the last one.
@@ -135,6 +131,8 @@ pub struct Kept {
     origin: Option<Asleep>,
     /// The clients that wait until the machine has woken or is asleep.
     clients: Vec<UnixStream>,
+    /// The clients for which it is to wake as soon as it is asleep.
+    wakers: Vec<UnixStream>,
     /// True if it is to sleep whatever it does.
     must_sleep: bool,
     not_before: Option<Instant>,
@@ -168,16 +166,6 @@ impl Kept {
     }
 }
 
-/// The work of another process.
-struct Job {
-    pid: Pid,
-    end: OwnedFd,
-    /// Where the process says why it has failed.
-    note: File,
-    what: Work,
-    begun: Instant,
-}
-
 /// The reason for which a machine falls asleep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Why {
@@ -189,13 +177,6 @@ enum Why {
     Swapped,
 }
 
-enum Work {
-    /// Write a machine that stands still, with this first process.
-    Sleep(Asleep, File, Pid),
-    /// Read a machine. Its folder is locked.
-    Wake(Asleep, Room, File),
-}
-
 impl Keeper {
     /// Returns true while another process writes or reads a machine of this name.
     pub(super) fn is_busy_with(&self, name: &Name) -> bool {
@@ -204,7 +185,9 @@ impl Keeper {
 
     /// Takes over machines of the template that are asleep already.
     pub fn new(template: &Name, sleep_in: Option<PathBuf>) -> Result<Self> {
-        let asleep = Folder::machines().all_asleep().map_err(|error| failed("find machines", error))?;
+        let machines = Folder::machines();
+        machines.end_attempts(template).map_err(|error| failed("find machines", error))?;
+        let asleep = machines.all_asleep().map_err(|error| failed("find machines", error))?;
         if let Some(folder) = &sleep_in {
             remove_parts(folder).map_err(|error| failed("look into the folder for sleep", error))?;
         }
@@ -215,6 +198,7 @@ impl Keeper {
             sleep_in,
             sleepers: sleepers.map_err(|error| failed("open a console", error))?,
             job: None,
+            abandoned: Abandoned::default(),
             next_look: Instant::now(),
             measured: None,
             next_division: Instant::now(),
@@ -232,7 +216,7 @@ impl Keeper {
 
     /// Returns the descriptors that are to be watched. That of the other process comes first.
     pub fn watched(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        let job = self.job.iter().map(|job| job.end.as_fd());
+        let job = self.job.iter().map(Job::end);
         let is_open = |one: &&Sleeper| one.wanted.is_none() && one.not_before <= Instant::now();
         job.chain(self.sleepers.iter().filter(is_open).map(|one| one.pipe.as_fd()))
     }
@@ -253,7 +237,7 @@ impl Keeper {
 
     /// Returns true if another process works, and has not done so for too long.
     fn makes_progress(&self) -> bool {
-        self.job.as_ref().is_some_and(|job| job.begun.elapsed() < JOB_MOST)
+        self.job.as_ref().is_some_and(Job::makes_room)
     }
 }
 
@@ -311,12 +295,6 @@ fn has_input(pipe: &File) -> bool {
     is_ready_within(pipe, Duration::ZERO)
 }
 
-/// Returns true if a pipe has input in time, or if the process of a descriptor has ended then.
-fn is_ready_within(end: &impl AsFd, time: Duration) -> bool {
-    let time = Timespec { tv_sec: time.as_secs().cast_signed(), tv_nsec: time.subsec_nanos().into() };
-    poll(&mut [PollFd::new(end, PollFlags::IN)], Some(&time)).is_ok_and(|count| count > 0)
-}
-
 impl Server {
     /// Returns the time until there is something to do.
     pub(super) fn patience(&self) -> Option<Duration> {
@@ -334,6 +312,8 @@ impl Server {
     /// Looks at the host's memory from time to time, and does what has to be done.
     pub(super) fn keep(&mut self) {
         self.greet_the_awake();
+        self.keeper.abandoned.collect(&Folder::machines());
+        self.give_up_silent_disk();
         let now = Instant::now();
         let mut is_called = false;
         for sleeper in self.keeper.sleepers.iter_mut().filter(|one| one.wanted.is_none()) {
@@ -351,9 +331,6 @@ impl Server {
         }
         if now < self.keeper.next_look && !is_called {
             return;
-        }
-        for machine in self.machines.iter().filter(|one| one.is_detached) {
-            let _ = Folder::machines().shorten_log(&machine.name);
         }
         let memory = self.keeper.sources.memory();
         self.keeper.could_wake = self.could_wake(memory);
@@ -376,6 +353,7 @@ impl Server {
         let is_held = is_stuck && wanted < TURN;
         if purpose.is_some()
             && !self.keeper.has_job()
+            && !self.keeper.abandoned.wait_for_disk()
             && may_wake(memory, missing, makes_room || is_held || self.can_sleep())
         {
             self.begin_to_wake();
@@ -477,6 +455,7 @@ impl Server {
             && !self.template.has_disks()
             && !self.template.has_subnet()
             && !self.keeper.has_job()
+            && !self.keeper.abandoned.wait_for_disk()
     }
 
     /// Does what the policy says. Returns true if room is made: a machine falls asleep, or a balloon grows.
@@ -686,6 +665,9 @@ impl Server {
             return Err(Error::new(Exit::State, format!("the template {} has no folder for it", self.name))
                 .hint("make the template with --sleep-in FOLDER, a folder on a disk"));
         }
+        if self.keeper.abandoned.wait_for_disk() {
+            return Err(silent_disk());
+        }
         Ok(())
     }
 
@@ -721,14 +703,22 @@ impl Server {
             since: seconds(),
             name,
         };
-        let note = make_note()?;
-        let image = machine.source.hold(&life, work).map_err(refused)?.image;
+        let (note, machines) = (make_note()?, Folder::machines());
+        // The file is known before it is made.
+        machines.announce_file(&asleep).map_err(|error| failed("write the machine's state", error))?;
+        let held = machine.source.hold(&life, work).map_err(refused);
+        let image = held.inspect_err(|_| machines.retract_file(&asleep))?.image;
         let files = image.files().iter().map(|file| file.as_raw_fd());
         let kept = files.chain([image.state_file().as_raw_fd(), note.as_raw_fd()]);
         let work = || save_image_as(&image, &asleep.file, &asleep.life).map(drop);
         let started = start_helper(kept, work, |error| say_why(&note, error)).map_err(refused);
-        let job = started.and_then(|pid| Job::watch(pid, note, Work::Sleep(asleep, pipe, first)));
-        self.keeper.job = Some(job.inspect_err(|_| self.machines[index].source.let_go())?);
+        let what = Work::Sleep(asleep.clone(), pipe, first);
+        let job = started.and_then(|pid| Job::watch(pid, note, what, self.memory_bytes));
+        let job = job.inspect_err(|_| {
+            self.machines[index].source.let_go();
+            machines.remove_attempt(&asleep);
+        });
+        self.keeper.job = Some(job?);
         Ok(())
     }
 
@@ -750,12 +740,8 @@ impl Server {
 
     /// Ends what another process has done.
     pub(super) fn finish_job(&mut self) {
-        let Some(Job { pid, note, what, .. }) = self.keeper.job.take() else { return };
-        let status = waitpid(Some(pid), WaitOptions::empty()).ok().flatten().map(|(_, status)| status);
-        let done = match status.and_then(|status| status.exit_status()) {
-            Some(0) => Ok(()),
-            _ => Err(why(note)),
-        };
+        let Some(job) = self.keeper.job.take() else { return };
+        let (what, done) = job.finish();
         self.keeper.next_look = Instant::now();
         match what {
             Work::Sleep(asleep, pipe, pid) => self.end_held(asleep, pipe, pid, done),
@@ -766,6 +752,59 @@ impl Server {
                 }
             }
         }
+    }
+
+    /// Gives up a process whose disk does not answer. The machine goes on, or sleeps on. If the file is all
+    /// that is left of it, the process has more time.
+    fn give_up_silent_disk(&mut self) {
+        let is_written = self.written_machine();
+        let Some(job) = self.keeper.job.as_mut().filter(|job| job.is_overdue()) else { return };
+        if matches!(job.what, Work::Sleep(..)) && is_written.is_none() {
+            return job.extend();
+        }
+        self.give_up_job(silent_disk());
+    }
+
+    /// Returns the index of the machine that stands still to be written, unless its process has ended.
+    fn written_machine(&self) -> Option<usize> {
+        let Some(Job { what: Work::Sleep(_, _, pid), .. }) = &self.keeper.job else { return None };
+        let index = self.machines.iter().position(|one| one.pid == *pid)?;
+        (!is_ready_within(&self.machines[index].end, Duration::ZERO)).then_some(index)
+    }
+
+    /// Ends the other process. The machine that it writes goes on, and the one that it reads sleeps on.
+    fn give_up_job(&mut self, why: Error) {
+        let written = self.written_machine();
+        let Some(job) = self.keeper.job.take() else { return };
+        let (helper, what) = job.into_parts();
+        match what {
+            Work::Sleep(asleep, ..) => {
+                self.keeper.abandoned.take(helper, Some(asleep));
+                if let Some(index) = written {
+                    self.machines[index].source.let_go();
+                    self.stays_awake(index, why);
+                }
+            }
+            Work::Wake(asleep, ..) => {
+                self.keeper.abandoned.take(helper, None);
+                self.sleeps_on(&asleep.name, why);
+            }
+        }
+    }
+
+    /// Ends what another process does, because the template ends: machines go on, and leave no file.
+    pub(super) fn end_job(&mut self) {
+        let is_written =
+            |job: &Job| matches!(job.what, Work::Sleep(..)) && is_ready_within(&job.end(), Duration::ZERO);
+        if self.keeper.job.as_ref().is_some_and(is_written) {
+            self.finish_job();
+        }
+        self.give_up_job(
+            Error::new(Exit::State, format!("the template {} ends", self.name))
+                .hint("`mercury disco list` shows the machines"),
+        );
+        // The next template of this name removes what a disk that does not answer keeps.
+        self.keeper.abandoned.await_all(&Folder::machines());
     }
 
     /// Ends a machine of which all is in a file, or lets it go on.
@@ -790,6 +829,7 @@ impl Server {
             Err(error) => {
                 machine.source.let_go();
                 Folder::machines().forget_file(&asleep);
+                Folder::machines().remove_attempt(&asleep);
                 self.stays_awake(index, error);
             }
         }
@@ -801,11 +841,11 @@ impl Server {
         let folder = Folder::machines();
         let kept = written.ok().and_then(|()| {
             let _lock = folder.claim_ended(&asleep.name, pid.as_raw_nonzero().get().cast_unsigned())?;
-            (!folder.has_left(&asleep.name, &asleep.life)).then(|| folder.write_asleep(&asleep).ok())?
+            let is_void = folder.has_left(&asleep.name, &asleep.life).ok()?;
+            (!is_void).then(|| folder.write_asleep(&asleep).ok())?
         });
         if kept.is_none() {
-            let _ = std::fs::remove_file(&asleep.file);
-            return;
+            return folder.remove_attempt(&asleep);
         }
         let _ = note(&asleep.name, "was killed while it fell asleep, and is asleep");
         let not_before = Instant::now() + AGAIN;
@@ -815,6 +855,7 @@ impl Server {
     /// Returns true if a machine whose process has ended is in a file.
     pub(super) fn has_fallen_asleep(&mut self, machine: &mut Machine) -> bool {
         let clients = std::mem::take(&mut machine.kept.clients);
+        let wakers = std::mem::take(&mut machine.kept.wakers);
         let folder = Folder::machines();
         let (asleep, pipe) = match (machine.kept.falls_asleep.take(), machine.kept.origin.take()) {
             (Some((asleep, pipe)), _) => (asleep, Some(pipe)),
@@ -826,16 +867,30 @@ impl Server {
                 return false;
             }
         };
-        if folder.has_left(&machine.name, &asleep.life) {
-            folder.forget_file(&asleep);
-            return false;
+        match folder.has_left(&machine.name, &asleep.life) {
+            Ok(false) => {}
+            left => {
+                // Without an answer the file stays, whether it counts or not.
+                if left.is_ok() {
+                    folder.forget_file(&asleep);
+                }
+                let error = Error::new(Exit::Failed, format!("{} has ended", machine.name));
+                let error = Err(error.hint("the end of its console.log says how"));
+                [clients, wakers].iter().for_each(|clients| reply_all(clients, &error));
+                return false;
+            }
         }
         let has_failed = pipe.is_none();
         let Ok(pipe) = pipe.map_or_else(|| open_pipe(&machine.name), Ok) else { return false };
         let not_before = Instant::now() + if has_failed { AGAIN } else { Duration::ZERO };
         let file = asleep.file.clone();
         self.keeper.sleepers.retain(|one| one.asleep.name != machine.name);
-        self.keeper.sleepers.push(Sleeper::with_pipe(asleep, pipe, not_before));
+        let mut sleeper = Sleeper::with_pipe(asleep, pipe, not_before);
+        if !wakers.is_empty() {
+            sleeper.wanted.get_or_insert_with(Instant::now);
+            sleeper.clients = wakers;
+        }
+        self.keeper.sleepers.push(sleeper);
         self.keeper.next_look = Instant::now();
         let answer = match has_failed {
             false => Ok(Answer::Asleep { file }),
@@ -848,22 +903,42 @@ impl Server {
 
     /// Wakes a machine for a client, who is told when it goes on.
     pub(super) fn wake_for(&mut self, client: UnixStream, name: &Name) {
-        let on_its_way = self.machines.iter().any(|one| one.name == *name && self.falls_asleep(one));
+        let on_its_way = self.machines.iter().position(|one| one.name == *name && self.falls_asleep(one));
+        let is_awake = self.machines.iter().any(|one| one.name == *name);
+        let waits_for_disk = self.keeper.abandoned.wait_for_disk();
         match self.keeper.sleeper(name) {
+            Some(_) if waits_for_disk => reply(&client, Err(silent_disk())),
             Some(sleeper) => {
                 sleeper.wanted.get_or_insert_with(Instant::now);
                 sleeper.clients.push(client);
                 self.keeper.next_look = Instant::now();
             }
-            None if on_its_way => reply(
-                &client,
-                Err(Error::new(Exit::State, format!("{name} is falling asleep")).hint("try again")),
-            ),
-            None => reply(
-                &client,
-                Err(Error::new(Exit::State, format!("{name} is not asleep"))
-                    .hint("`mercury disco list` shows the machines")),
-            ),
+            None => match on_its_way {
+                Some(index) => self.wake_on_its_way(client, index),
+                None => {
+                    let state = if is_awake { "awake" } else { "not asleep" };
+                    let error = Error::new(Exit::State, format!("{name} is {state}"));
+                    reply(&client, Err(error.hint("`mercury disco list` shows the machines")));
+                }
+            },
+        }
+    }
+
+    /// Wakes a machine that falls asleep: it goes on at once if it was not told to end yet.
+    fn wake_on_its_way(&mut self, client: UnixStream, index: usize) {
+        let name = self.machines[index].name.clone();
+        if self.machines[index].kept.falls_asleep.is_some() {
+            self.machines[index].kept.wakers.push(client);
+        } else if self.written_machine() == Some(index) {
+            self.give_up_job(
+                Error::new(Exit::State, format!("{name} was woken before it was asleep"))
+                    .hint("`mercury disco sleep` puts it to sleep again"),
+            );
+            reply(&client, Ok(Answer::Started { machines: vec![name], pause_us: None }));
+        } else {
+            // Its process was killed: the file is all that is left.
+            let error = Error::new(Exit::Busy, format!("{name} is being written to its file"));
+            reply(&client, Err(error.hint("try again in a moment")));
         }
     }
 
@@ -874,10 +949,15 @@ impl Server {
             return Err(Error::new(Exit::State, format!("{name} is not asleep"))
                 .hint("`mercury disco list` shows the machines"));
         };
+        if self.keeper.abandoned.wait_for_disk() {
+            return Err(silent_disk());
+        }
         // A process that reads the machine must not start it any more.
         if let Some(job) = self.keeper.job.take_if(|job| job.is_of(name)) {
-            let _ = kill_process(job.pid, Signal::KILL);
-            let _ = waitpid(Some(job.pid), WaitOptions::empty());
+            let (helper, work) = job.into_parts();
+            // The lock of the machine's folder, too, is given back.
+            drop(work);
+            self.keeper.abandoned.take(helper, None);
         }
         let sleeper = self.keeper.sleepers.remove(index);
         let folder = Folder::machines();
@@ -909,7 +989,8 @@ impl Server {
         let kept = files.chain(room.descriptors()).chain([note.as_raw_fd()]);
         let work = || load(&asleep.file, &asleep.life, &base, &room);
         let pid = start_helper(kept, work, |error| say_why(&note, error)).map_err(refused)?;
-        self.keeper.job = Some(Job::watch(pid, note, Work::Wake(asleep.clone(), room, lock))?);
+        let what = Work::Wake(asleep.clone(), room, lock);
+        self.keeper.job = Some(Job::watch(pid, note, what, self.memory_bytes)?);
         Ok(())
     }
 
@@ -945,7 +1026,8 @@ impl Server {
     fn greet_the_awake(&mut self) {
         let folder = Folder::machines();
         for machine in &mut self.machines {
-            let has_left = |asleep: &mut Asleep| folder.has_left(&machine.name, &asleep.life);
+            let has_left =
+                |asleep: &mut Asleep| folder.has_left(&machine.name, &asleep.life).unwrap_or(false);
             let Some(asleep) = machine.kept.origin.take_if(has_left) else { continue };
             folder.forget_file(&asleep);
             self.keeper.sleepers.retain(|one| one.asleep.name != machine.name);
@@ -970,44 +1052,6 @@ fn largest_to_wake(available: u64, reserve: u64) -> u64 {
 /// Returns a number of bytes in pages of a balloon.
 fn pages(bytes: u64) -> u32 {
     u32::try_from(bytes / PAGE).unwrap_or(u32::MAX)
-}
-
-impl Job {
-    fn watch(pid: i32, note: File, what: Work) -> Result<Self> {
-        let pid = Pid::from_raw(pid).ok_or_else(|| failed("start a process", "it has no number"))?;
-        let end = pidfd_open(pid, PidfdFlags::empty()).map_err(|error| {
-            let _ = kill_process(pid, Signal::KILL);
-            let _ = waitpid(Some(pid), WaitOptions::empty());
-            failed("watch a process", error)
-        })?;
-        Ok(Self { pid, end, note, what, begun: Instant::now() })
-    }
-
-    fn is_of(&self, name: &Name) -> bool {
-        let (Work::Sleep(asleep, ..) | Work::Wake(asleep, ..)) = &self.what;
-        asleep.name == *name
-    }
-}
-
-/// Makes a file in which another process says why it has failed.
-fn make_note() -> Result<File> {
-    let file = memfd_create("mercury-note", MemfdFlags::CLOEXEC);
-    file.map(File::from).map_err(|error| failed("make a file", error))
-}
-
-fn say_why(mut note: &File, error: mercury_hosted::error::Error) -> i32 {
-    let _ = note.write_all(refused(error).message.as_bytes());
-    1
-}
-
-fn why(mut note: File) -> Error {
-    let mut text = String::new();
-    let read = note.rewind().and_then(|()| note.read_to_string(&mut text));
-    if read.is_err() || text.is_empty() {
-        "the process that was to do it has ended".clone_into(&mut text);
-    }
-    Error::new(Exit::Failed, text)
-        .hint("see that the folder of --sleep-in has room, and that the host has memory")
 }
 
 #[cfg(test)]
@@ -1059,17 +1103,5 @@ mod tests {
         assert!(!may_wake(memory(1 << 20), 1, true), "another one falls asleep");
         assert!(may_wake(memory(1 << 20), 1 << 20, false));
         assert!(!may_wake(memory(1 << 20), 1 << 30, false), "the host has none");
-    }
-
-    /// A machine that is killed while its file becomes known has ended, and its file stays.
-    #[test]
-    fn the_end_of_a_process_is_seen() {
-        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
-        let pid = Pid::from_child(&child);
-        let end = pidfd_open(pid, PidfdFlags::empty()).unwrap();
-        assert!(!is_ready_within(&end, Duration::ZERO));
-        child.kill().unwrap();
-        assert!(is_ready_within(&end, Duration::from_secs(10)));
-        child.wait().unwrap();
     }
 }

@@ -4,6 +4,7 @@ mod asleep;
 mod client;
 mod folder;
 mod host;
+mod job;
 mod keeper;
 mod map;
 mod policy;

@@ -177,6 +177,7 @@ impl Server {
                 && let Ok((client, _)) = self.listener.accept()
                 && self.answer(client)
             {
+                self.end_job();
                 Folder::templates().remove(&self.name);
                 return Ok(Exit::Done);
             }
@@ -388,8 +389,7 @@ impl Server {
     fn claim(&self, name: Option<&Name>, is_numbered: bool) -> Result<(Name, File)> {
         const MOST: u32 = 100_000;
         let folder = Folder::machines();
-        let claim =
-            |name: &Name| folder.claim(name).map_err(|error| failed("make the machine's folder", error));
+        let wrong = |error| failed("make the machine's folder", error);
         // The file of one that was killed while it was written is all that is left of it.
         let is_written = |name: &Name| self.keeper.is_busy_with(name);
         let stem = name.unwrap_or(&self.name);
@@ -401,7 +401,7 @@ impl Server {
                 )
                 .hint("try again in a moment, or choose another name with --name"));
             }
-            let lock = claim(stem)?.ok_or_else(|| {
+            let lock = folder.claim(stem).map_err(wrong)?.ok_or_else(|| {
                 Error::new(Exit::State, format!("a machine has the name {stem} already"))
                     .hint("choose another name with --name, or `mercury disco stop` that machine")
             })?;
@@ -414,7 +414,7 @@ impl Server {
             })?;
             if self.machines.iter().all(|machine| machine.name != name)
                 && !is_written(&name)
-                && let Some(lock) = claim(&name)?
+                && let Some(lock) = folder.claim_at_once(&name).map_err(wrong)?
             {
                 return Ok((name, lock));
             }
@@ -576,13 +576,44 @@ fn note_end(name: &Name, ended: &Answer) -> io::Result<()> {
 
 /// Writes what has happened to a machine in the background into its log.
 pub(super) fn note(name: &Name, what: &str) -> io::Result<()> {
+    note_in(&Folder::machines(), name, what)
+}
+
+fn note_in(folder: &Folder, name: &Name, what: &str) -> io::Result<()> {
     use io::Write;
-    let log = Folder::machines().of(name).join(CONSOLE_LOG);
-    writeln!(OpenOptions::new().append(true).open(log)?, "mercury disco: {name} {what}")
+    /// The machine shortens its log long before, unless it is stopped.
+    const MOST: u64 = 8 << 20;
+    let mut log = OpenOptions::new().append(true).open(folder.of(name).join(CONSOLE_LOG))?;
+    if log.metadata()?.len() >= MOST {
+        return Err(io::ErrorKind::FileTooLarge.into());
+    }
+    writeln!(log, "mercury disco: {name} {what}")
 }
 
 /// Lets this process have as many descriptors as it may: each machine needs some.
 fn raise_limit() {
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
     let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// A machine that is stopped does not shorten its log.
+    #[test]
+    fn notes_do_not_fill_the_hosts_memory() {
+        let directory = tempfile::tempdir().unwrap();
+        let folder = Folder::at(&directory.path().join("machines"));
+        let name: Name = "web-1".parse().unwrap();
+        let _lock = folder.claim(&name).unwrap().unwrap();
+        let log = folder.of(&name).join(CONSOLE_LOG);
+        std::fs::write(&log, "first\n").unwrap();
+        note_in(&folder, &name, "sleeps on").unwrap();
+        assert_eq!(std::fs::read_to_string(&log).unwrap(), "first\nmercury disco: web-1 sleeps on\n");
+        std::fs::write(&log, vec![b'x'; 8 << 20]).unwrap();
+        assert!(note_in(&folder, &name, "sleeps on").is_err());
+        assert_eq!(std::fs::metadata(&log).unwrap().len(), 8 << 20);
+    }
 }
