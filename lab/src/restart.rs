@@ -216,6 +216,7 @@ pub fn boot_id(machine: &impl System) -> Result<String> {
 /// If the machine is not off in time.
 pub fn checkpoint(machine: &Machine, options: &str, disk: &str) -> Result<()> {
     machine.sh("modprobe -r kvm_amd 2> /dev/null || true")?;
+    put_own_kernel(machine)?;
     let mut checkpoint = machine.spawn(&format!("mercury checkpoint --poweroff {options} {disk}"))?;
     machine.wait_shutdown(LIMIT).map(drop).inspect_err(|_| {
         println!("{:?}", checkpoint.errors_so_far());

@@ -187,7 +187,6 @@ fn there_and_back(kernel: Kernel, cpus: u32, ordered: Ordered, more: &str) -> Re
     talks(&guest, &switch.peer)?;
     knows_its_monitor(&guest)?;
 
-    // The root in RAM has no kernel for a restore environment.
     let repaired = source.start_as(switch.plug_metal(metal(kernel, cpus)))?;
     plug_metal_in(&repaired, "10.9.0.4")?;
     let words = receive(&repaired, "10.9.0.4")?;

@@ -143,7 +143,13 @@ pub fn memory_of_environment(image: Option<&Path>, module: Option<&Path>, sysroo
 
 /// Returns the file of the kernel that an environment of now would have.
 fn kernel_s_file(sysroot: &Sysroot) -> Result<PathBuf> {
-    kernel::image(sysroot).map_err(no_environment)
+    kernel::image(sysroot).map_err(|error| {
+        let remedy = error.hint.clone().unwrap_or_default();
+        no_environment(error).hint(format!(
+            "{remedy}; or go on with --force-devices, for an image that only another host brings back (`mercury \
+             restore --as-guest`)"
+        ))
+    })
 }
 
 fn no_environment(mut error: Error) -> Error {
@@ -274,6 +280,7 @@ mod tests {
             for image in [None, Some(root.path().join("image"))] {
                 let error = memory_of_environment(image.as_deref(), None, &sysroot).expect_err("refused");
                 assert!(error.message.contains(expected), "{error}");
+                assert!(error.hint.is_some_and(|hint| hint.contains("--as-guest")), "no hint");
             }
             let told = prepared::refusals(&sysroot);
             assert!(matches!(told.as_slice(), [one] if one.message.contains(expected)), "{told:?}");
