@@ -43,8 +43,10 @@ pub fn run(arguments: &[OsString]) -> Result<ExitCode> {
     let Some(job) = Job::of(arguments) else { return start(&real, arguments) };
     let text = job.read(arguments)?;
     let insertions = rewrite::rewrite(&text, job.treatment);
-    let directory =
-        tempfile::tempdir().map_err(|error| Error::new(format!("cannot make a directory: {error}")))?;
+    let directory = tempfile::tempdir().map_err(|error| {
+        Error::new(format!("cannot make a directory: {error}"))
+            .hint("make room in /tmp, or name another directory in TMPDIR")
+    })?;
     let write = |name: &str, text: &[u8]| {
         let path = directory.path().join(name);
         fs::write(&path, text).map_err(|error| Error::file("write", &path, error)).map(|()| path)
@@ -87,9 +89,10 @@ impl Job {
         let Some(path) = path else {
             let mut text = Vec::new();
             let read = io::stdin().read_to_end(&mut text);
-            return read
-                .map(|_| text)
-                .map_err(|error| Error::new(format!("cannot read standard input: {error}")));
+            return read.map(|_| text).map_err(|error| {
+                Error::new(format!("cannot read standard input: {error}"))
+                    .hint("see what the compiler before it says, and build again")
+            });
         };
         fs::read(path).map_err(|error| Error::file("read", path, error))
     }
@@ -105,7 +108,10 @@ fn real() -> Result<PathBuf> {
     let found = env::split_paths(&path)
         .map(|directory| directory.join(NAME))
         .find(|file| file.is_file() && fs::canonicalize(file).ok() != own);
-    found.ok_or_else(|| Error::new(format!("there is no `{NAME}` in the search path; name it in {REAL}")))
+    found.ok_or_else(|| {
+        Error::new(format!("there is no `{NAME}` in the search path"))
+            .hint(format!("install binutils, or name the assembler in {REAL}"))
+    })
 }
 
 fn start(real: &Path, arguments: &[OsString]) -> Result<ExitCode> {

@@ -40,8 +40,10 @@ const KERNEL: &str = "vmlinux";
 pub fn run(arguments: &[OsString]) -> Result<ExitCode> {
     let own = own_path()?;
     let contents = fs::read(&own).map_err(|error| Error::file("read", &own, error))?;
-    let here =
-        env::current_dir().map_err(|error| Error::new(format!("cannot tell the directory: {error}")))?;
+    let here = env::current_dir().map_err(|error| {
+        Error::new(format!("cannot tell the directory: {error}"))
+            .hint("start it in the kernel's source, in a directory that is still there")
+    })?;
     let output = output(&here, arguments, |name| env::var_os(name));
     let directory = output.join(DIRECTORY).join(name(&contents));
     stand_in(&own, &directory)?;
@@ -102,7 +104,7 @@ fn modules(directory: &Path) -> Result<Vec<PathBuf>> {
 fn own_path() -> Result<PathBuf> {
     let named = || env::args_os().next().map(PathBuf::from).filter(|name| name.components().count() > 1);
     let found = env::current_exe().ok().or_else(|| fs::canonicalize(named()?).ok());
-    found.ok_or_else(|| Error::new("cannot find this program: call it by its path"))
+    found.ok_or_else(|| Error::new("cannot find this program").hint("call it by its path, or mount /proc"))
 }
 
 /// Makes the directory in which gcc finds its assembler.

@@ -244,7 +244,7 @@ fn save_all(all: &VecDeque<Vec<u8>>, to: &mut Writer) {
 }
 
 fn load_all(from: &mut Reader<'_>) -> Result<VecDeque<Vec<u8>>> {
-    let wrong = || Error::new("the saved state of the machine's agent makes no sense");
+    let wrong = || Error::state("the machine's agent");
     let count: usize = from.number()?;
     if count > MOST_WAITING {
         return Err(wrong());

@@ -124,7 +124,8 @@ pub fn open_disk(path: &Path, read_only: bool) -> Result<(File, u64)> {
     lock(&file, path, if read_only { libc::LOCK_SH } else { libc::LOCK_EX })?;
     let bytes = file.seek(SeekFrom::End(0)).map_err(|error| Error::file("measure the disk", path, error))?;
     if bytes < SECTOR {
-        return Err(Error::new(format!("the disk {} is empty", path.display())));
+        return Err(Error::new(format!("the disk {} is empty", path.display()))
+            .hint("`truncate -s 4G` gives the file a size, and `mkfs.ext4` a file system"));
     }
     if bytes % SECTOR != 0 {
         return Err(Error::new(format!(

@@ -25,6 +25,23 @@ impl Error {
         self
     }
 
+    /// Makes an error that only a mistake in this program causes.
+    pub fn bug(text: impl Into<String>) -> Self {
+        Self::new(text).hint("this is a bug: please report it, with the command and the kernel's version")
+    }
+
+    /// Makes an error about a thread that the host refuses.
+    pub fn thread(what: &str, error: &io::Error) -> Self {
+        Self::new(format!("cannot start a thread for {what}: {error}"))
+            .hint("the host limits your processes and threads: raise ulimit -u")
+    }
+
+    /// Makes an error about a part of a machine's saved state.
+    pub fn state(what: impl fmt::Display) -> Self {
+        Self::new(format!("the saved state of {what} makes no sense"))
+            .hint("restore the file with the version of this program that has saved it, or copy it again")
+    }
+
     /// Puts a subject before the text.
     #[must_use]
     pub fn about(mut self, what: impl fmt::Display) -> Self {

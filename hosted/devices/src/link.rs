@@ -82,7 +82,7 @@ impl Link {
     /// # Errors
     /// If there can be no thread.
     pub fn start(descriptor: OwnedFd, framing: Framing, waker: Waker) -> Result<Self> {
-        let wrong = |error| Error::new(format!("cannot start a thread for the network: {error}"));
+        let wrong = |error: io::Error| Error::thread("the network", &error);
         let file = File::from(descriptor);
         let shared = Arc::new(Shared {
             received: Mutex::default(),

@@ -80,7 +80,7 @@ impl<'a> Reader<'a> {
 }
 
 fn wrong() -> Error {
-    Error::new("the saved state of the machine makes no sense")
+    Error::state("the machine")
 }
 
 #[cfg(test)]

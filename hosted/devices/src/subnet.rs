@@ -111,7 +111,7 @@ impl Joined {
         let bell = port.bell().try_clone_to_owned().map_err(wrong)?;
         let shared = Arc::new(Shared { waits: false.into(), ended: false.into(), own: Bell::new()? });
         let listening = Listening { bell, shared: Arc::clone(&shared), waker: Arc::clone(&waker) };
-        let wrong = |error| Error::new(format!("cannot start a thread for the network: {error}"));
+        let wrong = |error: io::Error| Error::thread("the network", &error);
         start_thread("subnet", move || listening.listen()).map_err(wrong)?;
         let (plain, rooms, parts) = Default::default();
         Ok(SubnetCard { port, mac, is_copy, shared, waker, plain, rooms, parts })

@@ -182,7 +182,7 @@ impl Transport {
     /// # Errors
     /// If there can be no queue.
     pub fn new(device: Box<dyn Device>) -> Result<Self> {
-        let wrong = |error| Error::new(format!("cannot make a queue: {error}"));
+        let wrong = |error| Error::bug(format!("cannot make a queue: {error}"));
         let queue = |_| Queue::new(QUEUE_SIZE).map_err(wrong);
         let queues = (0..device.queues()).map(queue).collect::<Result<_>>()?;
         Ok(Self {
@@ -378,7 +378,7 @@ fn load_queue(queue: &mut Queue, from: &mut Reader<'_>) -> Result<()> {
         avail_ring: from.number()?,
         used_ring: from.number()?,
     };
-    let wrong = |error| Error::new(format!("the saved state of a queue makes no sense: {error}"));
+    let wrong = |error| Error::state(format_args!("a queue ({error})"));
     *queue = Queue::try_from(state).map_err(wrong)?;
     Ok(())
 }

@@ -94,7 +94,8 @@ fn cannot_read(error: io::Error) -> Error {
 pub fn load(file: &Path, life: &Life, base: &Image, room: &Room) -> Result<()> {
     let saved = Saved::open(file)?;
     if saved.life != *life {
-        return Err(Error::new(format!("{} is another machine's file", file.display())));
+        return Err(Error::new(format!("{} is another machine's file", file.display()))
+            .hint("put the file back that was written when the machine fell asleep"));
     }
     let own = File::from(room.own.as_fd().try_clone_to_owned().map_err(cannot_read)?);
     let mut places = vec![false; (base.size() / PAGE) as usize];

@@ -79,7 +79,8 @@ pub fn describe(memory: &Memory, line: &str) -> Result<()> {
     if line.len() > LONGEST_COMMAND_LINE {
         return Err(Error::new(format!(
             "the kernel's command line is longer than {LONGEST_COMMAND_LINE} bytes"
-        )));
+        ))
+        .hint("shorten what you give with --append, or read it from a file in the machine"));
     }
     let put = |offset: u64, bytes: &[u8]| memory.write(PARAMETERS + offset, bytes).ok_or_else(little);
     put(offset::BOOT_FLAG, &0xAA55_u16.to_le_bytes())?;
@@ -243,7 +244,7 @@ fn begin_at(machine: &Machine, rip: u64, stack: u64, base: u64) {
 pub fn stub(kernel: &Kernel, at: u64) -> Result<Vec<u8>> {
     use iced_x86::code_asm::{CodeAssembler, rdi};
     let wrong =
-        |error: iced_x86::IcedError| Error::new(format!("cannot make the code to start with: {error}"));
+        |error: iced_x86::IcedError| Error::bug(format!("cannot make the code to start with: {error}"));
     let mut assembler = CodeAssembler::new(64).map_err(wrong)?;
     assembler.call(load::address_of(kernel, "idt_setup_early_handler")?).map_err(wrong)?;
     assembler.mov(rdi, PARAMETERS).map_err(wrong)?;

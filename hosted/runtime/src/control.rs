@@ -74,7 +74,7 @@ impl Control {
         let (socket, wanted) = (opened.0.as_raw_fd(), Arc::new(AtomicI32::new(NOBODY)));
         let shared = Arc::clone(&wanted);
         start_thread("control", move || listen(&opened.0, &shared, &waker))
-            .map_err(|error| Error::new(format!("cannot start a thread for --control: {error}")))?;
+            .map_err(|error| Error::thread("--control", &error))?;
         Ok(Self { socket, wanted, life: random()? })
     }
 
@@ -342,13 +342,16 @@ fn clear(part: &Path) -> Result<Option<Left>> {
 
 /// Waits for the machine. Returns the head of what it sends.
 fn begin(machine: &mut UnixStream) -> Result<Head> {
-    let lost = |error: io::Error| Error::new(format!("the machine does not answer: {error}"));
+    let lost = |error: io::Error| {
+        Error::new(format!("the machine does not answer: {error}"))
+            .hint("nothing was saved; see what the machine has written, if it runs, and try again")
+    };
     let mut first = [0];
     machine.read_exact(&mut first).map_err(lost)?;
     if first[0] != SAVED {
         let mut why = String::new();
         machine.read_to_string(&mut why).map_err(lost)?;
-        return Err(Error::new(why));
+        return Err(Error::new(why).hint("nothing was saved, and the machine runs on"));
     }
     Head::read(machine).map_err(lost)
 }

@@ -115,7 +115,10 @@ impl Image {
     /// As for [`Self::new`], or if the host refuses a file.
     pub fn with_state(files: Vec<OwnedFd>, runs: Vec<Run>, images: Vec<Run>, state: &[u8]) -> Result<Self> {
         let file = File::from(new_file(c"mercury-state", 0, 0)?);
-        file.write_all_at(state, 0).map_err(|error| Error::new(format!("cannot keep a state: {error}")))?;
+        file.write_all_at(state, 0).map_err(|error| {
+            Error::new(format!("cannot keep a state: {error}"))
+                .hint("the host may have no memory: end a machine, or try again")
+        })?;
         Self::new(files.into_iter().map(Arc::new).collect(), runs, images, file)
     }
 

@@ -71,7 +71,10 @@ pub fn address_of(kernel: &Kernel, symbol: &str) -> Result<u64> {
 }
 
 fn physical_of(kernel: &Kernel, symbol: &str) -> Result<u64> {
-    let missing = || Error::new(format!("the kernel's {symbol} is not loaded"));
+    let missing = || {
+        Error::new(format!("the kernel's {symbol} is not loaded"))
+            .hint("use a vmlinux as `afterburner make` has built it, which is not stripped")
+    };
     kernel.physical(kernel.symbol(symbol)?).ok_or_else(missing)
 }
 
@@ -96,7 +99,9 @@ pub fn load(kernel: &Kernel, memory: &Memory, isolation: Isolation) -> Result<Lo
         guard_accesses(kernel, memory, &mut loaded, &hooked, &fixed)?;
     }
     if loaded.thunks.len() as u64 > THUNKS_SIZE {
-        return Err(Error::new("the kernel has too many slots"));
+        return Err(Error::new("the kernel has too many slots").hint(
+            "switch parts of the kernel off in its configuration, or make them modules, and build it again",
+        ));
     }
     (loaded.root, loaded.constants, loaded.relocated) = (root, constants, kernel.relocations.len());
     Ok(loaded)

@@ -157,7 +157,7 @@ fn read_initramfs(options: &Options) -> Result<Vec<u8>> {
 fn account_for(kernel: &Path) -> Result<()> {
     const HOW: &str =
         "list all errors with `afterburner verify`, and build the kernel with `afterburner make`";
-    let account = verify::verify(kernel).map_err(|error| Error::new(error.to_string()).hint(HOW))?;
+    let account = verify::verify(kernel).map_err(|error| Error::new(error.message()).hint(HOW))?;
     let Some(first) = account.findings.first() else { return Ok(()) };
     let others = match account.findings.len() - 1 {
         0 => String::new(),

@@ -645,7 +645,9 @@ fn prepare_processor(
 fn place_code(code: &[u8]) -> Result<()> {
     let to: *mut u8 = std::ptr::with_exposed_provenance_mut(THUNKS as usize);
     if code.len() as u64 > THUNKS_SIZE {
-        return Err(Error::new("the kernel has too many slots"));
+        return Err(Error::new("the kernel has too many slots").hint(
+            "switch parts of the kernel off in its configuration, or make them modules, and build it again",
+        ));
     }
     process::map_private(THUNKS, THUNKS_SIZE, libc::PROT_READ | libc::PROT_WRITE)?;
     // SAFETY: The range was mapped above, and the code fits.
@@ -775,7 +777,7 @@ fn without_randomization() -> Result<()> {
     let words: std::result::Result<Vec<CString>, _> = std::env::args_os()
         .map(|word| CString::new(std::os::unix::ffi::OsStringExt::into_vec(word)))
         .collect();
-    let words = words.map_err(|_| Error::new("an argument contains a zero byte"))?;
+    let words = words.map_err(|_| Error::bug("an argument contains a zero byte"))?;
     let pointers: Vec<*const libc::c_char> =
         words.iter().map(|word| word.as_ptr()).chain([std::ptr::null()]).collect();
     // SAFETY: The list of strings ends with a null pointer.

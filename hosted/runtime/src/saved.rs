@@ -141,7 +141,8 @@ impl Facts {
             return Err(Error::new(
                 "the saved machine has another number of processors, or a debugger, or the host \
                  had no room for its processes",
-            ));
+            )
+            .hint("restore it with the same --cpus, without --gdb, and end other machines for room"));
         }
         if from.bytes()? != self.code {
             return Err(Error::new(
@@ -343,7 +344,8 @@ impl Saved {
         let mut head = Head([0; HEAD]);
         file.read_exact_at(&mut head.0, 0).map_err(|_| damaged())?;
         if !head.is_saved_machine() {
-            return Err(Error::new(format!("{} is no saved machine", path.display())));
+            return Err(Error::new(format!("{} is no saved machine", path.display()))
+                .hint("name a file that `mercury hosted save` has written"));
         }
         if !is_sealed(&file, length).map_err(wrong)? {
             return Err(damaged());

@@ -210,7 +210,10 @@ impl Original {
         begin: impl FnOnce(&mut Options) -> Result<()>,
     ) -> Result<Infallible> {
         begin(&mut self.options)?;
-        let state = image.state().map_err(|error| Error::new(format!("cannot read the state: {error}")))?;
+        let state = image.state().map_err(|error| {
+            Error::new(format!("cannot read the state: {error}"))
+                .hint("the host may have no memory: end a machine, or try again")
+        })?;
         let link = pair.into_link();
         let files = image.files().iter().map(|file| file.as_raw_fd());
         let disks = Arc::new(self.disks.again()?);

@@ -204,7 +204,7 @@ pub struct Gates {
 /// If the assembler does not like it.
 pub fn gates(place: u64, exit: usize) -> Result<(Gates, Vec<u8>)> {
     use iced_x86::code_asm::{r11, r11d, rcx};
-    let wrong = |error: iced_x86::IcedError| Error::new(format!("the code for system calls: {error}"));
+    let wrong = |error: iced_x86::IcedError| Error::bug(format!("the code for system calls: {error}"));
     const SET: i32 = 0x202;
     // Those that a system call keeps for a program.
     const KEPT: i32 = (VISIBLE | NESTED) as i32;
@@ -286,7 +286,7 @@ pub fn prepare_tables() {
 /// If an address is out of an instruction's reach.
 pub fn site(displaced: &[u8], page: u64, behind: u32, place: u64, system_call: u64) -> Result<Vec<u8>> {
     const LENGTH: u64 = 28;
-    let far = |_| Error::new("the code for a system call: an address is out of reach");
+    let far = |_| Error::bug("the code for a system call: an address is out of reach");
     let absolute = |address: u64| i32::try_from(address).map(i32::to_le_bytes).map_err(far);
     let end = place + displaced.len() as u64 + LENGTH;
     let distance = i32::try_from(system_call.wrapping_sub(end).cast_signed()).map_err(far)?;
@@ -317,7 +317,7 @@ pub fn site(displaced: &[u8], page: u64, behind: u32, place: u64, system_call: u
 /// If the assembler does not like it.
 pub fn access(displaced: &[Instruction], place: u64, number: usize) -> Result<(Thunk, Vec<u64>)> {
     let address = displaced.first().map_or(0, Instruction::ip);
-    let wrong = |error: iced_x86::IcedError| Error::new(format!("the code at {address:#x}: {error}"));
+    let wrong = |error: iced_x86::IcedError| Error::bug(format!("the code at {address:#x}: {error}"));
     let mut assembler = CodeAssembler::new(64).map_err(wrong)?;
     let mut labels: Vec<_> = displaced.iter().map(|_| assembler.create_label()).collect();
     let mut all = || -> std::result::Result<(), iced_x86::IcedError> {
@@ -353,7 +353,7 @@ pub fn hook(
     number: usize,
     hole: &Range<u64>,
 ) -> Result<Option<(Thunk, usize)>> {
-    let wrong = |error: iced_x86::IcedError| Error::new(format!("the function at {address:#x}: {error}"));
+    let wrong = |error: iced_x86::IcedError| Error::bug(format!("the function at {address:#x}: {error}"));
     let stays = |one: &Instruction| one.flow_control() != FlowControl::Next || one.is_ip_rel_memory_operand();
     let Some((displaced, length)) = beginning(code, address, stays) else { return Ok(None) };
     let mut assembler = CodeAssembler::new(64).map_err(wrong)?;
@@ -439,7 +439,7 @@ pub fn search_beside(
     place: u64,
 ) -> Result<Option<(Thunk, usize)>> {
     use iced_x86::code_asm::{r11, r12, r13, rbp, rbx, rdi};
-    let wrong = |error: iced_x86::IcedError| Error::new(format!("the function at {address:#x}: {error}"));
+    let wrong = |error: iced_x86::IcedError| Error::bug(format!("the function at {address:#x}: {error}"));
     let stays = |one: &Instruction| {
         let leads_back = (address..address + HOOK_LENGTH as u64).contains(&one.near_branch_target());
         let may_move = matches!(one.flow_control(), FlowControl::Next | FlowControl::ConditionalBranch);
@@ -520,7 +520,7 @@ pub fn search_beside(
 /// If the assembler does not like it.
 pub fn stand_in(instruction: &Instruction, place: u64) -> Result<Vec<u8>> {
     let wrong = |error: iced_x86::IcedError| {
-        Error::new(format!("the instruction at {:#x}: {error}", instruction.ip()))
+        Error::bug(format!("the instruction at {:#x}: {error}", instruction.ip()))
     };
     let mut assembler = CodeAssembler::new(64).map_err(wrong)?;
     assembler.add_instruction(*instruction).map_err(wrong)?;
@@ -542,7 +542,7 @@ struct Builder<'a> {
 /// # Errors
 /// If the slot is not what its records say.
 pub fn build(slot: &Slot<'_>, at: u64, first: usize) -> Result<Thunk> {
-    let wrong = |error: iced_x86::IcedError| Error::new(format!("the slot at {:#x}: {error}", slot.address));
+    let wrong = |error: iced_x86::IcedError| Error::bug(format!("the slot at {:#x}: {error}", slot.address));
     let assembler = CodeAssembler::new(64).map_err(wrong)?;
     let mut builder = Builder { assembler, exits: Vec::new(), first, slot };
     builder.all().map_err(wrong)?;

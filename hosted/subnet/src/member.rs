@@ -64,9 +64,14 @@ pub fn join(
                 let text = format!("the keeper of subnet {name} was ended while machines are on it");
                 return Err(Error::new(text).hint("end these machines, or choose another name"));
             }
-            start()
-                .map_err(|error| Error::new(format!("cannot start the keeper of subnet {name}: {error}")))?;
-            let gone = || Error::new(format!("the keeper of subnet {name} has ended at once"));
+            start().map_err(|error| {
+                Error::new(format!("cannot start the keeper of subnet {name}: {error}"))
+                    .hint("the host limits your processes or memory: raise ulimit -u, or end a machine")
+            })?;
+            let gone = || {
+                Error::new(format!("the keeper of subnet {name} has ended at once"))
+                    .hint("its reason is written above: mend that, and start the machine again")
+            };
             reach(&path)?.ok_or_else(gone)?
         }
     };

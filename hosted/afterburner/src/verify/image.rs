@@ -88,6 +88,9 @@ const APART: u64 = 1 << 32;
 const DESCRIPTIVE: &[&str] =
     &[".orc_unwind", ".debug", ".stab", ".eh_frame", ".discard", ".comment", ".note", ".gnu"];
 
+/// The remedy for a file that is damaged, or that another version has built.
+const AGAIN: &str = "build it again with `afterburner make` of this version";
+
 impl Image {
     /// Reads a kernel or module from a file.
     ///
@@ -95,7 +98,7 @@ impl Image {
     /// The file cannot be read, is no x86-64 ELF file, or has records of another version.
     pub fn read(path: &Path) -> Result<Self> {
         let bytes = fs::read(path).map_err(|error| Error::file("read", path, error))?;
-        Self::parse(&bytes).map_err(|error| Error::new(format!("{}: {error}", path.display())))
+        Self::parse(&bytes).map_err(|error| error.about(path.display()))
     }
 
     /// Parses a kernel or module in memory.
@@ -103,10 +106,11 @@ impl Image {
     /// # Errors
     /// As for [`Image::read`].
     pub fn parse(bytes: &[u8]) -> Result<Self> {
-        let not_elf = |error| Error::new(format!("the file is no kernel and no module: {error}"));
+        const KIND: &str = "name a vmlinux or a .ko file for x86-64; a bzImage is compressed";
+        let not_elf = |error| Error::new(format!("the file is no kernel and no module: {error}")).hint(KIND);
         let file = object::File::parse(bytes).map_err(not_elf)?;
         if file.architecture() != Architecture::X86_64 || file.format() != object::BinaryFormat::Elf {
-            return Err(Error::new("the file is no ELF file for x86-64"));
+            return Err(Error::new("the file is no ELF file for x86-64").hint(KIND));
         }
         let placed = Placed::new(&file);
         let records = placed.records(&file)?;
@@ -179,12 +183,14 @@ impl Placed {
     ) -> Result<Vec<Code>> {
         let mut all = Vec::new();
         for section in file.sections().filter(wanted) {
-            let bytes =
-                section.data().map_err(|error| Error::new(format!("a section cannot be read: {error}")))?;
+            let unreadable = |error| Error::new(format!("a section cannot be read: {error}")).hint(AGAIN);
+            let bytes = section.data().map_err(unreadable)?;
             let name = section.name().unwrap_or_default().to_owned();
             let address = self.base(section.index());
             if address.checked_add(bytes.len() as u64).is_none() {
-                return Err(Error::new(format!("the section {name} ends beyond the address space")));
+                return Err(
+                    Error::new(format!("the section {name} ends beyond the address space")).hint(AGAIN)
+                );
             }
             all.push(Code { name, address, bytes: bytes.to_vec() });
         }
@@ -216,11 +222,9 @@ impl Placed {
 
     fn records(&self, file: &object::File<'_>) -> Result<Vec<Record>> {
         let Some(section) = file.section_by_name(SECTION) else { return Ok(Vec::new()) };
-        let bad = || Error::new(format!("{SECTION} does not hold records of this version"));
-        let mut bytes = section
-            .uncompressed_data()
-            .map_err(|error| Error::new(format!("{SECTION} cannot be read: {error}")))?
-            .into_owned();
+        let bad = || Error::new(format!("{SECTION} does not hold records of this version")).hint(AGAIN);
+        let unreadable = |error| Error::new(format!("{SECTION} cannot be read: {error}")).hint(AGAIN);
+        let mut bytes = section.uncompressed_data().map_err(unreadable)?.into_owned();
         if !self.linked {
             self.relocate(file, &section, &mut bytes)?;
         }
@@ -251,7 +255,8 @@ impl Placed {
             match (place, target) {
                 (Some(place), Some(target)) => *place = target.to_le_bytes(),
                 _ => {
-                    return Err(Error::new(format!("{SECTION} has an unknown relocation at {offset:#x}")));
+                    let text = format!("{SECTION} has an unknown relocation at {offset:#x}");
+                    return Err(Error::new(text).hint(AGAIN));
                 }
             }
         }

@@ -81,7 +81,8 @@ pub fn verify(path: &Path) -> Result<Account> {
         return Err(Error::new(format!(
             "{}: there is no section {SECTION}: the file was not pre-virtualized, or was stripped",
             path.display()
-        )));
+        ))
+        .hint("build it with `afterburner make`, and name the file in the build's directory"));
     }
     Ok(account)
 }

@@ -30,7 +30,7 @@ pub fn run(files: &[PathBuf], json: bool) -> Result<ExitCode> {
     } else {
         accounts.iter().try_for_each(|account| out.write_all(page(account).as_bytes()))
     };
-    said.map_err(|error| Error::new(format!("cannot write: {error}")))?;
+    said.map_err(|error| cannot_write(&error))?;
     let clean = accounts.iter().all(|account| account.findings.is_empty());
     Ok(if clean { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
@@ -169,11 +169,18 @@ pub fn list(file: &Path, json: bool) -> Result<ExitCode> {
     for record in &image.records {
         let listed = Listed::new(&image, record);
         let text = if json { to_json(&listed)? } else { listed.line() };
-        writeln!(out, "{text}").map_err(|error| Error::new(format!("cannot write: {error}")))?;
+        writeln!(out, "{text}").map_err(|error| cannot_write(&error))?;
     }
     Ok(ExitCode::SUCCESS)
 }
 
+fn cannot_write(error: &io::Error) -> Error {
+    Error::new(format!("cannot write: {error}"))
+        .hint("the program that reads the output may have ended, or its disk is full")
+}
+
 fn to_json(value: &impl Serialize) -> Result<String> {
-    serde_json::to_string(value).map_err(|error| Error::new(error.to_string()))
+    let wrong =
+        |error: serde_json::Error| Error::new(error.to_string()).hint("this is a bug: please report it");
+    serde_json::to_string(value).map_err(wrong)
 }

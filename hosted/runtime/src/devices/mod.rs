@@ -98,7 +98,8 @@ impl Slots {
         agent: Agent,
     ) -> Result<Self> {
         if disks.len() + memory.len() > DISK_LINES.len() {
-            return Err(Error::new(format!("a machine has {} disks at most", DISK_LINES.len())));
+            return Err(Error::new(format!("a machine has {} disks at most", DISK_LINES.len()))
+                .hint("leave disks out, or put two on one as partitions"));
         }
         let mut slots: Vec<(Box<dyn Device>, u8)> = Vec::new();
         let disks = disks.into_iter().map(|disk| Box::new(disk) as Box<dyn Device>);
@@ -360,7 +361,7 @@ fn window(memory: &Memory) -> u64 {
 
 /// Returns the guest's memory as devices see it.
 fn view(memory: &Memory) -> Result<View> {
-    let wrong = |what: &str| Error::new(format!("cannot give devices the guest's memory: {what}"));
+    let wrong = |what: &str| Error::bug(format!("cannot give devices the guest's memory: {what}"));
     let start = memory.pointer(0, memory.size()).ok_or_else(|| wrong("there is none"))?;
     let protection = libc::PROT_READ | libc::PROT_WRITE;
     // SAFETY: The guest's memory is mapped there for as long as the process lives.
@@ -415,7 +416,8 @@ impl Alarm {
         };
         if made != 0 {
             let error = io::Error::last_os_error();
-            return Err(crate::error::Error::new(format!("cannot make a timer: {error}")));
+            return Err(crate::error::Error::new(format!("cannot make a timer: {error}"))
+                .hint("the host limits your timers: raise ulimit -i"));
         }
         Ok(Self { timer, set_for: 0 })
     }

@@ -41,7 +41,7 @@ impl Channel {
         let (low, latched) = (has_low.then_some(low), is_latched.then_some(latched));
         let started = has_started.then(|| now.saturating_sub(ago));
         if has_started && !(1..=0x1_0000).contains(&reload) {
-            return Err(Error::new("the saved state of the timer makes no sense"));
+            return Err(Error::state("the timer"));
         }
         Ok(Self { mode, access, low, reload, started, latched, read_high })
     }

@@ -48,7 +48,10 @@ pub fn open(option: &GdbOption) -> Result<Opened> {
     let socket = match &option.address {
         Address::Path(path) => listen_at(path)?,
         Address::Port(port) => TcpListener::bind((Ipv4Addr::LOCALHOST, *port))
-            .map_err(|error| Error::new(format!("cannot listen at port {port}: {error}")))?
+            .map_err(|error| {
+                Error::new(format!("cannot listen at port {port}: {error}"))
+                    .hint("choose a free port above 1023, or the path of a socket")
+            })?
             .into(),
     };
     Ok(Opened { socket, waits: option.waits })
@@ -107,8 +110,7 @@ impl Listener {
         let (process, listener) = unsafe { (libc::getpid(), libc::gettid()) };
         let number = socket.as_raw_fd();
         let waiting = Waiting { socket, shared: Arc::clone(&shared), process, listener };
-        start_thread("gdb", move || waiting.wait())
-            .map_err(|error| Error::new(format!("cannot start a thread for gdb: {error}")))?;
+        start_thread("gdb", move || waiting.wait()).map_err(|error| Error::thread("gdb", &error))?;
         Ok(Self { socket: number, shared })
     }
 

@@ -164,7 +164,8 @@ impl Memory {
     /// If the host does not open `/dev/null`, which stands for the file.
     #[cfg(miri)]
     pub fn new(size: u64) -> Result<Self> {
-        let file = std::fs::File::open("/dev/null").map_err(|error| Error::new(error.to_string()))?;
+        let file = std::fs::File::open("/dev/null")
+            .map_err(|error| Error::file("open", std::path::Path::new("/dev/null"), error))?;
         let window = without_host(size as usize).expose_provenance();
         Ok(Self { file: file.into(), size, window, layers: None, disks: no_disks(size) })
     }

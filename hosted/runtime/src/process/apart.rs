@@ -149,7 +149,7 @@ pub fn apart(work: impl FnOnce(&mut Parcel) -> Result<()>) -> Result<Parcel> {
     match (libc::WIFEXITED(status), libc::WEXITSTATUS(status)) {
         (true, 0) => Ok(parcel),
         (true, FAILED) => Err(parcel.take_error()?),
-        (true, other) => Err(Error::new(format!("the process that loads the kernel ends with {other}"))),
+        (true, other) => Err(Error::bug(format!("the process that loads the kernel ends with {other}"))),
         (false, _) => {
             let signal = libc::WTERMSIG(status);
             let hint = match signal {

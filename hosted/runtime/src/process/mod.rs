@@ -275,7 +275,7 @@ impl<T> Common<T> {
         // SAFETY: The memory was mapped above, is large enough, starts at a page, and has no other
         // owner.
         unsafe { memory.write(value) };
-        NonNull::new(memory).map(Self).ok_or_else(|| Error::new("the host maps memory at 0"))
+        NonNull::new(memory).map(Self).ok_or_else(|| Error::bug("the host maps memory at 0"))
     }
 
     /// Turns the value into a shared reference.
