@@ -46,8 +46,10 @@ pub fn join(
 ) -> Result<Membership> {
     folder.make()?;
     let starting = folder.start_lock(name)?;
-    let locked = lock_within(&starting, LOCK_PATIENCE)
-        .map_err(|error| Error::new(format!("cannot lock a file of the subnet {name}: {error}")))?;
+    let locked = lock_within(&starting, LOCK_PATIENCE).map_err(|error| {
+        Error::new(format!("cannot lock a file of the subnet {name}: {error}"))
+            .hint("the folder of subnets has to be on a file system with locks: set XDG_RUNTIME_DIR to one")
+    })?;
     if !locked {
         let seconds = LOCK_PATIENCE.as_secs();
         let text = format!("another machine that joins subnet {name} has held its lock for {seconds} s");
