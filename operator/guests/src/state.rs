@@ -253,6 +253,12 @@ impl Guest {
         pipe.write_all(format!("{word}\n").as_bytes())
     }
 
+    /// Returns the guest's monitor if a signal or a debugger has stopped it: it answers nothing then.
+    #[must_use]
+    pub fn stopped_monitor(&self) -> Option<Holder> {
+        Holder::of_folder(&self.path).filter(|holder| holder.is_stopped)
+    }
+
     /// Returns true if the guest's monitor lives.
     ///
     /// # Errors
@@ -643,6 +649,14 @@ mod tests {
         let path = place.path().join("killed");
         assert!(comes(|| path.join(CONSOLE).exists()));
         assert!(is_locked(&path).unwrap() && root.claim(&name).unwrap().is_none());
+        let guest = Guest { status: status(&name), path: path.clone() };
+        assert_eq!(guest.stopped_monitor(), None);
+        // SAFETY: The process is a child that was not waited for.
+        unsafe { libc::kill(child, libc::SIGSTOP) };
+        // File systems of several layers have other numbers.
+        let is_named = |holder: Holder| holder.pid == child.cast_unsigned();
+        let is_seen = || guest.stopped_monitor().is_some_and(is_named);
+        assert!(Holder::of_folder(&path).is_none() || comes(is_seen));
         // SAFETY: The process is a child that was not waited for.
         unsafe { libc::kill(child, libc::SIGKILL) };
         assert!(comes(|| !path.exists()), "the folder is left");

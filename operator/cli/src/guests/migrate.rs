@@ -4,7 +4,7 @@
 //! there. That command answers by the same way, a line of JSON for each message. Each has the random name of
 //! the order, so that answers to an earlier order mean nothing.
 
-use super::find;
+use super::find_awake;
 use crate::shared::TokenArg;
 use clap::Args;
 use mercury_control::{
@@ -64,7 +64,7 @@ pub struct MigrateArgs {
 pub fn migrate(root: &Root, args: &MigrateArgs, say: Say<'_>) -> Result<Moved> {
     let number = random::<16>()?.map(|byte| format!("{byte:02x}")).concat();
     let order = order(args, &number)?;
-    let guest = find(root, &args.name)?;
+    let guest = find_awake(root, &args.name)?;
     let name = &args.name;
     let unreachable = |error: io::Error| {
         Error::new(Exit::Failed, format!("cannot reach the monitor of {name}: {error}"))

@@ -15,7 +15,7 @@ use mercury_control::{
     output::{Format, Render, Text},
     say::Say,
 };
-use mercury_guests::{Guest, Name, Phase, Root, Status};
+use mercury_guests::{Guest, Name, Phase, Root, Status, held::Holder};
 use mercury_relocation::plain::plain;
 use rustix::{
     io::Errno,
@@ -157,13 +157,24 @@ fn find(root: &Root, name: &Name) -> Result<Guest> {
     })
 }
 
+/// Finds a guest whose monitor can answer.
+fn find_awake(root: &Root, name: &Name) -> Result<Guest> {
+    let guest = find(root, name)?;
+    guest.stopped_monitor().map_or(Ok(guest), |monitor| Err(is_stopped(name, &monitor)))
+}
+
+fn is_stopped(name: &Name, monitor: &Holder) -> Error {
+    Error::new(Exit::Busy, format!("the monitor of {name} answers nothing: {monitor}"))
+        .hint(format!("let it go on with `kill -CONT {}`", monitor.pid))
+}
+
 fn unreadable(root: &Root, error: &io::Error) -> Error {
     Error::new(Exit::Failed, format!("cannot read the state of guests in {}: {error}", root.path().display()))
         .hint("run this as the user who runs the guests")
 }
 
 fn visit(root: &Root, name: &Name, say: Say<'_>) -> Result<Exit> {
-    let guest = find(root, name)?;
+    let guest = find_awake(root, name)?;
     let failed = |error: io::Error| {
         Error::new(Exit::Failed, format!("cannot reach the console of {name}: {error}"))
             .hint("a guest has a console here if it was started with --console socket")
@@ -323,6 +334,22 @@ mod tests {
         };
         folder.write(&status).unwrap();
         folder
+    }
+
+    #[test]
+    fn a_monitor_that_is_stopped_is_named() {
+        let monitor = Holder { pid: 77, program: "mercury-guest".into(), is_stopped: true };
+        let error = is_stopped(&"db".parse().unwrap(), &monitor);
+        assert_eq!(error.exit, Exit::Busy);
+        assert!(
+            error.message.contains("of db answers nothing: process 77 (mercury-guest, stopped)"),
+            "{error}"
+        );
+        assert!(error.hint.unwrap().contains("kill -CONT 77"));
+        let folder = tempfile::tempdir().unwrap();
+        let root = Root::at(folder.path());
+        let _held = held(&root, 7);
+        assert!(find_awake(&root, &"db".parse().unwrap()).is_ok());
     }
 
     #[test]
