@@ -2,8 +2,8 @@
 //! QEMU on the same host. Both have the same kernel, the same memory and the same disk, on NVMe, and their
 //! flushes are the host's.
 //!
-//! The cost is in instructions: those of the monitor's process, with its guest and with KVM's work for it, on a
-//! host with one CPU that counts them. Time in which the process waits does not count.
+//! The cost is in instructions: those of the monitor's process, with its guest and with KVM's work for it, on
+//! a host with one CPU that counts them. Time in which the process waits does not count.
 
 use std::time::Duration;
 
