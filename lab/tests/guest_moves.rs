@@ -262,7 +262,9 @@ fn a_machine_comes_back_after_two_checkpoints_and_two_lives_as_a_guest() -> Resu
     let host = switch.boot_other(switch.plug_instead(host))?;
     as_guest::bridge(&host, "10.9.0.3")?;
     let (image, other) = (virtio_disk(&host, "image")?, virtio_disk(&host, "mercury-disk0")?);
-    let guest = Guest::start_from(&host, &image, &format!("{NETWORK} --disk {other}"))?;
+    // Both guests have the same virtio devices: the kernel in the second image drives those of the first.
+    let options = format!("{NETWORK} --disk {other}");
+    let guest = Guest::start_from(&host, &image, &options)?;
     is_well(&guest, &boot_id)?;
     talks(&guest, &switch.peer)?;
     // The second image is of a machine whose hardware is the monitor's.
@@ -274,7 +276,7 @@ fn a_machine_comes_back_after_two_checkpoints_and_two_lives_as_a_guest() -> Resu
     })?;
     assert!(said.contains("powered-off"), "{said}");
 
-    let guest = Guest::start_from(&host, &other, NETWORK)?;
+    let guest = Guest::start_from(&host, &other, &options)?;
     is_well(&guest, &boot_id)?;
     talks(&guest, &switch.peer)?;
     let repaired = switch.boot_other(at_its_place(metal(kernel, 1)))?;

@@ -104,8 +104,51 @@ pub struct Board<'a> {
 #[derive(Debug)]
 struct Slot {
     transport: Transport,
+    /// Number of its window.
+    place: u64,
     line: u32,
     number: u32,
+}
+
+/// Windows and interrupts for virtio devices. A kernel that was a guest before, with other devices, drives
+/// those that it finds at the same windows, and lets the others go. So a window is always of one kind of
+/// device.
+struct Places {
+    lines: Vec<u32>,
+    taken: Vec<u64>,
+}
+
+impl Places {
+    /// Windows of the network card and of the source of random numbers, by the kind's number in the standard.
+    const FIXED: [(u32, u64); 2] = [(1, 0), (4, 1)];
+    /// Place of the doorbell's line among the free ones: after those of the fixed windows.
+    const DOORBELL: u64 = 2;
+
+    /// Takes a window and a line for a device of this kind.
+    fn take(&mut self, number: u32) -> Option<(u64, u32)> {
+        let fixed = Self::FIXED.iter().find(|(kind, _)| *kind == number).map(|(_, place)| *place);
+        let others = Self::DOORBELL..GUEST_SLOTS_MAX as u64;
+        let place = fixed.into_iter().chain(others).find(|place| !self.taken.contains(place))?;
+        // The last device may take the doorbell's line: then nobody can order a move.
+        let line = self.line_of(place).or_else(|| {
+            let is_last = self.line_of(place - 1).is_some() && self.doorbell().is_some();
+            is_last.then(|| self.lines[Self::DOORBELL as usize])
+        })?;
+        self.taken.push(place);
+        Some((place, line))
+    }
+
+    /// Returns the line of a window. Those beyond the doorbell's are one further.
+    fn line_of(&self, place: u64) -> Option<u32> {
+        let at = place + u64::from(place >= Self::DOORBELL);
+        self.lines.get(usize::try_from(at).ok()?).copied()
+    }
+
+    /// Returns the doorbell's line, if no device has taken it.
+    fn doorbell(&self) -> Option<u32> {
+        let is_taken = self.taken.iter().any(|place| self.line_of(*place).is_none());
+        self.lines.get(Self::DOORBELL as usize).copied().filter(|_| !is_taken)
+    }
 }
 
 /// A serial port, and what is connected to it.
@@ -178,17 +221,19 @@ impl Platform {
             let is_own = board.locals.iter().any(|local| local.line == Some(*line));
             *line != tables.ports.interrupt && !tables.overridden.contains(line) && !is_own
         };
-        let mut free = FREE_LINES.into_iter().filter(is_free);
+        let mut places =
+            Places { lines: FREE_LINES.into_iter().filter(is_free).collect(), taken: Vec::new() };
         let mut slots = Vec::new();
         for device in devices {
-            let line = free.next().filter(|_| slots.len() < GUEST_SLOTS_MAX).ok_or_else(|| {
-                let text = format!("a guest has at most {} devices", slots.len());
+            let number = device.number();
+            let (place, line) = places.take(number).ok_or_else(|| {
+                let text = format!("a guest has at most {} devices of these kinds", slots.len());
                 Error::new(Exit::Failed, text).hint("give it fewer with --disk")
             })?;
-            let number = device.number();
-            slots.push(Slot { transport: Transport::new(device).map_err(crate::run::failed)?, line, number });
+            let transport = Transport::new(device).map_err(crate::run::failed)?;
+            slots.push(Slot { transport, place, line, number });
         }
-        let doorbell = Doorbell::new(orders, free.next());
+        let doorbell = Doorbell::new(orders, places.doorbell());
         let port = |(wire, line)| Port { serial: Serial::default(), wire, line, is_high: false };
         let serials = wires.into_iter().zip(SERIAL_LINES).map(port);
         Ok(Self {
@@ -223,10 +268,9 @@ impl Platform {
             doorbell_gsi: self.doorbell.line.unwrap_or(0),
             reserved: 0,
         };
-        let windows = (WINDOWS.start..WINDOWS.end).step_by(PAGE_BYTES as usize);
-        for ((entry, slot), window_phys) in description.slots.iter_mut().zip(&self.slots).zip(windows) {
+        for (entry, slot) in description.slots.iter_mut().zip(&self.slots) {
             *entry = GuestSlot {
-                window_phys,
+                window_phys: WINDOWS.start + slot.place * PAGE_BYTES,
                 window_bytes: WINDOW as u32,
                 gsi: slot.line,
                 device: slot.number,
@@ -339,8 +383,8 @@ impl Platform {
 
     fn slot_at(&self, phys: u64) -> Option<(usize, u64)> {
         let offset = phys.checked_sub(WINDOWS.start)?;
-        let slot = usize::try_from(offset / WINDOW).ok()?;
-        (slot < self.slots.len()).then_some((slot, offset % WINDOW))
+        let slot = self.slots.iter().position(|slot| slot.place == offset / WINDOW)?;
+        Some((slot, offset % WINDOW))
     }
 
     /// Takes events from outside: typed bytes, frames of the network, answers of disks.
@@ -433,10 +477,38 @@ mod tests {
         assert_eq!((description.magic, description.count), (MERCURY_GUEST_MAGIC, 2));
         let [first, second, third, ..] = description.slots;
         // The firmware describes 5 otherwise, and 9 is its own.
-        assert_eq!((first.window_phys, first.gsi, first.device), (WINDOWS.start, 10, 4));
-        assert_eq!((second.window_phys, second.gsi), (WINDOWS.start + 0x1000, 11));
-        assert_eq!(third, GuestSlot::default());
-        assert!(platform(10).0.unwrap_err().message.contains("at most 9"));
+        assert_eq!((first.window_phys, first.gsi, first.device), (WINDOWS.start + 0x1000, 11, 4));
+        assert_eq!((second.window_phys, second.gsi), (WINDOWS.start + 0x2000, 6));
+        assert_eq!((third, description.doorbell_gsi), (GuestSlot::default(), 7));
+        assert!(platform(10).0.unwrap_err().message.contains("at most 8"));
+    }
+
+    /// A guest's image may go on with other devices than it was written with. A driver must not find another
+    /// kind of device at its window, with or without a network card and whatever disks there are.
+    #[test]
+    fn each_kind_of_device_has_its_own_windows_and_lines() {
+        let [net, disk, random] = [1, 2, 4];
+        let places = |kinds: &[u32]| {
+            let mut places = Places { lines: (50..59).collect(), taken: Vec::new() };
+            let taken: Vec<_> = kinds.iter().map(|kind| places.take(*kind)).collect();
+            (taken, places.doorbell())
+        };
+        let (own, random_s) = ((0, 50), (1, 51));
+        let expect = |kinds: &[u32], expected: &[(u64, u32)]| {
+            let expected: Vec<_> = expected.iter().copied().map(Some).collect();
+            assert_eq!(places(kinds), (expected, Some(52)), "{kinds:?}");
+        };
+        expect(&[net, random], &[own, random_s]);
+        expect(&[random], &[random_s]);
+        expect(&[net, disk, disk, random], &[own, (2, 53), (3, 54), random_s]);
+        expect(&[disk, random], &[(2, 53), random_s]);
+        // As many devices as there are lines, without a line for the doorbell then.
+        let (taken, doorbell) = places(&[net, disk, disk, disk, disk, disk, disk, disk, random]);
+        let mut lines: Vec<u32> = taken.iter().map(|one| one.unwrap().1).collect();
+        lines.sort_unstable();
+        assert_eq!((lines, doorbell), ((50..59).collect(), None));
+        let (taken, _) = places(&[net, disk, disk, disk, disk, disk, disk, disk, disk, random]);
+        assert_eq!(taken.iter().filter(|one| one.is_none()).count(), 1);
     }
 
     #[test]
@@ -448,9 +520,10 @@ mod tests {
             platform.read_memory(phys, &mut data);
             u32::from_le_bytes(data)
         };
-        assert_eq!(read(&platform, WINDOWS.start), 0x7472_6976);
-        assert_eq!(read(&platform, WINDOWS.start + 8), 4);
-        for phys in [WINDOWS.start + 0x1000, WINDOWS.start - 4, 0xE000_0000, u64::MAX] {
+        let window = WINDOWS.start + 0x1000;
+        assert_eq!(read(&platform, window), 0x7472_6976);
+        assert_eq!(read(&platform, window + 8), 4);
+        for phys in [WINDOWS.start, window + 0x1000, WINDOWS.start - 4, 0xE000_0000, u64::MAX] {
             assert_eq!(read(&platform, phys), u32::MAX, "{phys:#x}");
             platform.write_memory(phys, &[1; 4]);
         }
@@ -458,8 +531,8 @@ mod tests {
         assert_eq!(read(&platform, 0xFED0_0004), 10_000_000, "the HPET's femtoseconds");
         platform.write_memory(0xFED0_00F0, &5_u32.to_le_bytes());
         assert_eq!(read(&platform, 0xFED0_00F0), 5);
-        platform.write_memory(WINDOWS.start + 0x70, &7_u32.to_le_bytes());
-        assert_eq!(read(&platform, WINDOWS.start + 0x70), 7);
+        platform.write_memory(window + 0x70, &7_u32.to_le_bytes());
+        assert_eq!(read(&platform, window + 0x70), 7);
         assert!(lines.0.lock().unwrap().is_empty());
     }
 
