@@ -349,14 +349,10 @@ mod tests {
         let intel = processor("GenuineIntel", [6, 0x9E, 9]);
         let guest = Processor { flags: vec!["hypervisor".into()], ..intel.clone() };
         fs::remove_file(sysroot.path("boot/initrd.img-6.1")).expect("gone");
-        let mut boot_params = vec![0; 4096];
-        let mut began_with = |at: Option<usize>| {
-            boot_params.fill(0);
+        let began_with = |at: Option<usize>| {
+            let mut boot_params = vec![0; 4096];
             at.into_iter().for_each(|at| boot_params[at] = 1);
-            fs::write(sysroot.path("boot_params"), &boot_params).expect("a file");
-            put(&sysroot, "sys/kernel/boot_params/data", "");
-            fs::rename(sysroot.path("boot_params"), sysroot.path("sys/kernel/boot_params/data"))
-                .expect("there");
+            put(&sysroot, "sys/kernel/boot_params/data", std::str::from_utf8(&boot_params).expect("text"));
         };
         let why = predict(&intel, b"", &sysroot).expect_err("nothing is known");
         assert!(why.contains("/boot/initrd.img-6.1 cannot be read"), "{why}");
