@@ -43,6 +43,7 @@ const SCRIPTS: &[(&str, &str)] = &[
     ("bin/lab-postgres", include_str!("../guest/lab-postgres")),
     ("lib/lab-network", include_str!("../guest/lab-network")),
     ("lib/lab-nfs-root", include_str!("../guest/lab-nfs-root")),
+    ("lib/lab-own-kernel", include_str!("../guest/lab-own-kernel")),
     ("lib/lab-own-artefacts", include_str!("../guest/lab-own-artefacts")),
     ("lib/lab-ram-root", include_str!("../guest/lab-ram-root")),
     ("lib/lab-small-root", include_str!("../guest/lab-small-root")),
@@ -76,20 +77,15 @@ fn build(release: Release) -> Result<Artefacts> {
         let kernel = For::checked(release, flavour)?;
         add_modules(&kernel, &mut files)?;
         let name = Path::new("lib/modules").join(&kernel.version);
-        let built = previrtualization::build(release, flavour)?.directory;
-        files.extend(BUILT_IN.map(|file| (name.join(file), built.join(file))));
+        let built = previrtualization::build(release, flavour)?;
+        files.extend(BUILT_IN.map(|file| (name.join(file), built.directory.join(file))));
+        files.push((format!("boot/vmlinuz-{}", kernel.version).into(), built.image));
     }
     Ok(Artefacts { agent, disk: make_disk(release, &files)? })
 }
 
 /// Files of a kernel's build by which modprobe knows the modules that are built in.
 const BUILT_IN: [&str; 3] = ["modules.builtin", "modules.builtin.modinfo", "modules.order"];
-
-/// Lets modprobe know the built-in modules of a kernel whose build is among the artefacts.
-pub(crate) const KNOW_BUILT_IN: &str = r#"m=/lib/modules/$(uname -r)
-if [ ! -d $m ] && [ -e /mercury$m/modules.builtin ]; then
-    mkdir -p $m && cp /mercury$m/modules.* $m/ && depmod
-fi"#;
 
 /// Adds the driver, and the modules of the tests, for one kernel.
 fn add_modules(kernel: &For, files: &mut Files) -> Result<()> {

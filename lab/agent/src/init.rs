@@ -25,16 +25,20 @@ pub const AGENT: &str = "/mercury/bin/mercury-lab-agent";
 pub fn run() -> Result<()> {
     boot::enter_root()?;
     let cmdline = Cmdline::read();
+    // A root that is only read has no room for it.
+    if !cmdline.has("ro") {
+        run_script("lab-own-kernel", &[])?;
+    }
     if let Some(words) = cmdline.get("nfs") {
-        change_root("lab-nfs-root", &words.split(',').collect::<Vec<_>>())?;
+        run_script("lab-nfs-root", &words.split(',').collect::<Vec<_>>())?;
     }
     match cmdline.get("root") {
-        Some("ram") => change_root("lab-ram-root", &[])?,
+        Some("ram") => run_script("lab-ram-root", &[])?,
         Some("mapped") => {
-            change_root("lab-ram-root", &[])?;
-            change_root("lab-mapped-root", &[])?;
+            run_script("lab-ram-root", &[])?;
+            run_script("lab-mapped-root", &[])?;
         }
-        Some("small") => change_root("lab-small-root", &[])?,
+        Some("small") => run_script("lab-small-root", &[])?,
         _ => {}
     }
     if cmdline.get("init") == Some("systemd") {
@@ -44,8 +48,8 @@ pub fn run() -> Result<()> {
     supervise(&cmdline)
 }
 
-/// Changes to another root, by one of the lab's scripts.
-fn change_root(script: &str, arguments: &[&str]) -> Result<()> {
+/// Runs one of the lab's scripts: most change to another root.
+fn run_script(script: &str, arguments: &[&str]) -> Result<()> {
     let path = format!("{LAB_DIR}/lib/{script}");
     let status = Command::new("/bin/sh").arg(&path).args(arguments).env("PATH", PATH).status()?;
     if status.success() { Ok(()) } else { Err(format!("{path}: {status}").into()) }

@@ -9,6 +9,8 @@ use super::*;
 /// The key that ends the foreground job, if the terminal has job control.
 const CTRL_C: &str = "\u{3}";
 const PROGRAM: &str = "int main(void) { return 42; }";
+/// The same in lines, for a debugger that goes from one to the next.
+const LINES: &str = r"int main(void)\n{\n\tint a = 20;\n\ta += 1;\n\treturn 2 * a;\n}\n";
 
 /// Returns the address of the machine's network card, if this host gives it one.
 fn expected_address() -> Option<String> {
@@ -46,6 +48,15 @@ fn a_person_at_the_terminal_has_jobs_a_network_a_compiler_and_a_clean_end() -> R
     machine.wait_for("/dev/pts/0\n");
     machine.type_line(&format!("cd /run; echo '{PROGRAM}' > a.c; gcc a.c -o a; ./a; echo com''piled $?"));
     machine.wait_for("compiled 42\n");
+    // A breakpoint, a step of one instruction, one of a line, and an end of its own.
+    let steps = "-ex 'break main' -ex run -ex stepi -ex next -ex next -ex 'print a' -ex continue";
+    machine.type_line(&format!("printf '{LINES}' > g.c; gcc -g g.c -o g"));
+    machine.type_line(&format!("gdb -nx -batch {steps} ./g; echo deb''ugged"));
+    machine.wait_for("debugged\n");
+    let said = machine.said();
+    for part in ["Breakpoint 1, main", "$1 = 21", "exited with code 052"] {
+        assert!(said.contains(part), "no `{part}`: {said}");
+    }
     // Such a program cannot have its addresses. It ends with its own message, and the machine goes on.
     machine.type_line("gcc -fsanitize=address a.c -o b; ./b; echo sani''tized $?; echo still $((40 + 2))");
     machine.wait_for("sanitized ");
