@@ -58,6 +58,8 @@ pub struct For {
     pub version: String,
     /// The kernel's headers and configuration, inside the build root.
     headers: String,
+    /// The lab's configuration of a kernel that the lab builds: structures depend on it, the version does not.
+    configuration: &'static str,
 }
 
 impl For {
@@ -69,7 +71,7 @@ impl For {
         let image = Image::ensure(kernel.release())?;
         let version = kernel.files(&image)?.version;
         let headers = format!("/lib/modules/{version}/build");
-        Ok(Self { release: kernel.release(), root: image.tree(), version, headers })
+        Ok(Self { release: kernel.release(), root: image.tree(), version, headers, configuration: "" })
     }
 
     /// Returns a kernel with checks of its own. The kernel is built first if it is missing.
@@ -82,7 +84,8 @@ impl For {
         let named = headers.join("include/config/kernel.release");
         let version = fs::read_to_string(&named).context(|| format!("read {}", named.display()))?;
         let (root, version) = (built.root, version.trim().to_owned());
-        Ok(Self { release, headers: format!("/build/{}", flavour.directory()), root, version })
+        let headers = format!("/build/{}", flavour.directory());
+        Ok(Self { release, root, version, headers, configuration: flavour.configuration().0 })
     }
 
     /// Returns the name of a lock: modules of one release are built one after the other.
@@ -93,6 +96,11 @@ impl For {
     /// Returns the build root.
     pub(crate) fn root(&self) -> &Path {
         &self.root
+    }
+
+    /// Returns what modules for this kernel are made from, apart from their sources.
+    pub(crate) fn ingredients(&self) -> Ingredients {
+        Ingredients::default().with(&self.version).with(self.configuration)
     }
 
     /// Returns the path of the kernel's headers, inside the build root.
@@ -124,7 +132,7 @@ pub fn build(kernel: &For, variant: Variant, hypervisor: &Path) -> Result<PathBu
     let module = paths::lab_dir(variant.directory())?.join(&kernel.version).join("mercury.ko");
     let stamp = module.with_extension("stamp");
     let _lock = Lock::wait(&kernel.lock("driver"))?;
-    let inputs = inputs(&kernel.version, variant, hypervisor)?;
+    let inputs = inputs(kernel, variant, hypervisor)?;
     if module.exists() && fs::read_to_string(&stamp).is_ok_and(|built| built == inputs) {
         return Ok(module);
     }
@@ -137,9 +145,9 @@ pub fn build(kernel: &For, variant: Variant, hypervisor: &Path) -> Result<PathBu
     Ok(module)
 }
 
-fn inputs(version: &str, variant: Variant, hypervisor: &Path) -> Result<String> {
-    Ok(Ingredients::default()
-        .with(version)
+fn inputs(kernel: &For, variant: Variant, hypervisor: &Path) -> Result<String> {
+    Ok(kernel
+        .ingredients()
         .with(variant.directory())
         .with(BUILD)
         .with_path(&sources())?
@@ -162,4 +170,21 @@ fn make_for(kernel: &For, variant: Variant, hypervisor: &Path) -> Result<()> {
     make.arg(root).args(["/bin/sh", "-c", BUILD, "build", kernel.headers(), variant.make_value()]);
     let what = format!("mercury.ko for {version} ({})", variant.directory());
     host::run(&what, &format!("driver-{version}-{}", variant.directory()), &mut make)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn modules_are_for_one_configuration() {
+        let with = |configuration| {
+            let (root, headers) = (PathBuf::new(), String::new());
+            let version = "6.1".to_owned();
+            let kernel = For { release: Release::Bookworm, root, version, headers, configuration };
+            kernel.ingredients().name()
+        };
+        assert_eq!(with("CONFIG_NFS_FS=y\n"), with("CONFIG_NFS_FS=y\n"));
+        assert_ne!(with("CONFIG_NFS_FS=y\n"), with(""));
+    }
 }

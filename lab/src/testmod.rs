@@ -6,7 +6,6 @@ use std::{fs, path::PathBuf};
 use crate::{
     driver::For,
     error::{Context, Result},
-    hash::Ingredients,
     host,
     lock::Lock,
     paths,
@@ -28,7 +27,7 @@ pub fn build(kernel: &For) -> Result<PathBuf> {
     let directory = paths::lab_dir("modules-test")?.join(&kernel.version);
     let stamp = directory.join("stamp");
     let _lock = Lock::wait(&kernel.lock("testmod"))?;
-    let inputs = inputs(&kernel.version)?;
+    let inputs = inputs(kernel)?;
     if fs::read_to_string(&stamp).is_ok_and(|built| built == inputs) {
         return Ok(directory);
     }
@@ -51,8 +50,8 @@ fn header() -> PathBuf {
     paths::root().join("switch/driver/mercury_abi.h")
 }
 
-fn inputs(version: &str) -> Result<String> {
-    let all = Ingredients::default().with(version).with(BUILD);
+fn inputs(kernel: &For) -> Result<String> {
+    let all = kernel.ingredients().with(BUILD);
     Ok(all.with_path(&sources())?.with_path(&header())?.name())
 }
 

@@ -130,7 +130,7 @@ impl Flavour {
     }
 
     /// Returns the configuration, and the options that must result from it.
-    pub(super) fn configuration(self) -> (&'static str, &'static [&'static str]) {
+    pub(crate) fn configuration(self) -> (&'static str, &'static [&'static str]) {
         match self {
             Self::Plain | Self::PreVirtualized => (SMALL, NEEDED_SMALL),
             Self::Tiny => (TINY, NEEDED_TINY),
