@@ -353,6 +353,8 @@ mod tests {
         let begun = Instant::now();
         assert_eq!(described("sdb", &sysroot), "/dev/sdb (ext4, used by tail (77))");
         assert!(begun.elapsed() < MAPS_PATIENCE);
+        // The child that was left behind ends.
+        drop(fs::OpenOptions::new().read(true).write(true).open(&pipe).expect("its other end"));
         let refusal = refusal(&["sdb".to_owned()], &sysroot);
         assert!(refusal.message.ends_with("tail (77)) [disks-unheld]"), "{}", refusal.message);
         assert_eq!(refusal.exit, Exit::Impossible);

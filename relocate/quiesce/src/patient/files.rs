@@ -137,6 +137,8 @@ mod tests {
         let begun = Instant::now();
         assert_eq!(read_whole(&pipe).expect_err("nothing").kind(), io::ErrorKind::TimedOut);
         assert!(begun.elapsed() < 2 * PATIENCE);
+        // The child that was left behind ends.
+        drop(fs::OpenOptions::new().read(true).write(true).open(&pipe).expect("its other end"));
     }
 
     #[test]

@@ -545,11 +545,15 @@ mod tests {
             rustix::fs::mkfifoat(rustix::fs::CWD, &path, rustix::fs::Mode::RWXU).expect("a pipe");
             path
         };
-        let module = pipe("odd.ko");
+        let pipes = [pipe("odd.ko"), pipe("boot/initrd.img-6.1.0")];
+        let module = pipes[0].clone();
         let read = std::thread::spawn(move || module_bytes(&module).expect_err("no answer").kind());
-        pipe("boot/initrd.img-6.1.0");
         assert!(early_microcode(&Sysroot::at(root.path())).is_empty());
         assert_eq!(read.join().expect("it ends"), io::ErrorKind::TimedOut);
+        // The children that were left behind end.
+        for pipe in pipes {
+            drop(fs::OpenOptions::new().read(true).write(true).open(pipe).expect("its other end"));
+        }
     }
 
     #[test]

@@ -147,6 +147,8 @@ mod tests {
         rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RWXU).expect("a pipe");
         let error = image(&Sysroot::at(root.path())).expect_err("no answer");
         assert!(error.message.contains("/boot/vmlinuz-6.1.0 cannot be read: it has not answered"), "{error}");
+        // The child that was left behind ends.
+        drop(fs::OpenOptions::new().read(true).write(true).open(&pipe).expect("its other end"));
     }
 
     #[test]

@@ -331,6 +331,8 @@ mod tests {
         rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RWXU).expect("a pipe");
         let error = loader.write(&entry()).expect_err("no answer");
         assert!(error.message.contains("custom.cfg: it has not answered for "), "{error}");
+        // The child that was left behind ends.
+        drop(fs::OpenOptions::new().read(true).write(true).open(&pipe).expect("its other end"));
     }
 
     #[test]
