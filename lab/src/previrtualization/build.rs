@@ -80,6 +80,13 @@ const NEEDED_CHECKED: &[&str] = &[
     "CONFIG_VIRTIO_CONSOLE=y",
     "CONFIG_BLK_DEV_NVME=y",
     "CONFIG_EXT4_FS=y",
+    "CONFIG_KEXEC_FILE=y",
+    "CONFIG_NET_NS=y",
+    "CONFIG_MEMCG=y",
+    "CONFIG_KVM_AMD=y",
+    "CONFIG_WIREGUARD=y",
+    "CONFIG_INET_ESP=y",
+    "CONFIG_MEMORY_FAILURE=y",
 ];
 
 const NEEDED_SANITIZED: &[&str] = &[
