@@ -58,7 +58,7 @@ pub struct For {
     pub version: String,
     /// The kernel's headers and configuration, inside the build root.
     headers: String,
-    /// The lab's configuration of a kernel that the lab builds: structures depend on it, the version does not.
+    /// The configuration of a kernel that the lab builds. Structures depend on it, and the version does not.
     configuration: &'static str,
 }
 

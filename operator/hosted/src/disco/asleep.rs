@@ -11,8 +11,9 @@
 use std::{
     fs::{self, File},
     io,
-    os::unix::fs::{FileExt, OpenOptionsExt},
+    os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
+    time::{Duration, SystemTime},
 };
 
 use mercury_guests::Name;
@@ -131,6 +132,35 @@ impl Folder {
         }
     }
 
+    /// Removes files of this user's machines that slept when the host went down. Returns how many there were.
+    /// Such a machine cannot wake ([`mercury_hosted::saved`]), and no machine's folder names its file: those
+    /// folders were in memory.
+    ///
+    /// # Errors
+    /// If a folder cannot be read, or a file cannot be removed.
+    pub fn remove_lost_files(&self, sleep_in: &Path, host_started: SystemTime) -> io::Result<usize> {
+        let mut named = Vec::new();
+        for name in self.names()? {
+            named.extend(self.named_file(&name)?);
+            named.extend(self.read_asleep(&name, FALLING)?);
+        }
+        let user = rustix::process::geteuid().as_raw();
+        let mut removed = 0;
+        for entry in fs::read_dir(sleep_in)?.flatten() {
+            let (path, about) = (entry.path(), entry.metadata()?);
+            if about.is_file()
+                && about.uid() == user
+                && path.extension().is_some_and(|extension| extension == "asleep")
+                && about.modified()? < host_started
+                && named.iter().all(|one| one.file != path)
+            {
+                fs::remove_file(path)?;
+                removed += 1;
+            }
+        }
+        Ok(removed)
+    }
+
     /// Ends what an earlier process of a template has left undone. A whole file is the machine if no process
     /// has the machine. Others go, and so do those of machines that have gone on.
     ///
@@ -214,6 +244,13 @@ impl Folder {
     }
 }
 
+/// Returns the time at which the host has started.
+pub fn host_start() -> SystemTime {
+    let up = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    let up = Duration::new(up.tv_sec.cast_unsigned(), u32::try_from(up.tv_nsec).unwrap_or_default());
+    SystemTime::now() - up
+}
+
 /// Returns the name that a machine's file has until it is whole.
 pub fn part_of(file: &Path) -> PathBuf {
     let mut name = file.as_os_str().to_owned();
@@ -268,6 +305,26 @@ mod tests {
         assert_eq!(folder.file_of(&one.name).unwrap(), Some(later.clone()));
         folder.forget_file(&later);
         assert_eq!(folder.named_file(&one.name).unwrap(), None);
+    }
+
+    #[test]
+    fn files_of_an_earlier_start_of_the_host_are_removed() {
+        let directory = tempfile::tempdir().unwrap();
+        let folder = Folder::at(&directory.path().join("machines"));
+        let paths =
+            ["lost.asleep", "named.asleep", "new.asleep", "image"].map(|name| directory.path().join(name));
+        let files = paths.each_ref().map(|path| File::create(path).unwrap());
+        let started = host_start();
+        for (file, at) in files.iter().zip([1, 1, 3, 1]) {
+            file.set_modified(started + Duration::from_secs(at)).unwrap();
+        }
+        let named = Asleep { file: paths[1].clone(), ..asleep(directory.path()) };
+        let _lock = folder.claim(&named.name).unwrap().unwrap();
+        folder.write_asleep(&named).unwrap();
+        let later = started + Duration::from_secs(2);
+        assert_eq!(folder.remove_lost_files(directory.path(), started).unwrap(), 0);
+        assert_eq!(folder.remove_lost_files(directory.path(), later).unwrap(), 1);
+        assert_eq!(paths.each_ref().map(|path| path.exists()), [false, true, true, true]);
     }
 
     /// Files are known before they are made, so none is left over, whatever is killed. One that is whole is

@@ -62,6 +62,9 @@ pub struct TemplateStatus {
     pub images: Vec<ImageStatus>,
     /// Its start, in seconds since 1970.
     pub since: u64,
+    /// The machines whose files its start has removed, because the host had restarted since they slept.
+    #[serde(default)]
+    pub lost_machines: usize,
 }
 
 /// The state of a machine.

@@ -189,6 +189,12 @@ impl Render for Ready {
     fn render(&self, text: &mut Text) {
         let name = &self.status.name;
         text.line(format!("the template {name} is ready: `mercury disco run {name}` starts a machine"));
+        if self.status.lost_machines > 0 {
+            let lost = self.status.lost_machines;
+            text.line(format!(
+                "{lost} machines slept when the host restarted, and are lost: their files are removed"
+            ));
+        }
     }
 }
 

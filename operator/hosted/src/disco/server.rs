@@ -45,6 +45,7 @@ use rustix::{
 
 use super::{
     asleep::Asleep,
+    asleep::host_start,
     folder::{CONSOLE_INPUT, CONSOLE_LOG, Folder, ImageStatus, MachineStatus, SOCKET, TemplateStatus},
     keeper::{Keeper, Kept},
     protocol::{self, Answer, CONSOLE, Request},
@@ -135,6 +136,12 @@ impl Server {
         let folder = Folder::templates();
         let listener =
             UnixListener::bind(folder.of(&name).join(SOCKET)).map_err(|error| failed("listen", error))?;
+        let lost_machines = match &sleep_in {
+            Some(sleep_in) => Folder::machines()
+                .remove_lost_files(sleep_in, host_start())
+                .map_err(|error| failed("look into the folder for sleep", error))?,
+            None => 0,
+        };
         let status = TemplateStatus {
             name: name.clone(),
             pid: std::process::id(),
@@ -142,6 +149,7 @@ impl Server {
             memory_bytes,
             images: images(&template),
             since: seconds(),
+            lost_machines,
         };
         folder.write(&name, &status).map_err(|error| failed("write the template's state", error))?;
         raise_limit();
