@@ -45,6 +45,10 @@ pub(super) struct Prepared {
     pub(super) scene: Arc<Scene>,
 }
 
+/// Waits until the kernel's clock counts by the TSC, half a minute at most.
+const COUNTS_BY_TSC: &str = "for i in $(seq 300); do \
+    grep -q tsc /sys/devices/system/clocksource/clocksource0/current_clocksource && break; sleep 0.1; done";
+
 impl Prepared {
     pub(super) fn new(spec: Spec) -> Result<Self> {
         Self::at(spec, None)
@@ -95,7 +99,8 @@ impl Prepared {
         });
         let machine = started.map(|machine| Machine { _slot: slot, ..machine })?;
         if spec::checks(machine.spec.kernel.release())?.is_some() {
-            // Such a kernel starts slowly, and loses ticks before its clock counts by the TSC.
+            // Such a kernel starts slowly, and loses ticks until its clock counts by the TSC.
+            machine.sh(COUNTS_BY_TSC)?;
             let now = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs_f64();
             machine.sh(&format!("date -s @{now:.3} > /dev/null"))?;
         }
