@@ -842,6 +842,26 @@ fn a_disk_that_has_moved_on_is_not_met() -> Result<()> {
     Ok(())
 }
 
+/// Ends a machine whose read-only root was remounted and written to after the instant.
+#[test]
+#[ignore = "long"]
+fn a_read_only_disk_that_was_written_to_is_not_met() -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(2))?;
+    only_read_root(&machine)?;
+    machine.put("/run/lives", LIVES.as_bytes(), 0o755)?;
+    start(
+        &machine,
+        "bash /run/lives \"mount -o remount,rw /; touch /root/first; sync; mount -o remount,ro /; \
+         mercury rollback\" > /run/lives.said 2>&1",
+    )?;
+    let why = "its disks were not: / was written to after the instant; it restarts";
+    machine.wait_serial(why, Duration::from_secs(120))?;
+    machine.wait_shutdown(Duration::from_secs(60))?;
+    let machine = machine.start_again()?;
+    machine.sh("mount -o remount,ro / && e2fsck -fn /dev/nvme0n1").map(drop)
+}
+
 fn refused(machine: &Machine, line: &str, reason: &str) -> Result<()> {
     let output = machine.run(line)?;
     assert!(!output.success() && output.stderr.contains(reason), "{line}: {}", output.stderr);
@@ -861,6 +881,7 @@ fn a_refused_or_dropped_snapshot_allows_no_rollback() -> Result<()> {
     let machine = Machine::boot(spec(2))?;
     refused(&machine, "mercury snapshot", "/ (/dev/")?;
     machine.sh("sync; mount -o remount,ro /")?;
+    refused(&machine, "exec 3<>/dev/vda; mercury snapshot", "open for writing")?;
     refused(&machine, "mercury snapshot --hook 'exit 3'", "the hook failed")?;
     assert!(!machine.sh("mercury status --json")?.contains("\"attached\""), "it is as it was");
     machine.sh("mercury snapshot")?;

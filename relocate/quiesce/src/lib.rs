@@ -64,4 +64,5 @@ pub mod undo;
 pub mod volumes;
 pub mod waits;
 pub mod watchdogs;
+pub mod writers;
 mod xsave;

@@ -62,6 +62,8 @@ pub enum Disks {
     AsLeft,
     /// Disks that were written to, and that the operator has put back.
     PutBack,
+    /// Disks that were written to after the instant: a rollback puts back memory only.
+    LeftBehind,
 }
 
 /// The block devices of a machine, and device mapper's answers about them.
@@ -75,11 +77,12 @@ impl Volumes<'_> {
         self.sysroot.text(&format!("sys/block/{disk}/{file}")).unwrap_or_default()
     }
 
-    /// Lists device mapper's devices. The threads of a suspended one stand still.
-    fn mapped(&self) -> Vec<String> {
-        let mut disks = self.sysroot.names("sys/block");
-        disks.retain(|disk| disk.starts_with("dm-") && self.text(disk, "dm/suspended") != "1");
-        disks
+    /// Lists device mapper's devices. The threads of a suspended one stand still until it is resumed.
+    fn mapped(&self, disks: Disks) -> Vec<String> {
+        let mut found = self.sysroot.names("sys/block");
+        let is_still = |disk: &str| disks != Disks::LeftBehind && self.text(disk, "dm/suspended") == "1";
+        found.retain(|disk| disk.starts_with("dm-") && !is_still(disk));
+        found
     }
 
     fn ask(&self, disk: &str, question: Question) -> io::Result<Answer> {
@@ -101,6 +104,9 @@ impl Volumes<'_> {
     fn unrest(&self, disk: &str, disks: Disks) -> Option<String> {
         let Ok(table) = self.ask(disk, Question::Table) else { return Some("of an unknown type".into()) };
         let mut kinds = table.targets.iter().map(|(_, _, kind, _)| &**kind);
+        if disks == Disks::LeftBehind {
+            return kinds.find(|kind| !QUIET.contains(kind) && *kind != RAID).map(Into::into);
+        }
         let kind = kinds.find(|kind| !QUIET.contains(kind))?;
         let is_whole = table.targets.len() == 1;
         if !is_whole || !matches!(kind, POOL | RAID) || disks == Disks::PutBack {
@@ -121,7 +127,7 @@ impl Volumes<'_> {
 
     /// Lists the volumes that write to disks by themselves, such as "vg-data (dm-3, raid, in use)".
     fn restless(&self, disks: Disks) -> Vec<String> {
-        let mapped = self.mapped().into_iter().filter_map(|disk| {
+        let mapped = self.mapped(disks).into_iter().filter_map(|disk| {
             let why = self.unrest(&disk, disks)?;
             Some(format!("{} ({disk}, {why})", self.text(&disk, "dm/name")))
         });
@@ -147,7 +153,7 @@ impl Volumes<'_> {
             let name = self.text(&disk, "dm/name");
             Some(Resting { disk, name, below, sample: None, since: Duration::ZERO })
         };
-        self.mapped().into_iter().filter_map(resting).collect()
+        self.mapped(Disks::AsLeft).into_iter().filter_map(resting).collect()
     }
 
     /// Returns the state of a volume with the writes to the devices below it; `None` while one of them is
@@ -235,6 +241,16 @@ fn refuse(volumes: &Volumes<'_>, disks: Disks) -> Result<()> {
     let found = volumes.restless(disks);
     if found.is_empty() {
         return Ok(());
+    }
+    if disks == Disks::LeftBehind {
+        let text = format!(
+            "volumes keep metadata of their own in memory, and a rollback puts back memory only: {}",
+            found.join(", ")
+        );
+        return Err(Error::coded(Code::DisksStayBehind, text).hint(
+            "unmount and deactivate them (`vgchange -an`, `dmsetup remove`; for bcache, its `stop` in /sys); \
+             if the disks below them can go back too (by --hook and --put-back), use --force-disks",
+        ));
     }
     let as_left = volumes.restless(Disks::AsLeft);
     if as_left.is_empty() {
@@ -382,6 +398,12 @@ mod tests {
         let error = scene.with(|volumes| refuse(volumes, Disks::PutBack)).expect_err("refused");
         assert!(error.message.starts_with("the image would hold metadata of volumes that change on: vg-3"));
         assert!(error.hint.is_some_and(|hint| hint.contains("--force-devices")));
+        let error = scene.with(|volumes| refuse(volumes, Disks::LeftBehind)).expect_err("refused");
+        assert_eq!(error.code, Some(Code::DisksStayBehind));
+        assert!(error.message.contains("back memory only: vg-3 (dm-3, thin-pool)"), "{error}");
+        scene.put("sys/block/dm-3/dm/suspended", "1");
+        assert_eq!(scene.restless(Disks::LeftBehind).len(), 1, "it may be resumed after the instant");
+        scene.put("sys/block/dm-3/dm/suspended", "0");
         for state in ["Fail", "1 15/1024 8192/8192 - out_of_data_space discard_passdown queue_if_no_space -"]
         {
             scene.volume(3, 2, &[[THIN_POOL[0], THIN_POOL[1], state]]);
@@ -399,6 +421,7 @@ mod tests {
         assert_eq!(scene.restless(Disks::PutBack), ["vg-1 (dm-1, raid)"]);
         scene.volume(1, 1, &[MIRROR]);
         assert_eq!(scene.restless(Disks::AsLeft), ["vg-1 (dm-1, raid, in use)"], "mounted");
+        assert!(scene.restless(Disks::LeftBehind).is_empty(), "its disks get the same old metadata");
         // A volume above it, which is not in use, in use, and then of another layer.
         scene.put("sys/block/dm-1/holders/dm-2", "");
         scene.volume(2, 0, &[LINEAR]);

@@ -20,8 +20,9 @@ use mercury_quiesce::{
     nfs::{self, Volume},
     plugged, swap,
     volumes::{self, Disks},
-    watchdogs,
+    watchdogs, writers,
 };
+use std::path::Path;
 
 /// An operation on the whole machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -215,6 +216,20 @@ const QUESTIONS: &[Question] = &[
         lifted_by: Some(Lifted::Disks),
         ask: |_, sysroot| refuse_disks(sysroot),
     },
+    Question {
+        name: "raw disks",
+        fine: "no process can write to one",
+        before: &[Snapshot],
+        lifted_by: Some(Lifted::Disks),
+        ask: |_, sysroot| refuse_disk_writers(sysroot),
+    },
+    Question {
+        name: "volumes",
+        fine: "none has metadata of its own in memory",
+        before: &[Snapshot],
+        lifted_by: Some(Lifted::Disks),
+        ask: |_, sysroot| refuse_remembered_volumes(sysroot),
+    },
     Question { name: "NFS", fine: SERVED, before: &[Snapshot], lifted_by: None, ask: refuse_sessions },
     Question {
         name: "NFS",
@@ -338,6 +353,37 @@ pub fn refuse_disks(sysroot: &Sysroot) -> Result<()> {
     Err(Error::coded(Code::DisksStayBehind, text))
 }
 
+/// Refuses disks that a process has open for writing, such as those of virtual machines. The process
+/// would go back, and its disk would not.
+///
+/// # Errors
+///
+/// Returns an error that names each disk with its processes.
+pub fn refuse_disk_writers(sysroot: &Sysroot) -> Result<()> {
+    let found = writers::of_disks(sysroot);
+    if found.is_empty() {
+        return Ok(());
+    }
+    let text = format!(
+        "processes have local disks open for writing, and a rollback puts back memory only: {}",
+        found.join(", ")
+    );
+    Err(Error::coded(Code::DisksStayBehind, text).hint(
+        "stop these processes, or move the disks of virtual machines to the network; if the disks can go \
+         back too (by --hook and --put-back), use --force-disks",
+    ))
+}
+
+/// Refuses volumes whose metadata the kernel keeps in memory and writes to disks: the kernel of the
+/// instant would write old metadata over new.
+///
+/// # Errors
+///
+/// Returns an error that names them.
+pub fn refuse_remembered_volumes(sysroot: &Sysroot) -> Result<()> {
+    volumes::refuse_restless(Disks::LeftBehind, sysroot)
+}
+
 /// Refuses NFS 4.1 and later in any mount namespace or in none ([`Volume::has_sessions`]).
 fn refuse_sessions(operation: Operation, sysroot: &Sysroot) -> Result<()> {
     let mut volumes = nfs::volumes(sysroot).into_iter();
@@ -356,10 +402,20 @@ fn refuse_sessions(operation: Operation, sysroot: &Sysroot) -> Result<()> {
     ))
 }
 
-/// Returns true if a rollback of memory leaves the file system as it is. RAM disks are memory.
+/// Returns true if a rollback of memory leaves the file system as it is, and it can be written to.
 pub fn is_left_behind(mount: &Mounted) -> bool {
-    let name = mount.device.strip_prefix("/dev").unwrap_or(&mount.device).to_string_lossy().into_owned();
-    mount.writable && !name.starts_with("ram") && !name.starts_with("zram")
+    mount.writable && is_on_disk(mount)
+}
+
+/// Returns true for a file system on a disk. RAM disks are memory.
+pub fn is_on_disk(mount: &Mounted) -> bool {
+    !is_memory(&mount.device)
+}
+
+/// Returns true for a block device that a rollback puts back with memory.
+fn is_memory(device: &Path) -> bool {
+    let name = device.strip_prefix("/dev").unwrap_or(device).to_string_lossy().into_owned();
+    name.starts_with("ram") || name.starts_with("zram")
 }
 
 #[cfg(test)]
@@ -397,6 +453,15 @@ mod tests {
         write("sys/bus/pci/devices/0000:00:01.0/physfn/class", "0x120000\n");
         symlink("../drivers/secret", root.path().join("sys/bus/pci/devices/0000:00:01.0/driver"))
             .expect("a link");
+        // A guest's disk, which is not mounted here.
+        write("sys/class/block/sdb/dev", "8:16\n");
+        write("proc/77/comm", "qemu-system-x86\n");
+        write("proc/77/fdinfo/3", "pos:\t0\nflags:\t02140002\n");
+        fs::create_dir_all(root.path().join("proc/77/fd")).expect("a folder");
+        symlink("/dev/sdb", root.path().join("proc/77/fd/3")).expect("a link");
+        // A volume that device mapper does not describe. It writes nothing until it is resumed.
+        write("sys/block/dm-3/dm/name", "pool\n");
+        write("sys/block/dm-3/dm/suspended", "1\n");
         root
     }
 
@@ -411,7 +476,10 @@ mod tests {
         const READ: [&str; 4] = ["kernel lockdown", "swap", "devices", "plugged memory"];
         const REST: [&str; 2] = ["watchdogs", "offline CPUs"];
         assert_eq!(names_of(Checkpoint, &[]), [&READ[..], &REST, &["NFS"]].concat());
-        assert_eq!(names_of(Snapshot, &[]), ["swap", "devices", "watchdogs", "local disks", "NFS"]);
+        assert_eq!(
+            names_of(Snapshot, &[]),
+            ["swap", "devices", "watchdogs", "local disks", "raw disks", "volumes", "NFS"]
+        );
         assert_eq!(names_of(Migrate, &[]), [&READ[..], &REST, &["fingerprints", "tombstone"]].concat());
         assert_eq!(
             names_of(PowerOff, &[]),

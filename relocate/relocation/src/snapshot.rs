@@ -5,7 +5,7 @@
 
 use crate::{
     options::SnapshotOptions,
-    refusals::{self, Lifted, Operation, is_left_behind},
+    refusals::{self, Lifted, Operation, is_left_behind, is_on_disk},
 };
 use mercury_abi::ioctl::{
     MERCURY_SNAPSHOT_HASH, MERCURY_SNAPSHOT_KEEP, MERCURY_SNAPSHOT_ONCE, SnapshotRequest,
@@ -158,11 +158,12 @@ fn keep(
     let limited = Limited::set(guard, sysroot)?;
     let mut stale = connections(sysroot)?;
     let has_servers = fence::has_servers(sysroot);
-    let left_behind: Vec<_> = mounts.iter().filter(|mount| is_left_behind(mount)).cloned().collect();
+    let has_left_behind = mounts.iter().any(is_left_behind);
+    let compared = compared(mounts);
     // If disks are put back too, they must be in the state that memory expects. The kernel's own
     // freezer fails if a task waits for one that it has frozen already: for a FUSE server, or for
     // the lock of an NFS directory, whose holder was frozen while it waited for an answer.
-    let has_disks = !left_behind.is_empty() || args.hook.is_some() || args.put_back.is_some();
+    let has_disks = has_left_behind || args.hook.is_some() || args.put_back.is_some();
     let is_held = has_disks || has_servers || !waits::servers().is_empty();
     // A kernel without hooks for packets ends connections as early as it can. So does a machine
     // whose files come from a server: even a look-up of /proc may ask the server of the root.
@@ -173,7 +174,7 @@ fn keep(
     let begun = time::Instant::now();
     let still = if is_held {
         disks::sync(mounts, sysroot)?;
-        let mounts = if left_behind.is_empty() { &[] } else { mounts };
+        let mounts = if has_left_behind { mounts } else { &[] };
         Some(Stillness::hold(
             Extent { needed: &[], mounts, arrays: has_disks, volumes: None },
             sysroot,
@@ -183,11 +184,14 @@ fn keep(
         None
     };
     disks::are_still(mounts, sysroot)?;
-    // A process may have opened a device since the first question.
+    // A process may have opened a device or a disk since the first question.
     if !args.force_devices {
         devices::refuse_untracked(sysroot)?;
     }
-    let were = guard.hear_during(|| fingerprints(&left_behind));
+    if !args.force_disks {
+        refusals::refuse_disk_writers(sysroot)?;
+    }
+    let were = guard.hear_during(|| fingerprints(&compared));
     if let Some(hook) = &args.hook {
         hook::run_hook(hook)?;
     }
@@ -197,6 +201,11 @@ fn keep(
     let swap_pages = swap.pages(sysroot)?;
     let begin = device.snapshot_begin(pool, flags, swap_pages);
     drop(limited);
+    let is_back = begin.as_ref().is_ok_and(|begin| begin.rolled_back != 0);
+    // Nothing changes these disks before they are compared, so applications need not go on first.
+    if is_back && !has_disks {
+        put_disks_back(args, &compared, &were, guard).unwrap_or_else(|why| restart(&why));
+    }
     // Without disks to put back, applications wait for nothing. A server of files that the machine
     // talked to after the instant may take minutes to answer, and this process waits for it below.
     if has_servers
@@ -205,13 +214,13 @@ fn keep(
     {
         still.thaw_applications(guard);
     }
-    if begin.as_ref().is_ok_and(|begin| begin.rolled_back != 0) {
+    if is_back {
         if let Some(stale) = &mut stale {
             guard.hear_during(|| stale.end(sysroot));
         }
         let opened = device.fence_down_afresh();
-        if let Err(why) = put_disks_back(args, &left_behind, &were, guard) {
-            restart(&why);
+        if has_disks {
+            put_disks_back(args, &compared, &were, guard).unwrap_or_else(|why| restart(&why));
         }
         opened?;
     }
@@ -219,7 +228,7 @@ fn keep(
     // Applications run again here. Taking the fence down takes the kernel some time, but holds back
     // packets only.
     let pause_us = begun.elapsed().as_secs_f64() * 1e6;
-    if fenced && begin.as_ref().is_ok_and(|begin| begin.rolled_back == 0) {
+    if fenced && begin.is_ok() && !is_back {
         device.fence_down()?;
     }
     let begin = begin.map_err(|error| culprit::name_culprit(error, failures, sysroot))?;
@@ -251,7 +260,13 @@ fn connections(sysroot: &Sysroot) -> Result<Option<Stale>> {
     Ok(Stale::prepare(Connections::All).ok())
 }
 
-/// Returns the fingerprints of frozen file systems; `None` if there is none.
+/// Returns the file systems that must be the same after a rollback. A read-only one may be remounted and
+/// written to after the instant, and the kernel of the instant remembers what it has read.
+fn compared(mounts: &[Mounted]) -> Vec<Mounted> {
+    mounts.iter().filter(|mount| is_on_disk(mount)).cloned().collect()
+}
+
+/// Returns the fingerprints of frozen or read-only file systems; `None` if there is none.
 fn fingerprints(mounts: &[Mounted]) -> Vec<Option<String>> {
     mounts.iter().map(|mount| disks::fingerprint(&mount.device, &mount.kind).ok()).collect()
 }
@@ -316,6 +331,13 @@ mod tests {
         assert!(!is_left_behind(&mount("/dev/sda1", false)));
         assert!(!is_left_behind(&mount("/dev/ram0", true)));
         assert!(!is_left_behind(&mount("/dev/zram1", true)));
+    }
+
+    #[test]
+    fn read_only_disks_are_compared_too() {
+        let disks = [mount("/dev/sda1", true), mount("/dev/sdb1", false)];
+        let ram = [mount("/dev/ram0", false), mount("/dev/zram1", true)];
+        assert_eq!(compared(&[&disks[..], &ram].concat()), disks);
     }
 
     #[test]

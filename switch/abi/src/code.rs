@@ -311,7 +311,7 @@ codes! {
     WatchdogUnfed = 183, "watchdog-unfed";
     /// A network card is a member of a bond or a team.
     CardsBundled = 184, "cards-bundled";
-    /// Local file systems are mounted for writing, and a rollback puts back memory only.
+    /// Local disks can be written to, and a rollback puts back memory only.
     DisksStayBehind = 185, "disks-stay-behind";
     /// A file system is mounted over an NFS version whose sessions cannot go back.
     NfsSessions = 186, "nfs-sessions";

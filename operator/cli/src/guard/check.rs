@@ -9,6 +9,7 @@ use mercury_control::{
     sysroot::Sysroot,
 };
 use mercury_quiesce::nfs;
+use mercury_relocation::refusals;
 use serde::Serialize;
 use std::{fs, path::Path};
 
@@ -40,6 +41,8 @@ pub struct Facts {
     hardware_watchdog: bool,
     /// Local file systems that are mounted for writing.
     written: Vec<String>,
+    /// Reasons besides file systems for which local disks keep this machine from a snapshot.
+    disks: Vec<String>,
     /// File systems of NFS with which no snapshot can be kept, and their versions.
     sessions: Vec<String>,
 }
@@ -51,7 +54,9 @@ impl Facts {
         let text = |path: &str| fs::read_to_string(root.join(path)).unwrap_or_default();
         let number = |path: &str| text(path).trim().parse::<i64>().unwrap_or_default();
         let exists = |path: &str| root.join(path).exists();
-        let volumes = nfs::volumes(&Sysroot::at(root)).into_iter().filter(nfs::Volume::has_sessions);
+        let sysroot = Sysroot::at(root);
+        let volumes = nfs::volumes(&sysroot).into_iter().filter(nfs::Volume::has_sessions);
+        let disks = [refusals::refuse_disk_writers, refusals::refuse_remembered_volumes];
         Self {
             has_hpet: exists("sys/firmware/acpi/tables/HPET"),
             has_counters: exists("sys/bus/event_source/devices/cpu"),
@@ -60,6 +65,7 @@ impl Facts {
             panic_timeout: number("proc/sys/kernel/panic"),
             hardware_watchdog: exists("dev/watchdog0"),
             written: written(&text("proc/self/mounts")),
+            disks: disks.iter().filter_map(|refuse| Some(refuse(&sysroot).err()?.message)).collect(),
             sessions: volumes.map(|volume| format!("{} (NFS {})", volume.at, volume.version)).collect(),
         }
     }
@@ -114,6 +120,10 @@ impl Facts {
         if !self.sessions.is_empty() {
             let text = "no snapshot can be kept, so nothing is put back: mount with vers=4.0 or vers=3: ";
             return Finding { name, state: "note", text: text.to_owned() + &self.sessions.join(", ") };
+        }
+        if !self.disks.is_empty() {
+            let text = format!("no snapshot can be kept, so nothing is put back: {}", self.disks.join("; "));
+            return Finding { name, state: "note", text };
         }
         if self.written.is_empty() {
             let text = "no local file system is written to: a rollback loses work since the snapshot only";
@@ -260,10 +270,18 @@ mod tests {
             "/dev/sda1 / ext4 rw,relatime 0 0\n/dev/sdb /x ext4 ro 0 0\ntmpfs /run tmpfs rw 0 0\n\
              tank /pool zfs rw 0 0\n",
         );
+        put("sys/class/block/sdb/dev", "8:16\n");
+        put("proc/77/fdinfo/0", "flags:\t02\n");
+        put("proc/77/comm", "qemu\n");
+        fs::create_dir_all(root.path().join("proc/77/fd")).expect("a folder");
+        std::os::unix::fs::symlink("/dev/sdb", root.path().join("proc/77/fd/0")).expect("a link");
         put("proc/self/mountinfo", "30 1 0:30 / /srv rw - nfs4 s:/ rw,vers=4.2,addr=10.0.0.1\n");
         let facts = Facts::read(root.path());
         assert!(facts.crash_kernel && facts.remapped && !facts.has_hpet);
         assert_eq!((facts.panic_timeout, &facts.written), (-1, &vec!["/".to_owned(), "/pool".to_owned()]));
         assert_eq!(facts.sessions, ["/srv (NFS 4.2)"]);
+        let findings = Facts { sessions: Vec::new(), ..facts }.findings();
+        let rollback = state(&findings, "rollback");
+        assert!(rollback.state == "note" && rollback.text.contains("/dev/sdb by qemu (77)"), "{rollback:?}");
     }
 }
