@@ -15,6 +15,7 @@ use crate::host::entry::{self, Next};
 use crate::host::exceptions::Frame;
 use crate::machine_check;
 use crate::publish;
+use crate::snapshot::rollback;
 use crate::vendor::{self, LastExit, Vendor, Visitor};
 use crate::x86::{Hardware, Processor};
 
@@ -104,6 +105,7 @@ fn enter<V: Vendor>(area: &mut Area<V>) -> Phase {
     if phase == Phase::Emergency {
         stop();
     }
+    rollback::cpu_failed(area, &mut Processor);
     area.cpu.phase = Phase::Emergency;
     if phase == Phase::Outside {
         note_interrupted(area);

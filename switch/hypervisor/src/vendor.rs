@@ -95,6 +95,9 @@ pub trait Vendor: Sized + 'static {
     /// Has the CPU leave by itself, where the system was interrupted.
     fn depart(area: &mut Area<Self>, hardware: &mut impl Hardware, because: Code) -> Next;
 
+    /// Ends this CPU as a triple fault does, so that the machine restarts.
+    fn shut_down(area: &mut Area<Self>, hardware: &mut impl Hardware) -> Next;
+
     /// Returns where the system was interrupted, from the control block.
     fn interrupted(area: &mut Area<Self>) -> Interrupted;
 

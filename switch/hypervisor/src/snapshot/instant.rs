@@ -130,6 +130,11 @@ pub(super) fn begin() {
     RENDEZVOUS.begin();
 }
 
+/// Has no CPU wait for the instant any more: one has failed, perhaps the one at work. Memory is as it was.
+pub(super) fn give_up() {
+    RENDEZVOUS.give_up();
+}
+
 /// Takes part in the instant: when the last CPU is here, none of them is in the system, and all go on with
 /// the new tables. [`mercury_abi::snapshot::SnapshotCall::Enter`].
 pub(super) fn enter<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) -> Answer {

@@ -58,7 +58,7 @@ pub(crate) struct Live<F> {
     pub(super) recording: Option<Recording<F>>,
     /// Pages of the pool that the driver has got back in this life, if the machine may go back.
     returned: Option<FrameMap>,
-    /// The last deaths of this machine, since the snapshot began.
+    /// The last deaths of this machine, since the hypervisor was loaded.
     deaths: [Death; DEATHS],
     /// Report of the last rollback.
     pub(super) report: RollbackReport,
@@ -100,10 +100,11 @@ impl<F> Live<F> {
         }
     }
 
-    /// Forgets everything but the report of the last rollback: the pool is the driver's again.
+    /// Forgets everything but the report of the last rollback and the last deaths: the pool is the driver's
+    /// again. A snapshot of a machine that has died of the same again and again is no beginning.
     #[inline(never)]
     pub(super) fn end(&mut self) {
-        *self = Self { report: self.report, ..Self::new() };
+        *self = Self { report: self.report, deaths: self.deaths, ..Self::new() };
     }
 }
 

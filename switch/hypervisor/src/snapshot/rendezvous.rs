@@ -56,8 +56,13 @@ impl Rendezvous {
         self.open.store(true, Ordering::Release);
     }
 
+    /// Ends the rendezvous for the CPUs that wait: the one at work has failed.
+    pub fn give_up(&self) {
+        self.arrived.fetch_or(MISSED, Ordering::AcqRel);
+    }
+
     /// Waits for the work to be done. Waits for missing CPUs no longer than `patience`, in TSC ticks. Returns
-    /// `false` if one did not come.
+    /// `false` if one did not come, or the one at work has failed.
     pub fn wait(&self, hardware: &mut impl Hardware, cpus: u32, patience: u64) -> bool {
         let start = hardware.tsc();
         while !self.open.load(Ordering::Acquire) {
@@ -121,6 +126,19 @@ mod tests {
             assert_eq!(meet(&rendezvous, CPUS, u64::MAX, &work), [true; CPUS as usize]);
             assert_eq!(work.into_inner(), 1);
         }
+    }
+
+    #[test]
+    fn a_cpu_that_fails_at_its_work_leaves_none_waiting() {
+        let rendezvous = Rendezvous::new();
+        thread::scope(|scope| {
+            let early = || rendezvous.arrive(2) == Arrival::Early;
+            assert!(early());
+            let waits = scope.spawn(|| rendezvous.wait(&mut Model::default(), 2, u64::MAX));
+            assert_eq!(rendezvous.arrive(2), Arrival::Last);
+            rendezvous.give_up();
+            assert!(!waits.join().expect("no panic"));
+        });
     }
 
     /// The CPUs that came go on without the missing one, which cannot begin the work again later.

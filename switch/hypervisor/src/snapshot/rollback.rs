@@ -13,6 +13,7 @@ use mercury_abi::restart::{RestartCpu, SavedCpu};
 use mercury_abi::shared::LogKind;
 use mercury_abi::snapshot::{EndedCpu, RollbackReason, RollbackReport};
 
+use super::instant;
 use super::rendezvous::{Arrival, Rendezvous};
 use super::system_memory::{page, with_memory};
 use crate::address::HostPhys;
@@ -43,6 +44,9 @@ static SIGNATURE: AtomicU64 = AtomicU64::new(0);
 static LIFE_TSC: AtomicU64 = AtomicU64::new(0);
 /// [`Code`] with which the rollback ended.
 static RESULT: AtomicU32 = AtomicU32::new(0);
+
+/// True while the last CPU to come puts memory back, which is neither life's then.
+static AT_WORK: AtomicBool = AtomicBool::new(false);
 
 /// Handling of NMIs and shutdowns of a CPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -229,7 +233,7 @@ fn take_part<V: Vendor>(
     let rendezvous = &RENDEZVOUS[round as usize % 2];
     match rendezvous.arrive(cpus) {
         Arrival::Last => {
-            let result = work(area, hardware, target);
+            let result = at_work(|| work(area, hardware, target));
             RESULT.store(result.err().unwrap_or(Code::Ok) as u32, Ordering::Relaxed);
             if result.is_ok() {
                 begin_next(round);
@@ -237,7 +241,10 @@ fn take_part<V: Vendor>(
             rendezvous.open();
         }
         Arrival::Early if rendezvous.wait(hardware, cpus, PATIENCE) => {}
-        Arrival::Early | Arrival::Late => return Err(missed::<V>()),
+        Arrival::Early | Arrival::Late => {
+            end_if_half_back(area, hardware);
+            return Err(missed::<V>());
+        }
     }
     match Code::from_number(RESULT.load(Ordering::Relaxed)) {
         Some(Code::Ok) => {}
@@ -266,6 +273,30 @@ fn note_end(ended_virt: u64, index: usize, interrupted: Interrupted, last: &Last
         let EndedCpu { cpu, reserved, task_virt, .. } = at.read();
         let (cs, ss) = (cs.into(), ss.into());
         at.write(EndedCpu { cpu, reserved, task_virt, registers, rip, rflags, cr2, cr3, cs, ss });
+    }
+}
+
+/// Does the work that may not fail half-way.
+fn at_work<T>(work: impl FnOnce() -> T) -> T {
+    AT_WORK.store(true, Ordering::Release);
+    let result = work();
+    AT_WORK.store(false, Ordering::Release);
+    result
+}
+
+/// Takes note that a CPU has failed in the hypervisor. No CPU waits for it any more.
+pub(crate) fn cpu_failed<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) {
+    instant::give_up();
+    end_if_half_back(area, hardware);
+}
+
+/// Ends the machine if the CPU at work has failed: no life could go on with this memory. Each CPU ends by
+/// itself, since one in VMX operation would not be reset.
+#[cold]
+fn end_if_half_back<V: Vendor>(area: &mut Area<V>, hardware: &mut impl Hardware) {
+    if AT_WORK.load(Ordering::Acquire) {
+        RENDEZVOUS.iter().for_each(Rendezvous::give_up);
+        V::shut_down(area, hardware);
     }
 }
 
@@ -324,5 +355,24 @@ fn report(hardware: &mut impl Hardware, met: u64) -> RollbackReport {
         work_ticks: now.wrapping_sub(met),
         lived_ticks: asked.wrapping_sub(LIFE_TSC.swap(now, Ordering::Relaxed)),
         ..RollbackReport::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::Attached;
+
+    /// No other test fails in the work of a rollback.
+    #[test]
+    fn a_machine_that_is_half_back_ends() {
+        let mut cpu = Attached::new();
+        cpu_failed(&mut cpu.area, &mut cpu.hardware);
+        assert!(!cpu.hardware.shut_down, "memory is as it was");
+        at_work(|| cpu_failed(&mut cpu.area, &mut cpu.hardware));
+        assert!(cpu.hardware.shut_down);
+        // Others, which waited for it.
+        assert!(RENDEZVOUS.iter().all(|one| !one.wait(&mut cpu.hardware, 2, u64::MAX)));
+        begin();
     }
 }

@@ -398,6 +398,10 @@ fn the_same_death_again_and_again_takes_its_course() {
     assert_eq!([die(5, 3000), die(5, 3900)], [Ok(1), Ok(2)]);
     assert_eq!(die(5, 3999), Err(Code::RollbackRepeated));
     assert_eq!(machine.live.put_back(), Err(Code::RollbackRepeated));
+    // Neither is another snapshot of that machine a beginning.
+    machine.live.end();
+    machine.live.target = Some(TARGET);
+    assert_eq!(machine.live.die((5, 3999)), Err(Code::RollbackRepeated));
 }
 
 /// In the memory of the instant the pages are the pool's: the driver gives them to nobody else.

@@ -231,6 +231,10 @@ impl Vendor for Svm {
         exits::depart(area, hardware, because)
     }
 
+    fn shut_down(_: &mut Area, hardware: &mut impl Hardware) -> Next {
+        hardware.shut_down()
+    }
+
     fn interrupted(area: &mut Area) -> Interrupted {
         let rdx = area.cpu.gate.outward.registers[2];
         Interrupted { rip: area.control.rip, rax: area.control.rax, rdx }

@@ -284,6 +284,10 @@ impl Vendor for Vmx {
 
     /// Reads the VMCS. Only a failure in the world switch or in a quick answer asks, and then there is no
     /// other copy.
+    fn shut_down(area: &mut Area, hardware: &mut impl Hardware) -> Next {
+        reset::shut_down(area, hardware)
+    }
+
     fn interrupted(area: &mut Area) -> Interrupted {
         let hardware = &mut Processor;
         exits::note_exit(area, hardware);
