@@ -187,16 +187,6 @@ static int run_measure(union request *request, struct mercury_outcome *outcome)
 	return on_named_cpu(request->measure.cpu, request, measure_on_cpu);
 }
 
-static int run_load(union request *request, struct mercury_outcome *outcome)
-{
-	return request->load.flags ? MERCURY_CODE_BAD_ARGUMENT : mercury_load(outcome);
-}
-
-static int run_unload(union request *request, struct mercury_outcome *outcome)
-{
-	return request->load.flags ? MERCURY_CODE_BAD_ARGUMENT : mercury_unload(outcome);
-}
-
 /* Reads the mask of a switch request; `cpus` becomes NULL if it means all. */
 static int read_mask(const struct mercury_switch_request *change, struct cpumask *storage,
 		     const struct cpumask **cpus)
@@ -255,29 +245,14 @@ static int run_switch(union request *request, struct mercury_outcome *outcome, b
 	static struct cpumask storage;
 	u32 room = change->results_addr ? change->results_count : 0;
 	const struct cpumask *cpus;
-	int result;
 
 	change->results_count = 0;
 	if (change->flags & ~(attach ? MERCURY_SWITCH_CHECK_ONLY : MERCURY_SWITCH_FOR_NOW))
 		return MERCURY_CODE_BAD_ARGUMENT;
-	result = read_mask(change, &storage, &cpus);
-	if (result)
-		return result;
-	if (attach)
-		result = mercury_attach(cpus, change->flags & MERCURY_SWITCH_CHECK_ONLY, outcome);
-	else
-		result = mercury_detach(cpus, change->flags, outcome);
-	return result ? result : write_results(change, room, attach);
-}
-
-static int run_attach(union request *request, struct mercury_outcome *outcome)
-{
-	return run_switch(request, outcome, true);
-}
-
-static int run_detach(union request *request, struct mercury_outcome *outcome)
-{
-	return run_switch(request, outcome, false);
+	return read_mask(change, &storage, &cpus) ?:
+	       (attach ? mercury_attach(cpus, change->flags & MERCURY_SWITCH_CHECK_ONLY, outcome) :
+			 mercury_detach(cpus, change->flags, outcome)) ?:
+	       write_results(change, room, attach);
 }
 
 static void fill_status(struct mercury_cpu_status *status, int cpu)
@@ -324,39 +299,13 @@ static int run_status(union request *request, struct mercury_outcome *outcome)
 }
 
 /*
- * Returns true if lockdown forbids the snapshot: user space reads one that is not kept, and is told so
- * before the machine stands still for it.
+ * Refuses a snapshot that lockdown forbids: user space reads one that is not kept, and is told so before
+ * the machine stands still for it.
  */
-static bool is_forbidden(const struct mercury_snapshot_request *request)
+static u32 check_lockdown(const union request *request)
 {
-	return !(request->flags & MERCURY_SNAPSHOT_KEEP) && security_locked_down(LOCKDOWN_KCORE);
-}
-
-static int run_snapshot_prepare(union request *request, struct mercury_outcome *outcome)
-{
-	return is_forbidden(&request->snapshot) ? MERCURY_CODE_LOCKED_DOWN :
-						  mercury_snapshot_prepare(&request->snapshot);
-}
-
-static int run_snapshot_begin(union request *request, struct mercury_outcome *outcome)
-{
-	return is_forbidden(&request->snapshot) ? MERCURY_CODE_LOCKED_DOWN :
-						  mercury_snapshot_begin(&request->snapshot, outcome);
-}
-
-static int run_snapshot_read(union request *request, struct mercury_outcome *outcome)
-{
-	return mercury_snapshot_read(&request->read);
-}
-
-static int run_snapshot_end(union request *request, struct mercury_outcome *outcome)
-{
-	return mercury_snapshot_finish(&request->snapshot);
-}
-
-static int run_snapshot_machine(union request *request, struct mercury_outcome *outcome)
-{
-	return mercury_snapshot_machine(&request->restart, outcome);
+	return !(request->snapshot.flags & MERCURY_SNAPSHOT_KEEP) &&
+	       security_locked_down(LOCKDOWN_KCORE) ? MERCURY_CODE_LOCKED_DOWN : MERCURY_CODE_OK;
 }
 
 static int run_rollback(union request *request, struct mercury_outcome *outcome)
@@ -364,51 +313,6 @@ static int run_rollback(union request *request, struct mercury_outcome *outcome)
 	if (request->snapshot.flags || request->snapshot.pool_pages)
 		return MERCURY_CODE_BAD_ARGUMENT;
 	return mercury_rollback(MERCURY_ROLLBACK_REASON_COMMAND, NULL);
-}
-
-static int run_postmortem(union request *request, struct mercury_outcome *outcome)
-{
-	return mercury_snapshot_postmortem(&request->postmortem);
-}
-
-static int run_fence(union request *request, struct mercury_outcome *outcome)
-{
-	return mercury_fence(&request->fence);
-}
-
-static int run_restore_begin(union request *request, struct mercury_outcome *outcome)
-{
-	return mercury_restore_begin(&request->restart, outcome);
-}
-
-static int run_restore_load(union request *request, struct mercury_outcome *outcome)
-{
-	return mercury_restore_load(&request->load_frames, outcome);
-}
-
-static int run_snapshot_read_present(union request *request, struct mercury_outcome *outcome)
-{
-	return mercury_snapshot_read_present(&request->read);
-}
-
-static int run_log_begin(union request *request, struct mercury_outcome *outcome)
-{
-	return mercury_snapshot_log_begin();
-}
-
-static int run_log_collect(union request *request, struct mercury_outcome *outcome)
-{
-	return mercury_snapshot_log_collect(&request->log);
-}
-
-static int run_disk_log(union request *request, struct mercury_outcome *outcome)
-{
-	return mercury_disk_log(&request->disk_log);
-}
-
-static int run_firmware(union request *request, struct mercury_outcome *outcome)
-{
-	return mercury_firmware_read(&request->firmware);
 }
 
 static int run_watch(union request *request, struct mercury_outcome *outcome)
@@ -425,25 +329,35 @@ static int run_watch_status(union request *request, struct mercury_outcome *outc
 	return MERCURY_CODE_OK;
 }
 
-static int run_mend(union request *request, struct mercury_outcome *outcome)
-{
-	return mercury_mend(&request->mend);
+/* Operations that pass their request on. */
+#define RUN(operation, call)							\
+static int run_##operation(union request *request, struct mercury_outcome *outcome) \
+{										\
+	return call;								\
 }
 
-static int run_integrity(union request *request, struct mercury_outcome *outcome)
-{
-	return on_named_cpu(request->integrity.cpu, request, integrity_on_cpu);
-}
-
-static int run_restore_read(union request *request, struct mercury_outcome *outcome)
-{
-	return mercury_restore_read(&request->load_frames, outcome);
-}
-
-static int run_restore_go(union request *request, struct mercury_outcome *outcome)
-{
-	return request->load.flags ? MERCURY_CODE_BAD_ARGUMENT : mercury_restore_go();
-}
+RUN(load, request->load.flags ? MERCURY_CODE_BAD_ARGUMENT : mercury_load(outcome))
+RUN(unload, request->load.flags ? MERCURY_CODE_BAD_ARGUMENT : mercury_unload(outcome))
+RUN(attach, run_switch(request, outcome, true))
+RUN(detach, run_switch(request, outcome, false))
+RUN(snapshot_prepare, check_lockdown(request) ?: mercury_snapshot_prepare(&request->snapshot))
+RUN(snapshot_begin, check_lockdown(request) ?: mercury_snapshot_begin(&request->snapshot, outcome))
+RUN(snapshot_read, mercury_snapshot_read(&request->read))
+RUN(snapshot_end, mercury_snapshot_finish(&request->snapshot))
+RUN(snapshot_machine, mercury_snapshot_machine(&request->restart, outcome))
+RUN(postmortem, mercury_snapshot_postmortem(&request->postmortem))
+RUN(fence, mercury_fence(&request->fence))
+RUN(restore_begin, mercury_restore_begin(&request->restart, outcome))
+RUN(restore_load, mercury_restore_load(&request->load_frames, outcome))
+RUN(snapshot_read_present, mercury_snapshot_read_present(&request->read))
+RUN(log_begin, mercury_snapshot_log_begin())
+RUN(log_collect, mercury_snapshot_log_collect(&request->log))
+RUN(disk_log, mercury_disk_log(&request->disk_log))
+RUN(firmware, mercury_firmware_read(&request->firmware))
+RUN(mend, mercury_mend(&request->mend))
+RUN(integrity, on_named_cpu(request->integrity.cpu, request, integrity_on_cpu))
+RUN(restore_read, mercury_restore_read(&request->load_frames, outcome))
+RUN(restore_go, request->load.flags ? MERCURY_CODE_BAD_ARGUMENT : mercury_restore_go())
 
 #ifdef CONFIG_MERCURY_FAULT_INJECTION
 static int run_fault(union request *request, struct mercury_outcome *outcome)

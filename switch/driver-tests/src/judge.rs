@@ -24,6 +24,7 @@ struct Pulse {
 unsafe extern "C" {
     fn mercury_pulse_add(pulse: *mut Pulse, sample: *const Sample) -> u64;
     fn mercury_pulse_is_dead(pulse: *const Pulse, frozen_ms: u64, patience_ms: u32) -> bool;
+    fn mercury_is_near(one: u64, other: u64, ms: u32) -> bool;
     fn mercury_is_silent(tick: u32, answered: u32, beat: u32) -> bool;
     fn mercury_timer_has_fired(now: u32, due: u32, period: u32) -> bool;
 }
@@ -139,6 +140,16 @@ proptest! {
             add(&mut pulse, sample)
         });
         prop_assert!(seen.is_some_and(|seen| seen - hangs_at <= 2000), "{seen:?} {hangs_at}");
+    }
+
+    /// Whichever is the later one.
+    #[test]
+    fn times_are_near_if_they_are_not_far_apart(one: u64, apart in 0..3000u64, ms in 1..2000u32) {
+        // SAFETY: arithmetic on numbers.
+        let near = |one, other| unsafe { mercury_is_near(one, other, ms) };
+        let other = one.saturating_add(apart);
+        let is_near = other - one < u64::from(ms);
+        prop_assert_eq!([near(one, other), near(other, one)], [is_near; 2], "{} {}", one, other);
     }
 
     /// Neither alone condemns: a CPU deep in an NMI has heartbeats soon, and one without timer answers.

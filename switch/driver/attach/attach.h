@@ -33,9 +33,8 @@
  * @cpu_starts: a CPU is about to start; on another CPU
  * @cpu_online: a CPU is online; on that CPU
  * @module_comes: a module is about to be initialized; without mercury.lock
- * @panic: the machine panics with this message; returns a MERCURY_CODE_* if it does so nevertheless
- * @resume: the system resumes, also at the instant of a snapshot and after a rollback; interrupts off
- * @crash: the kernel goes down, and another one takes over; in any context
+ * @go_back: the machine dies for a reason, with a message; returns a code if it does so nevertheless
+ * @crash: another kernel takes over; returns true if NMIs came until now; in any context
  * @stays_attached: the kernel stops this CPU in an emergency; returns true if the CPU must stay attached.
  *	May run in an NMI.
  */
@@ -45,9 +44,8 @@ struct mercury_hooks {
 	void (*cpu_starts)(void);
 	void (*cpu_online)(void);
 	void (*module_comes)(const char *name);
-	u32 (*panic)(const char *message);
-	void (*resume)(void);
-	void (*crash)(void);
+	u32 (*go_back)(u32 reason, const char *message);
+	bool (*crash)(void);
 	bool (*stays_attached)(void);
 };
 

@@ -84,7 +84,8 @@ static void attach_if_wanted(unsigned int cpu)
 		return;
 	}
 	cpumask_clear_cpu(cpu, &mercury.wanted);
-	pr_warn("CPU %u came online and stays native (code %u)\n", cpu, code);
+	pr_warn("CPU %u came online and stays native (`mercury explain %s`)\n", cpu,
+		mercury_code_name(code));
 }
 
 static int cpu_comes(unsigned int cpu)
@@ -134,7 +135,6 @@ static void system_resumes(SYSCORE_ARGUMENT)
 {
 	if (!mercury.at_instant)
 		attach_if_wanted(smp_processor_id());
-	mercury_hooks->resume();
 }
 
 static void system_shuts_down(SYSCORE_ARGUMENT)
@@ -192,12 +192,8 @@ static struct notifier_block reboot_notifier = {
  */
 static int panic_comes(struct notifier_block *block, unsigned long action, void *data)
 {
-	u32 code;
-
 	mercury_hooks->crash();
-	code = mercury_hooks->panic(data);
-	if (code != MERCURY_CODE_NO_SNAPSHOT)
-		pr_emerg("the machine could not be put back to its snapshot (code %u)\n", code);
+	mercury_hooks->go_back(MERCURY_ROLLBACK_REASON_PANIC, data);
 	mercury.going_down = true;
 	return NOTIFY_DONE;
 }
@@ -271,27 +267,24 @@ static void decide(void)
 	slot_held = hold;
 }
 
+static void learn(bool *fact, bool value)
+{
+	mutex_lock(&slot_lock);
+	*fact = value;
+	decide();
+	mutex_unlock(&slot_lock);
+}
+
 /* Takes the kernel's emergency callback, if KVM does not want it, or gives it back. */
 void mercury_emergency_want(bool wanted)
 {
-	mutex_lock(&slot_lock);
-	slot_wanted = wanted;
-	decide();
-	mutex_unlock(&slot_lock);
+	learn(&slot_wanted, wanted);
 }
 
 /* Returns true if the driver is told of an emergency, provided that the kernel tells any module. */
 bool mercury_emergency_is_ours(void)
 {
 	return !IS_ENABLED(CONFIG_MERCURY_EMERGENCY_SLOT) || READ_ONCE(slot_held);
-}
-
-static void kvm_changes(bool there)
-{
-	mutex_lock(&slot_lock);
-	kvm_present = there;
-	decide();
-	mutex_unlock(&slot_lock);
 }
 
 static void set_rival(int rival, bool there)
@@ -338,7 +331,7 @@ static int module_changes(struct notifier_block *block, unsigned long action, vo
 	if (!comes && action != MODULE_STATE_GOING)
 		return NOTIFY_DONE;
 	if (strcmp(module->name, "kvm") == 0)
-		kvm_changes(comes);
+		learn(&kvm_present, comes);
 	if (rival >= 0 && !comes)
 		set_rival(rival, false);
 	if (rival >= 0 && comes)

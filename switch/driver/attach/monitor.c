@@ -21,8 +21,8 @@ static void give_up(int cpu, u32 code)
 	mercury.want_all = false;
 	cpumask_clear(&mercury.wanted);
 	mercury_on_cpus(cpu_online_mask, mercury_vendor->detach_cpu);
-	pr_err("the hypervisor crashed on CPU %d (code %u): all CPUs are native again\n",
-	       cpu, code);
+	pr_err("the hypervisor crashed on CPU %d (`mercury explain %s`): all CPUs are native again\n",
+	       cpu, mercury_code_name(code));
 }
 
 /*
@@ -35,8 +35,8 @@ static void let_go(int cpu, const struct mercury_shared_cpu *shared)
 		return;
 	cpumask_clear_cpu(cpu, &mercury.wanted);
 	mercury_on_cpus(cpumask_of(cpu), mercury_ask_mode);
-	pr_notice("CPU %d left the hypervisor (code %llu) and stays native\n",
-		  cpu, READ_ONCE(shared->left_because));
+	pr_notice("CPU %d left the hypervisor (`mercury explain %s`) and stays native\n",
+		  cpu, mercury_code_name(READ_ONCE(shared->left_because)));
 }
 
 /* Looks at every CPU; under mercury.lock. */

@@ -19,6 +19,7 @@
 #include <asm/tsc.h>
 #include <asm/x86_init.h>
 
+#include "../watch/watch.h"
 #include "snapshot.h"
 
 /* The steps of an instant, in their order. */
@@ -329,6 +330,8 @@ static int gather(void *unused)
 	is_done(RELEASED);
 	if (instant.restored)
 		mercury_guest_wake();
+	if (instant.rolled_back)
+		mercury_watch_return();
 	if (is_second_return()) {
 		dpm_resume_start(PMSG_RESTORE);
 		dpm_resume_end(PMSG_RESTORE);

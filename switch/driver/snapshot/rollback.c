@@ -17,6 +17,7 @@
 #include <asm/nmi.h>
 #include <asm/tsc.h>
 
+#include "../watch/watch.h"
 #include "snapshot.h"
 
 /* The time for devices to come to rest. */
@@ -28,6 +29,7 @@
 
 struct note {
 	char message[128];
+	bool watched;	/* by the guard's watch */
 };
 
 static struct note *note;
@@ -114,11 +116,17 @@ void mercury_rollback_end(void)
 	note = NULL;
 }
 
-/* In a machine that was put back: reads the note of its other life, and begins one for this life. */
-void mercury_rollback_read(u64 message[16])
+/*
+ * In a machine that was put back: reads the note of its other life, and begins one for this life. Returns
+ * true if the other life was watched.
+ */
+bool mercury_rollback_read(u64 message[16])
 {
+	bool watched = note->watched;
+
 	memcpy(message, note->message, sizeof(note->message));
 	memset(note, 0, sizeof(*note));
+	return watched;
 }
 
 /*
@@ -136,20 +144,16 @@ static u64 signature_of_death(u32 reason)
 	return (u64)hash << 32 | BIT_ULL(32);
 }
 
-/*
- * Puts the machine back to its snapshot; returns only if there is none, or it cannot be done. In any
- * context.
- */
-u32 mercury_rollback(u32 reason, const char *message)
+/* Asks the hypervisor; returns only if it refuses. */
+static u32 go_back(u32 reason, const char *message)
 {
 	u64 argument = reason;
 	unsigned long flags;
 	u32 code;
 
-	if (!READ_ONCE(armed))
-		return MERCURY_CODE_NO_SNAPSHOT;
 	if (mercury_dma_missed())
 		return MERCURY_CODE_SNAPSHOT_DEVICES;
+	note->watched = mercury_watch_is_on();
 	if (message)
 		strscpy(note->message, message, sizeof(note->message));
 	if (reason != MERCURY_ROLLBACK_REASON_COMMAND)
@@ -157,6 +161,27 @@ u32 mercury_rollback(u32 reason, const char *message)
 	local_irq_save(flags);
 	code = mercury_snapshot_call(MERCURY_SNAPSHOT_CALL_ROLLBACK, (void *)argument);
 	local_irq_restore(flags);
+	return code;
+}
+
+/*
+ * Puts the machine back to its snapshot; returns only if there is none, or it cannot be done. In any
+ * context. No timer of the watch stays set in a life that may know nothing of it.
+ */
+u32 mercury_rollback(u32 reason, const char *message)
+{
+	bool silenced;
+	u32 code;
+
+	if (!READ_ONCE(armed))
+		return MERCURY_CODE_NO_SNAPSHOT;
+	silenced = mercury_hpet_silence();
+	code = go_back(reason, message);
+	if (silenced)
+		mercury_hpet_resume();
+	if (code != MERCURY_CODE_NO_SNAPSHOT)
+		pr_emerg("the machine was not put back to its snapshot: `mercury explain %s`\n",
+			 mercury_code_name(code));
 	return code;
 }
 

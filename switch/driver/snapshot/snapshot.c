@@ -105,17 +105,14 @@ static u32 prepare(const struct mercury_snapshot_request *request)
 	code = mercury_pool_begin() ?:
 	       allocate(request, ram_pages) ?:
 	       mercury_instant_prepare(ram_pages) ?:
-	       mercury_kept_find();
-	/* Memory that was plugged in since has no place in the maps. */
-	if (code == MERCURY_CODE_OK && mercury_ram_pages() != ram_pages)
-		code = MERCURY_CODE_SNAPSHOT_HOTPLUG;
-	if (code == MERCURY_CODE_OK && mercury_kept()->pages > mercury_scan_room())
-		code = MERCURY_CODE_NO_MEMORY;
-	if (code == MERCURY_CODE_OK)
-		code = mercury_snapshot_call(MERCURY_SNAPSHOT_CALL_TABLES,
-					     (void *)mercury_tables_wide_cr3()) ?:
-		       mercury_pool_donate() ?:
-		       mercury_dma_watch();
+	       mercury_kept_find() ?:
+	       /* Memory that was plugged in since has no place in the maps. */
+	       (mercury_ram_pages() == ram_pages ? 0 : MERCURY_CODE_SNAPSHOT_HOTPLUG) ?:
+	       (mercury_kept()->pages <= mercury_scan_room() ? 0 : MERCURY_CODE_NO_MEMORY) ?:
+	       mercury_snapshot_call(MERCURY_SNAPSHOT_CALL_TABLES,
+				     (void *)mercury_tables_wide_cr3()) ?:
+	       mercury_pool_donate() ?:
+	       mercury_dma_watch();
 	snapshot.flags = request->flags;
 	snapshot.pool_pages = request->pool_pages;
 	snapshot.another_cpu = false;
@@ -301,7 +298,8 @@ static u32 come_back(struct mercury_snapshot_request *request)
 {
 	u32 code = fill_status(request);
 
-	mercury_rollback_read(request->message);
+	if (mercury_rollback_read(request->message) && !mercury_watch_is_on())
+		pr_warn("the life that ended was watched, and this one is not: its snapshot is older\n");
 	request->rolled_back = 1;
 	last_rollback = request->status.rollback;
 	memcpy(last_words, request->message, sizeof(last_words));
@@ -363,9 +361,7 @@ u32 mercury_snapshot_finish(struct mercury_snapshot_request *request)
 		return MERCURY_CODE_BAD_ARGUMENT;
 	if (!snapshot.live)
 		return MERCURY_CODE_NO_SNAPSHOT;
-	code = fill_status(request);
-	if (code == MERCURY_CODE_OK)
-		code = missed_writes();
+	code = fill_status(request) ?: missed_writes();
 	end();
 	return code;
 }
@@ -430,11 +426,9 @@ u32 mercury_snapshot_log_begin(void)
 
 u32 mercury_snapshot_log_collect(struct mercury_log_request *request)
 {
-	u32 code = mercury_dirty_log_collect(request, snapshot.live);
-
-	if (code == MERCURY_CODE_OK && mercury_pool_is_lost())
-		code = MERCURY_CODE_SNAPSHOT_POOL;
-	return code == MERCURY_CODE_OK ? missed_writes() : code;
+	return mercury_dirty_log_collect(request, snapshot.live) ?:
+	       (mercury_pool_is_lost() ? MERCURY_CODE_SNAPSHOT_POOL : 0) ?:
+	       missed_writes();
 }
 
 /* Describes the machine for an image. All of the description is known as soon as a snapshot is prepared. */
@@ -471,7 +465,8 @@ static void check_kept(void)
 	if (lost_because == MERCURY_CODE_OK)
 		return;
 	end();
-	pr_notice("the snapshot of memory was lost (code %u)\n", lost_because);
+	pr_notice("the snapshot of memory was lost (`mercury explain %s`)\n",
+		  mercury_code_name(lost_because));
 }
 
 void mercury_snapshot_status(struct mercury_snapshot_status *status)
@@ -507,19 +502,13 @@ static void cpu_is_online(void)
 	WRITE_ONCE(snapshot.another_cpu, true);
 }
 
-static u32 panic_comes(const char *message)
-{
-	return mercury_rollback(MERCURY_ROLLBACK_REASON_PANIC, message);
-}
-
 const struct mercury_hooks mercury_snapshot_hooks = {
 	.before_detach = end,
 	.check = check_kept,
 	.cpu_starts = cpu_starts,
 	.cpu_online = cpu_is_online,
 	.module_comes = mercury_dma_module_comes,
-	.panic = panic_comes,
-	.resume = mercury_hpet_again,
+	.go_back = mercury_rollback,
 	.crash = mercury_hpet_silence,
 	.stays_attached = mercury_rollback_waits,
 };

@@ -201,7 +201,7 @@ u32 mercury_rollback_prepare(struct mercury_snapshot_setup *setup, void *page,
 void mercury_rollback_arm(void);
 void mercury_rollback_disarm(void);
 void mercury_rollback_end(void);
-void mercury_rollback_read(u64 message[16]);
+bool mercury_rollback_read(u64 message[16]);
 u32 mercury_rollback(u32 reason, const char *message);
 bool mercury_rollback_waits(void);
 

@@ -190,13 +190,6 @@ void mercury_hpet_resume(void)
 	arm();
 }
 
-/* The system resumes. After a rollback the driver's memory says that the timer is on, and it is not. */
-void mercury_hpet_again(void)
-{
-	if (READ_ONCE(hpet.on))
-		arm();
-}
-
 /* Starts the NMIs. A timer whose NMIs do not come is no watch. */
 u32 mercury_hpet_start(void)
 {
@@ -226,11 +219,14 @@ void mercury_hpet_stop(void)
 	hpet.registers = NULL;
 }
 
-void mercury_hpet_silence(void)
+/* Returns true if the timer was on. */
+bool mercury_hpet_silence(void)
 {
-	WRITE_ONCE(hpet.on, false);
+	bool was_on = xchg(&hpet.on, false);
+
 	if (hpet.registers)
 		writel(0, hpet.registers + HPET_Tn_CFG(hpet.timer));
+	return was_on;
 }
 
 u32 mercury_hpet_ticks(void)

@@ -21,6 +21,15 @@ bool mercury_pulse_is_dead(const struct mercury_pulse *pulse, u64 frozen_ms, u32
 }
 
 /*
+ * Returns true if two times are less than @ms apart. Clocks of CPUs differ a little, another CPU may note a
+ * later time meanwhile, and a clock that begins anew leaves notes of a far future.
+ */
+bool mercury_is_near(u64 one, u64 other, u32 ms)
+{
+	return one - other < ms || other - one < ms;
+}
+
+/*
  * Returns true for a CPU that neither answers NMIs nor has heartbeats: it may be in a handler of NMIs that
  * never ends. @tick is the number of NMIs so far. @answered and @beat are the numbers at the CPU's last
  * answer and at its last heartbeat. Counting NMIs, not time, a pause of the whole machine condemns no CPU.

@@ -42,6 +42,7 @@ struct mercury_pulse {
 
 u64 mercury_pulse_add(struct mercury_pulse *pulse, const struct mercury_sample *sample);
 bool mercury_pulse_is_dead(const struct mercury_pulse *pulse, u64 frozen_ms, u32 patience_ms);
+bool mercury_is_near(u64 one, u64 other, u32 ms);
 bool mercury_is_silent(u32 tick, u32 answered, u32 beat);
 bool mercury_timer_has_fired(u32 now, u32 due, u32 period);
 

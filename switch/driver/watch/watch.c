@@ -20,6 +20,7 @@
 #include <linux/perf_event.h>
 #include <linux/sched/isolation.h>
 #include <linux/suspend.h>
+#include <asm/irq_regs.h>
 #include <asm/nmi.h>
 #include <asm/tsc.h>
 
@@ -33,6 +34,8 @@
 #define TOUCH_HOLDS_MS	1000
 /* The time after an alarm that is only reported. */
 #define QUIET_MS	10000
+/* The time for the devices of a life that begins with a rollback. */
+#define RETURN_MS	60000
 
 /**
  * struct watched - a CPU
@@ -68,7 +71,7 @@ static struct mercury_watch_request state;
 static struct {
 	bool paused, deaf;
 	int hotplug, alarm;
-	u64 touched_ms, quiet_until_ms;
+	u64 touched_ms, reported_ms, returned_ms;
 } watch;
 
 static u64 now_ms(void)
@@ -84,7 +87,7 @@ static bool is_excused(u64 now)
 		return true;
 #endif
 	return READ_ONCE(mercury.at_instant) || READ_ONCE(mercury.going_down) || READ_ONCE(watch.paused) ||
-	       now < READ_ONCE(watch.quiet_until_ms);
+	       mercury_is_near(now, READ_ONCE(watch.reported_ms), QUIET_MS);
 }
 
 /* The only place that decides for the whole machine; the first CPU that comes here does it. */
@@ -100,7 +103,7 @@ static void alarm(struct pt_regs *regs, int cpu, const char *what)
 	if (state.acts & MERCURY_WATCH_PANIC)
 		nmi_panic(regs, (char *)state.message);
 	pr_emerg("%s\n", (char *)state.message);
-	WRITE_ONCE(watch.quiet_until_ms, now_ms() + QUIET_MS);
+	WRITE_ONCE(watch.reported_ms, now_ms());
 	if (state.tiers & MERCURY_WATCH_TIER_HPET)
 		mercury_hpet_resume();
 	WRITE_ONCE(watch.alarm, 0);
@@ -127,7 +130,8 @@ static void sample_here(struct pt_regs *regs)
 	frozen = mercury_pulse_add(&w->pulse, &sample);
 	if (frozen > READ_ONCE(state.longest_ms))
 		WRITE_ONCE(state.longest_ms, frozen);
-	slow = watch.deaf || sample.now_ms - READ_ONCE(watch.touched_ms) < TOUCH_HOLDS_MS;
+	slow = watch.deaf ||
+	       mercury_is_near(sample.now_ms, READ_ONCE(watch.touched_ms), TOUCH_HOLDS_MS);
 	if (mercury_pulse_is_dead(&w->pulse, frozen, slow ? LONG_PATIENCE_MS : PATIENCE_MS))
 		alarm(regs, smp_processor_id(), "hangs with interrupts off");
 }
@@ -173,6 +177,9 @@ static enum hrtimer_restart beat(struct hrtimer *timer)
 
 	WRITE_ONCE(w->beats, w->beats + 1);
 	WRITE_ONCE(w->beat_tick, mercury_hpet_ticks());
+	if (watch.returned_ms && !mercury_is_near(now_ms(), watch.returned_ms, RETURN_MS) &&
+	    xchg(&watch.returned_ms, 0))
+		alarm(get_irq_regs(), smp_processor_id(), "waits in vain for this life's devices");
 	if (READ_ONCE(state.tiers) & MERCURY_WATCH_TIER_HPET && !mercury_hpet_mend()) {
 		state.tiers &= ~MERCURY_WATCH_TIER_HPET;
 		state.hpet_code = MERCURY_CODE_WATCH_SILENT;
@@ -265,7 +272,9 @@ static int die_comes(struct notifier_block *block, unsigned long action, void *d
 	if (!(state.acts & MERCURY_WATCH_OOPS) && !is_fatal(args->regs))
 		return NOTIFY_DONE;
 	snprintf(message, sizeof(message), "%s at %pS", args->str, (void *)args->regs->ip);
-	mercury_rollback(MERCURY_ROLLBACK_REASON_OOPS, message);
+	/* What the rules call fatal is. The kernel would go on, and the next snapshot would be of it. */
+	if (mercury_rollback(MERCURY_ROLLBACK_REASON_OOPS, message) != MERCURY_CODE_NO_SNAPSHOT)
+		panic("%s, and no way back", message);
 	return NOTIFY_DONE;
 }
 
@@ -280,6 +289,7 @@ static int power_changes(struct notifier_block *block, unsigned long action, voi
 		      action == PM_RESTORE_PREPARE;
 
 	WRITE_ONCE(watch.paused, sleeps);
+	WRITE_ONCE(watch.returned_ms, 0);
 	if (sleeps)
 		mercury_hpet_silence();
 	else if (state.tiers & MERCURY_WATCH_TIER_HPET)
@@ -290,6 +300,23 @@ static int power_changes(struct notifier_block *block, unsigned long action, voi
 static struct notifier_block power_notifier = {
 	.notifier_call = power_changes,
 };
+
+/*
+ * This machine was put back, and its devices are about to resume. At its instant the watch was paused. A
+ * device that does not come back would leave the machine standing: its tasks are frozen.
+ */
+void mercury_watch_return(void)
+{
+	WRITE_ONCE(watch.returned_ms, now_ms());
+	WRITE_ONCE(watch.paused, false);
+	if (state.tiers & MERCURY_WATCH_TIER_HPET)
+		mercury_hpet_resume();
+}
+
+bool mercury_watch_is_on(void)
+{
+	return state.acts;
+}
 
 /* Ends the watch, if there is one. */
 void mercury_watch_stop(void)
@@ -322,6 +349,7 @@ static u32 start(u32 acts)
 		goto no_handler;
 	state.perf_code = MERCURY_CODE_OK;
 	watch.paused = false;
+	watch.reported_ms = now_ms() - QUIET_MS;
 	/* Before there are other NMIs, which would be taken for the timer's. */
 	state.hpet_code = mercury_hpet_start();
 	watch.hotplug = cpuhp_setup_state(CPUHP_AP_ONLINE_DYN, "mercury:watch", cpu_comes, cpu_goes);

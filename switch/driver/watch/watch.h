@@ -27,15 +27,18 @@ int mercury_watch_set(const struct mercury_watch_request *request);
 void mercury_watch_status(struct mercury_watch_request *request);
 void mercury_watch_stop(void);
 
+/* watch.c: in any context */
+void mercury_watch_return(void);
+bool mercury_watch_is_on(void);
+
 /* hpet.c: from mercury_hpet_resume() on in any context */
 u32 mercury_hpet_start(void);
 void mercury_hpet_stop(void);
 void mercury_hpet_resume(void);
-void mercury_hpet_again(void);
 u32 mercury_hpet_tick(bool *first);
 u32 mercury_hpet_ticks(void);
 bool mercury_hpet_mend(void);
-void mercury_hpet_silence(void);
+bool mercury_hpet_silence(void);
 void mercury_hpet_wait(void);
 
 /* mend.c: under mercury.lock */

@@ -67,6 +67,7 @@ fn render() -> Result<String, std::fmt::Error> {
     for item in ITEMS {
         structure(item, &mut printed, &mut out)?;
     }
+    code_names(&mut out)?;
     out.push_str("\n#endif /* __ASSEMBLY__ */\n\n#endif /* MERCURY_ABI_H */\n");
     Ok(out)
 }
@@ -97,6 +98,19 @@ fn codes(out: &mut String) -> std::fmt::Result {
         let name = code.name().replace('-', "_").to_uppercase();
         define(&format!("MERCURY_CODE_{name}"), *code as u64, out)?;
     }
+    Ok(())
+}
+
+/// Prints a function that returns the name of a code.
+fn code_names(out: &mut String) -> std::fmt::Result {
+    out.push_str(
+        "\n/* Returns the name of a code, which `mercury explain` takes. */\n\
+         static inline const char *mercury_code_name(u64 code)\n{\n\tswitch (code) {\n",
+    );
+    for code in Code::ALL.iter().filter(|code| (**code as u32) < USER_SPACE_CODES) {
+        writeln!(out, "\tcase {}:\n\t\treturn \"{}\";", *code as u32, code.name())?;
+    }
+    out.push_str("\tdefault:\n\t\treturn \"unknown\";\n\t}\n}\n");
     Ok(())
 }
 
