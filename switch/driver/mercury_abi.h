@@ -14,7 +14,7 @@
  * Version of every layout and meaning in this crate. Each change of one of them raises
  * the version.
  */
-#define MERCURY_ABI_VERSION 12
+#define MERCURY_ABI_VERSION 13
 /* VM_CR (C001_0114h): SVM enabled, locked, INIT redirected (AMD). */
 #define MERCURY_READABLE_VM_CR 1
 /* VM_HSAVE_PA (C001_0117h): host-physical address of the host save area (AMD). */
@@ -2586,8 +2586,11 @@ struct mercury_postmortem_request {
 	u32 comm_offset;
 	/* Out: offset of a task's number, a 32-bit word. */
 	u32 pid_offset;
-	/* Reserved; zero. */
-	u32 reserved;
+	/*
+	 * Out: offset of the time at which a task was started, in nanoseconds since the
+	 * boot, a 64-bit word.
+	 */
+	u32 started_offset;
 	/* Out: the last words of that life, NUL-padded text. */
 	u64 message[16];
 	/* Out: state of the snapshot, and report of the rollback. */
@@ -2603,7 +2606,7 @@ static_assert(offsetof(struct mercury_postmortem_request, cpus_addr) == 16);
 static_assert(offsetof(struct mercury_postmortem_request, cpus_count) == 24);
 static_assert(offsetof(struct mercury_postmortem_request, comm_offset) == 28);
 static_assert(offsetof(struct mercury_postmortem_request, pid_offset) == 32);
-static_assert(offsetof(struct mercury_postmortem_request, reserved) == 36);
+static_assert(offsetof(struct mercury_postmortem_request, started_offset) == 36);
 static_assert(offsetof(struct mercury_postmortem_request, message) == 40);
 static_assert(offsetof(struct mercury_postmortem_request, status) == 168);
 static_assert(offsetof(struct mercury_postmortem_request, outcome) == 376);

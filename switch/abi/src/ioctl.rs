@@ -217,8 +217,8 @@ pub struct PostmortemRequest {
     pub comm_offset: u32,
     /// Out: offset of a task's number, a 32-bit word.
     pub pid_offset: u32,
-    /// Reserved; zero.
-    pub reserved: u32,
+    /// Out: offset of the time at which a task was started, in nanoseconds since the boot, a 64-bit word.
+    pub started_offset: u32,
     /// Out: the last words of that life, NUL-padded text.
     pub message: [u64; 16],
     /// Out: state of the snapshot, and report of the rollback.

@@ -40,7 +40,7 @@ pub mod snapshot;
 
 /// Version of every layout and meaning in this crate. Each change of one of them raises the
 /// version.
-pub const MERCURY_ABI_VERSION: u32 = 12;
+pub const MERCURY_ABI_VERSION: u32 = 13;
 
 /// Size and version of a structure. Every structure that user space passes to the driver begins
 /// with them.

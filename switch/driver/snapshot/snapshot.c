@@ -415,6 +415,7 @@ int mercury_snapshot_postmortem(struct mercury_postmortem_request *request)
 		return mercury_snapshot_call(MERCURY_SNAPSHOT_CALL_DROP_DEAD, NULL);
 	request->comm_offset = offsetof(struct task_struct, comm);
 	request->pid_offset = offsetof(struct task_struct, pid);
+	request->started_offset = offsetof(struct task_struct, start_boottime);
 	memcpy(request->message, last_words, sizeof(last_words));
 	return put_ended(request);
 }

@@ -24,6 +24,10 @@ const OWN: &str = "mercury";
 /// Mark of the line that names the place of a fault (`show_regs` of Linux).
 const PLACE: &str = "RIP: 0010:";
 const INIT: u32 = 1;
+/// Nanoseconds of a tick in `/proc`: Linux has 100 ticks in a second there on every x86.
+const NS_PER_TICK: u64 = 10_000_000;
+/// Place of the start's time among the words after the name in `/proc/PID/stat`.
+const STARTED: usize = 19;
 
 /// Treatment of a module in which the kernel has died.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -69,8 +73,17 @@ pub struct Avoid {
 pub struct Cause {
     /// Module in which the kernel faulted.
     pub module: Option<String>,
-    /// Number and name of the program that called the kernel.
-    pub task: Option<(u32, String)>,
+    /// The program that called the kernel.
+    pub task: Option<Program>,
+}
+
+/// A program of the life that ended.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Program {
+    pid: u32,
+    name: String,
+    /// Nanoseconds from the boot to its start. Numbers of processes come again in each life.
+    started_ns: u64,
 }
 
 impl Cause {
@@ -78,7 +91,9 @@ impl Cause {
     #[must_use]
     pub fn of(report: &Report) -> Self {
         let asker = report.cpus.iter().find(|cpu| cpu.cpu == report.rollback.cpu);
-        let task = |cpu: &Cpu| (cpu.pid > INIT).then(|| (cpu.pid, cpu.task.clone()));
+        let program =
+            |cpu: &Cpu| Program { pid: cpu.pid, name: cpu.task.clone(), started_ns: cpu.started_ns };
+        let task = |cpu: &Cpu| (cpu.pid > INIT).then(|| program(cpu));
         Self { module: faulting_module(&report.log), task: asker.and_then(task) }
     }
 }
@@ -156,27 +171,27 @@ pub fn without_report(rules: Avoid, is_dry: bool, same: u64, why: &dyn Display, 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Act {
     Unload(String),
-    Stop(u32, String),
+    Stop(Program),
 }
 
 impl Act {
     fn choose(rules: Avoid, cause: Cause) -> Option<Self> {
         let unload = cause.module.filter(|_| rules.module == OfModule::Unload).map(Self::Unload);
         let stop = cause.task.filter(|_| rules.task == OfTask::Stop);
-        unload.or_else(|| stop.map(|(pid, name)| Self::Stop(pid, name)))
+        unload.or_else(|| stop.map(Self::Stop))
     }
 
     fn done(&self) -> &'static str {
         match self {
             Self::Unload(_) => "removed",
-            Self::Stop(..) => "stopped",
+            Self::Stop(_) => "stopped",
         }
     }
 
     fn perform(&self, sysroot: &Sysroot) -> io::Result<()> {
         match self {
             Self::Unload(module) => unload(module, sysroot),
-            Self::Stop(pid, name) => stop(*pid, name, sysroot),
+            Self::Stop(program) => stop(program, sysroot),
         }
     }
 }
@@ -185,7 +200,7 @@ impl Display for Act {
     fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Unload(module) => write!(to, "the module {module}"),
-            Self::Stop(pid, name) => write!(to, "the process {pid} ({name})"),
+            Self::Stop(Program { pid, name, .. }) => write!(to, "the process {pid} ({name})"),
         }
     }
 }
@@ -240,18 +255,29 @@ fn remove(module: &str) -> io::Result<()> {
     }
 }
 
-/// Stops a program, if the process of that number is the same program, and no thread of the kernel's.
-fn stop(pid: u32, name: &str, sysroot: &Sysroot) -> io::Result<()> {
+/// Stops a program, if the process of that number is the same program, and no thread of the kernel's. One that
+/// was started after the instant is not in this life, where another one may have its number and name.
+fn stop(program: &Program, sysroot: &Sysroot) -> io::Result<()> {
+    let Program { pid, name, .. } = program;
     let text = |file: &str| sysroot.text(&format!("proc/{pid}/{file}"));
-    let is_it = text("comm").is_some_and(|comm| comm == name);
+    let is_it = text("comm").is_some_and(|comm| comm == *name);
     if !is_it || text("cmdline").is_none_or(|line| line.is_empty()) {
         return Err(io::Error::new(io::ErrorKind::NotFound, "there is no such program in this life"));
+    }
+    if text("stat").and_then(|stat| started(&stat)) != Some(program.started_ns / NS_PER_TICK) {
+        let why = "the process of this number was started at another time";
+        return Err(io::Error::new(io::ErrorKind::NotFound, why));
     }
     // SAFETY: It takes numbers.
     match unsafe { libc::kill(pid.cast_signed(), libc::SIGSTOP) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
+}
+
+/// Returns the time of a process's start from its `stat`, in ticks since the boot. Its name may hold anything.
+fn started(stat: &str) -> Option<u64> {
+    stat.rsplit_once(") ")?.1.split(' ').nth(STARTED)?.parse().ok()
 }
 
 #[cfg(test)]
@@ -276,7 +302,7 @@ mod tests {
     #[test]
     fn the_cause_is_the_last_fault_and_the_program_on_its_cpu() {
         let of = |log: &[&str], cpu| Cause::of(&report(1, log, cpu));
-        let task = Some((77, "solver".to_owned()));
+        let task = Some(Program { pid: 77, name: "solver".into(), started_ns: 0 });
         let end = "[   31.000000] Kernel panic - not syncing";
         assert_eq!(of(&[FAULT, end], 1), Cause { module: Some("broken".into()), task: task.clone() });
         assert_eq!(of(&[FAULT, "[   99.000000] Kernel panic"], 1).module, None, "long before the end");
@@ -341,24 +367,40 @@ mod tests {
         assert_eq!(said(OfMachine::Evacuate, false, 1), (0, 0), "the first death");
     }
 
+    /// A program that is killed at the end of its test, stopped or not.
+    struct Killed(std::process::Child);
+
+    impl Drop for Killed {
+        fn drop(&mut self) {
+            let _ = self.0.kill().and_then(|()| self.0.wait());
+        }
+    }
+
     #[test]
     fn a_program_is_stopped_if_it_is_the_same() {
-        let mut sleep = std::process::Command::new("sleep").arg("60").spawn().expect("a program");
-        let (pid, here) = (sleep.id(), Sysroot::default());
-        assert!(stop(pid, "another", &here).is_err());
+        let sleep = std::process::Command::new("sleep").arg("60").spawn().map(Killed).expect("a program");
+        let (pid, here) = (sleep.0.id(), Sysroot::default());
+        let program = |name: &str, started_ns| Program { pid, name: name.into(), started_ns };
+        assert!(stop(&program("another", 0), &here).is_err());
         // A program that begins has its name first, and its words a moment later.
         let text = |file: &str| here.text(&format!("proc/{pid}/{file}")).unwrap_or_default();
         while text("comm") != "sleep" || text("cmdline").is_empty() {
             std::thread::yield_now();
         }
-        stop(pid, "sleep", &here).expect("a stop");
+        let ticks = started(&text("stat")).expect("a time");
+        for other in [ticks - 1, ticks + 1] {
+            let refused = stop(&program("sleep", other * NS_PER_TICK), &here);
+            assert!(refused.is_err_and(|why| why.to_string().contains("another time")), "of another life");
+        }
+        stop(&program("sleep", ticks * NS_PER_TICK + NS_PER_TICK / 2), &here).expect("a stop");
         let state = || here.text(&format!("proc/{pid}/stat")).expect("its state");
         while !state().contains(") T ") {
             std::thread::yield_now();
         }
-        sleep.kill().and_then(|()| sleep.wait()).expect("its end");
+        drop(sleep);
         // A thread of the kernel's has no command line.
-        assert!(stop(2, "kthreadd", &here).is_err());
+        let thread = Program { pid: 2, name: "kthreadd".into(), started_ns: 0 };
+        assert!(stop(&thread, &here).is_err());
     }
 
     #[test]

@@ -173,7 +173,8 @@ impl Life {
         let note = machine.vmcoreinfo.map_or((0, 0), |note| (note.phys, note.bytes));
         let memory = Memory::new(device, note, machine.cpus.first().map_or(0, |cpu| cpu.saved_phys));
         let symbols = Symbols::of(&sysroot.text("proc/kallsyms").unwrap_or_default());
-        let offsets = Offsets { comm: found.comm_offset, pid: found.pid_offset };
+        let offsets =
+            Offsets { comm: found.comm_offset, pid: found.pid_offset, started: found.started_offset };
         let cpus: Vec<_> = ended.iter().map(|cpu| Cpu::of(&memory, &symbols, offsets, cpu)).collect();
         let tsc_khz = device.system()?.tsc_khz;
         let report = Report {
@@ -285,7 +286,7 @@ pub mod tests {
 
     pub fn cpu(cpu: u32, pid: u32, task: &str) -> Cpu {
         let task = task.to_owned();
-        Cpu { cpu, in_user_mode: false, task, pid, rip: Hex(0), function: None, calls: vec![] }
+        Cpu { cpu, in_user_mode: false, task, pid, started_ns: 0, rip: Hex(0), function: None, calls: vec![] }
     }
 
     #[test]

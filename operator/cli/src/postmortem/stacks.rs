@@ -51,6 +51,7 @@ impl Symbols {
 pub struct Offsets {
     pub comm: u32,
     pub pid: u32,
+    pub started: u32,
 }
 
 /// A CPU at the end of its life.
@@ -64,6 +65,8 @@ pub struct Cpu {
     pub task: String,
     /// Number of its task; 0: it was idle.
     pub pid: u32,
+    /// Nanoseconds from the boot to the start of its task.
+    pub started_ns: u64,
     /// Instruction pointer.
     pub rip: mercury_control::output::Hex,
     /// Function there.
@@ -84,12 +87,14 @@ impl Cpu {
         let mut comm = [0; COMM];
         let name = task.and_then(|task| memory.read(task + u64::from(offsets.comm), &mut comm));
         let pid = task.and_then(|task| memory.half(task + u64::from(offsets.pid))).unwrap_or(0);
+        let started = task.and_then(|task| memory.word(task + u64::from(offsets.started)));
         let calls = if in_user_mode { Vec::new() } else { calls(memory, symbols, ended.registers[RSP]) };
         Self {
             cpu: ended.cpu,
             in_user_mode,
             task: name.map(|()| mercury_control::status::nul_padded(&comm)).unwrap_or_default(),
             pid,
+            started_ns: started.unwrap_or(0),
             rip: mercury_control::output::Hex(ended.rip),
             function: symbols.name(ended.rip).filter(|_| !in_user_mode),
             calls,
@@ -152,12 +157,14 @@ mod tests {
         model.put_word(0x3000, direct + 0x6000);
         model.put(0x6010, b"python3\0");
         model.put(0x6020, &77_u32.to_le_bytes());
+        model.put_word(0x6028, 12_345_678_901);
         let memory = Memory::new(&model, (0xF000, 4096), 0xE000);
         let mut ended = EndedCpu { cpu: 3, task_virt: direct + 0x3000, cs: 0x10, ..EndedCpu::default() };
         (ended.rip, ended.registers[RSP]) = (kernel(0x2100), direct + 0x4F00);
-        let offsets = Offsets { comm: 0x10, pid: 0x20 };
+        let offsets = Offsets { comm: 0x10, pid: 0x20, started: 0x28 };
         let cpu = Cpu::of(&memory, &Symbols::of(SYMBOLS), offsets, &ended);
         assert_eq!((cpu.cpu, cpu.task.as_str(), cpu.pid, cpu.in_user_mode), (3, "python3", 77, false));
+        assert_eq!(cpu.started_ns, 12_345_678_901);
         assert_eq!(cpu.function.as_deref(), Some("panic+0x0"));
         assert_eq!(cpu.calls, ["panic+0x25", "start+0x33"]);
         ended.cs = 0x33;
