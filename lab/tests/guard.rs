@@ -310,6 +310,25 @@ fn a_machine_that_died_of_the_same_twice_avoids_it() -> Result<()> {
     Ok(())
 }
 
+/// A fatal oops is a panic the third time, and no snapshot is kept of the kernel that had it.
+#[test]
+#[ignore = "long"]
+fn the_third_oops_of_the_same_takes_its_course() -> Result<()> {
+    let machine = stateless("", "")?;
+    let die = "setsid sh -c 'sleep 0.5; echo oops 1 > /dev/mercury_test' > /dev/null 2>&1 &";
+    let back = "the machine was put back to its snapshot \\(reason";
+    for lives in [back.to_owned(), format!("(?s){back}.*{back}")] {
+        machine.sh(die)?;
+        machine.wait_serial(&lives, 2 * MINUTE)?;
+    }
+    assert_eq!(machine.mercury("status")?["rollback"]["same"], 2);
+    machine.sh(die)?;
+    machine.wait_serial("mercury explain rollback-repeated", 2 * MINUTE)?;
+    machine.wait_serial("and no way back", MINUTE)?;
+    machine.wait_shutdown(2 * MINUTE)?;
+    Ok(())
+}
+
 /// A module that does not come to its end holds who removes it, and not the daemon.
 #[test]
 #[ignore = "long"]

@@ -15,6 +15,7 @@ pub mod spares;
 
 use crate::{
     guard::{
+        self,
         keeper::Keeper,
         rules::{self, Rules},
     },
@@ -30,6 +31,7 @@ use mercury_control::{
     exit::Exit,
     interrupt::{self, Deferred},
     journal,
+    sysroot::Sysroot,
 };
 use mercury_quiesce::this_process;
 use order::{Answer, Desk, LINE_MAX, Order};
@@ -161,6 +163,9 @@ pub fn run(args: &DaemonArgs) -> Result<Exit> {
     let rules = args.rules.exists().then(|| Rules::read(&args.rules)).transpose()?;
     let spares = spares(args, rules.as_ref());
     let listener = listen(&args.socket)?;
+    if rules.is_some() {
+        alone(&args.socket, &Sysroot::default())?;
+    }
     let keeper = rules.map(|rules| Keeper::begin(rules, args.module.module.as_deref()));
     let manager = Manager::ready();
     let mut daemon = Daemon { keeper, manager, ..Daemon::new(spares, mover) };
@@ -172,6 +177,13 @@ pub fn run(args: &DaemonArgs) -> Result<Exit> {
     }
     let _ = fs::remove_file(&args.socket);
     ended.map(|()| Exit::Done)
+}
+
+/// Refuses a second daemon with rules, whose socket is another one: each would undo the other's watch.
+fn alone(socket: &Path, sysroot: &Sysroot) -> Result<()> {
+    guard::need_no_daemon(sysroot, "another daemon").inspect_err(|_| {
+        let _ = fs::remove_file(socket);
+    })
 }
 
 /// Returns the spares: the daemon's own destination first, then those of the rules.
@@ -739,10 +751,23 @@ mod tests {
     }
 
     #[test]
+    fn the_unit_protects_the_daemon_from_the_oom_killer() {
+        let unit = include_str!("../../../../packaging/mercuryd.service");
+        let has = |line: &str| unit.lines().any(|one| one == line);
+        assert!(has("OOMScoreAdjust=-900") && has("OOMPolicy=continue"), "{unit}");
+    }
+
+    #[test]
     fn a_socket_is_taken_over_only_from_the_dead() {
         let folder = Folder::new("socket");
         let socket = folder.0.join("control");
+        let fake = crate::guard::sensors::testing::Fake::new();
         let first = listen(&socket).unwrap();
+        alone(&socket, &fake.sysroot()).unwrap();
+        // Another one guards, whose socket is elsewhere.
+        fake.put("proc/77/comm", "mercury\n");
+        guard::report::Report { pid: 77, ..Default::default() }.write(&fake.sysroot()).unwrap();
+        assert!(alone(Path::new("/nowhere"), &fake.sysroot()).unwrap_err().message.contains("process 77"));
         assert_eq!(fs::metadata(&socket).unwrap().mode() & 0o777, 0o600);
         assert_eq!(listen(&socket).unwrap_err().exit, Exit::Busy);
         drop(first);

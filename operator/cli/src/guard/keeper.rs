@@ -38,6 +38,12 @@ const SNAPSHOT_INTERVAL: Duration = Duration::from_secs(60);
 /// Rollbacks to one snapshot after which no service causes another one.
 const ROLLBACKS_MAX: u64 = 3;
 
+/// Bit of `/proc/sys/kernel/tainted`: D, the kernel has had an oops.
+const TAINTED_BY_OOPS: u64 = 1 << 7;
+/// Reason to replace a snapshot that was kept before mercuryd began.
+const OLDER: &str =
+    "the snapshot is older than this guard, and a rollback would go back to a time without it";
+
 /// Name of the event of a second life.
 const ROLLED_BACK: &str = "rolled-back";
 /// Hooks that run at the same time at most.
@@ -153,6 +159,8 @@ pub struct Keeper {
     snapshot_tried: Option<Instant>,
     /// The time at which the snapshot was first seen.
     kept_since: Option<Instant>,
+    /// The reason for which the snapshot that is kept is to be replaced.
+    stale: Option<&'static str>,
     /// The reason that was told last for which no snapshot can be kept.
     no_snapshot: Option<String>,
     /// Rollbacks of this machine before the snapshot that is kept. In the lives after it this number is still
@@ -196,6 +204,7 @@ impl Keeper {
             asked: None,
             snapshot_tried: None,
             kept_since: None,
+            stale: None,
             no_snapshot: None,
             rollbacks_before: None,
             keeping: None,
@@ -225,6 +234,7 @@ impl Keeper {
                 Wish::Run(program, event) => run(program, &event),
                 Wish::Evacuate(reason) => order = Some(reason),
                 Wish::Rollback(reason) => self.go_back(&reason),
+                Wish::Renew(reason) => self.stale = Some(reason),
             }
         }
         if self.asked.is_none_or(|asked| now.duration_since(asked) >= INTERVAL) {
@@ -293,14 +303,13 @@ impl Keeper {
         if !is_kept || self.rollbacks_before.is_none() {
             self.rollbacks_before = Some(now.rollbacks);
         }
+        let is_older = self.seen.is_none() && snapshot == Some("kept");
         self.seen = Some(now);
         events.iter().for_each(|event| tell(&self.rules, event));
-        if self.rules.keeps_snapshots() && !is_kept {
-            self.keep_snapshot();
+        if is_older {
+            self.stale = Some(OLDER);
         }
-        if self.rules.keeps_snapshots() {
-            self.renew_snapshot(snapshot == Some("kept"));
-        }
+        self.look_at_snapshot(snapshot);
         if let Some(ended) = self.keeping.take_if(|keeping| keeping.is_finished()) {
             let event = snapshot_event(&ended.join().unwrap_or_default());
             if let Some(event) = event.filter(|event| is_news(&mut self.no_snapshot, event)) {
@@ -310,6 +319,28 @@ impl Keeper {
         if let Some(death) = rollback.filter(|_| events.iter().any(|event| event.name == ROLLED_BACK)) {
             self.escalate(death.same);
         }
+    }
+
+    /// Keeps, renews or leaves the snapshot, by its state.
+    fn look_at_snapshot(&mut self, state: Option<&str>) {
+        let is_kept = state == Some("kept");
+        if !self.rules.keeps_snapshots() {
+            if let Some(reason) = self.stale.take_if(|_| is_kept) {
+                tell(&self.rules, &stale_event(reason));
+            }
+            return;
+        }
+        // A snapshot from before the oops is the better one.
+        if let Some(event) = oops_event(&Sysroot::default()) {
+            if !is_kept && is_news(&mut self.no_snapshot, &event) {
+                tell(&self.rules, &event);
+            }
+            return;
+        }
+        if state.is_none_or(|state| state == "lost") {
+            self.keep_snapshot();
+        }
+        self.renew_snapshot(is_kept);
     }
 
     /// Begins to avoid the cause of the last death, if the machine has died of it before.
@@ -381,13 +412,15 @@ impl Keeper {
         self.keeping = self.run("snapshot", vec![self.rules.snapshot.command()]);
     }
 
-    /// Drops a snapshot that is as old as the rules allow, and keeps another one.
+    /// Drops a snapshot that is stale, or as old as the rules allow, and keeps another one.
     fn renew_snapshot(&mut self, is_kept: bool) {
         let age = self.rules.snapshot.renew_s.map(Seconds::time);
         let is_busy = self.keeping.is_some() || self.going_back.is_some() || self.escalation.is_some();
-        if !is_due(&mut self.kept_since, is_kept, Instant::now(), age) || is_busy {
+        let is_due = is_due(&mut self.kept_since, is_kept, Instant::now(), age);
+        if is_busy || !(is_due || is_kept && self.stale.is_some()) {
             return;
         }
+        self.stale = None;
         (self.kept_since, self.rollbacks_before) = (None, None);
         let drop = ["--json", "snapshot", "--drop"].map(str::to_owned).to_vec();
         self.keeping = self.run("snapshot", vec![drop, self.rules.snapshot.command()]);
@@ -465,6 +498,21 @@ fn snapshot_event(said: &str) -> Option<Event> {
             Some(Event::new(4, "no-snapshot", text))
         }
     }
+}
+
+/// Returns the event for a snapshot that a rollback had better not go back to. mercuryd did not keep it.
+fn stale_event(reason: &str) -> Event {
+    let again = "`mercury snapshot --drop` and `mercury snapshot` keep another one";
+    Event::new(4, "snapshot-stale", format!("{reason}: {again}"))
+}
+
+/// Returns the event for a kernel of which no snapshot is kept, because it has had an oops. A thread of it
+/// may be gone, or a lock held for ever, in each life that begins there.
+fn oops_event(sysroot: &Sysroot) -> Option<Event> {
+    let tainted: u64 = sysroot.text("proc/sys/kernel/tainted")?.parse().ok()?;
+    let text = "no snapshot can be kept: the kernel has had an oops (tainted D), and each rollback would go \
+        back to that; restart this machine";
+    (tainted & TAINTED_BY_OOPS != 0).then(|| Event::new(4, "no-snapshot", text.to_owned()))
 }
 
 /// Returns true if a snapshot has been kept for so long.
@@ -634,6 +682,19 @@ mod tests {
         assert!(is_news(&mut told, &refused("no memory")), "it was kept meanwhile");
         assert_eq!(snapshot_event(r#"{"state": "back"}"#), None);
         assert_eq!(snapshot_event("").map(|event| event.name), Some("no-snapshot"));
+    }
+
+    #[test]
+    fn no_snapshot_is_kept_of_a_kernel_that_has_had_an_oops() {
+        let fake = crate::guard::sensors::testing::Fake::new();
+        let name = |tainted: &str| {
+            fake.put("proc/sys/kernel/tainted", tainted);
+            oops_event(&fake.sysroot()).map(|event| event.name)
+        };
+        assert_eq!(name("0\n"), None);
+        assert_eq!(name("12288\n"), None, "modules from elsewhere");
+        assert_eq!(name("12416\n"), Some("no-snapshot"));
+        assert_eq!(oops_event(&Sysroot::at("/nowhere")), None);
     }
 
     #[test]

@@ -100,6 +100,9 @@ struct State {
     /// Comparisons of code and constants with their copy.
     #[serde(skip_serializing_if = "Option::is_none")]
     integrity: Option<integrity::report::State>,
+    /// True if a snapshot is kept that is older than this watch.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    older_snapshot: bool,
 }
 
 /// Runs a command of the guard.
@@ -118,7 +121,10 @@ pub fn run(command: &GuardCommand, say: Say<'_>) -> Result<Exit> {
                 Scrub::Off => None,
                 Scrub::Report | Scrub::Mend => Some(integrity::open()?.state().clone()),
             };
-            Ok(say.done(&State { watch: Some(watch), rules, switches, daemon: None, integrity }))
+            let status = access::current_status()?;
+            let older_snapshot = status.snapshot.is_some_and(|snapshot| snapshot.state == "kept");
+            let watch = Some(watch);
+            Ok(say.done(&State { watch, rules, switches, daemon: None, integrity, older_snapshot }))
         }
         GuardCommand::Off => off().map(|state| say.done(&state)),
         GuardCommand::Status(args) => status(args).map(|state| say.done(&state)),
@@ -145,7 +151,11 @@ fn start(device: &Device, rules: &Rules) -> Result<(Watch, Vec<Change>)> {
 }
 
 /// Refuses while mercuryd guards: it would not learn that its watch, its switches or its copy are others.
-fn need_no_daemon(sysroot: &Sysroot, action: &str) -> Result<()> {
+///
+/// # Errors
+///
+/// Returns an error that names its process.
+pub fn need_no_daemon(sysroot: &Sysroot, action: &str) -> Result<()> {
     let Some(daemon) = Report::read(sysroot) else { return Ok(()) };
     let why = format!("mercuryd (process {}) guards this machine, and {action} would interfere", daemon.pid);
     Err(Error::new(Exit::State, why).hint(
@@ -173,7 +183,7 @@ fn status(args: &RulesArgs) -> Result<State> {
     // Without the driver, the daemon's part is worth showing.
     let watch = watch.map(Some).or_else(|error| if daemon.is_some() { Ok(None) } else { Err(error) })?;
     let (switches, integrity) = (Switches::system().changes(), integrity::state());
-    Ok(State { watch, rules, switches, daemon, integrity })
+    Ok(State { watch, rules, switches, daemon, integrity, older_snapshot: false })
 }
 
 /// Makes one pass over code and constants.
@@ -197,6 +207,12 @@ impl Render for State {
         match &self.watch {
             Some(watch) => watch.render(to),
             None => to.line("the driver is not loaded, so no hang is noticed"),
+        }
+        if self.older_snapshot {
+            to.line(
+                "a snapshot is kept, and a rollback goes back to a time without this watch: keep it anew \
+                 (`mercury snapshot --drop`, then `mercury snapshot`)",
+            );
         }
         let tried = if self.rules.dry_run { ", only tried (dry_run)" } else { "" };
         to.line(format!("rules: profile {}{tried}", self.rules.profile.name()));

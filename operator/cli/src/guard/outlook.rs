@@ -8,7 +8,7 @@ use super::{
     rules::Rules,
     sensors::{
         judge::{Alarm, Judge},
-        rules::Action,
+        rules::{Action, Signal},
         station::{self, Station},
     },
     services::{self, Ward, heartbeat::Change, rules},
@@ -30,6 +30,8 @@ pub enum Wish {
     Evacuate(String),
     /// Go back to the snapshot, for this reason.
     Rollback(String),
+    /// Keep another snapshot in the place of the one that is kept, for this reason.
+    Renew(&'static str),
 }
 
 /// The sensors and services of a daemon.
@@ -50,6 +52,8 @@ pub struct Outlook {
     judge: Option<Judge>,
     /// Alarms without a meaning that were reported.
     noted: BTreeSet<String>,
+    /// Uncorrected errors of memory at the last look.
+    broken: u64,
 }
 
 /// An order to move, and its cause.
@@ -93,6 +97,7 @@ impl Outlook {
             last: None,
             judge: None,
             noted: BTreeSet::new(),
+            broken: 0,
         }
     }
 
@@ -134,9 +139,21 @@ impl Outlook {
                 }
             });
         }
+        wishes.extend(self.broken());
         wishes.extend(self.stuck());
         wishes.extend(self.pending(now));
         wishes
+    }
+
+    /// Returns the wish for another snapshot if memory has broken since. A rollback would read the broken frame,
+    /// or give it to a program again. One error is enough, whatever the limit of an alarm.
+    fn broken(&mut self) -> Option<Wish> {
+        let is_read = self.rules.sensors.limit(Signal::Uncorrected).action != Action::Ignore;
+        let sums = self.station.as_ref().filter(|_| is_read)?.judge.sums();
+        let uncorrected = sums.filter(|(_, signal, _)| *signal == Signal::Uncorrected);
+        let now = uncorrected.map(|(_, _, sums)| sums.amount).sum();
+        let before = std::mem::replace(&mut self.broken, now);
+        (now > before).then_some(Wish::Renew("memory has broken since the snapshot"))
     }
 
     /// Reports alarms that were on at the first reading: open inputs, or a part that fails already.
@@ -295,10 +312,7 @@ fn last_of_each(news: Vec<services::News>) -> Vec<services::News> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::sensors::{
-        rules::{Kind, Signal},
-        testing::Fake,
-    };
+    use super::super::sensors::{Amount, Reading, rules::Kind, testing::Fake};
     use super::*;
     use std::{thread, time::Duration};
 
@@ -310,6 +324,26 @@ mod tests {
 
     fn alarm(signal: Signal) -> station::News {
         station::News::Alarm(Alarm { signal, source: "mc0".into(), amount: 12, text: "DIMM A1".into() })
+    }
+
+    #[test]
+    fn one_uncorrected_error_is_a_wish_for_another_snapshot() {
+        let renewals = |rules: &str, amounts: &[u64]| {
+            let (_fake, mut outlook) = outlook(rules);
+            let mut wishes = Vec::new();
+            for amount in amounts {
+                let (signal, amount) = (Signal::Uncorrected, Amount::New(*amount));
+                let reading = Reading { signal, source: "page".into(), amount, text: "a page".into() };
+                let judge = &mut outlook.station.as_mut().expect("a station").judge;
+                judge.judge(Kind::Traces, &reading, Instant::now());
+                wishes.push(outlook.broken().is_some());
+            }
+            wishes
+        };
+        let many = "[sensors.limits]\nuncorrected = { limit = 10, within_s = 60 }";
+        assert_eq!(renewals(many, &[1, 0, 0, 2]), [true, false, false, true], "before an alarm");
+        let ignored = "[sensors.limits]\nuncorrected = { action = 'ignore' }";
+        assert_eq!(renewals(ignored, &[1, 1]), [false; 2]);
     }
 
     fn told(wish: &Wish) -> (&str, Vec<&str>) {
