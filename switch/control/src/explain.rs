@@ -890,8 +890,8 @@ pub const TABLE: &[Entry] = &[
         "local disks can be written to, and a rollback puts back memory only",
         "The kernel, a virtual machine or a program would use its memory of a disk that has changed since, \
          and destroy what is on it.",
-        "mount file systems read-only, or run from RAM or the network; stop programs that write to raw disks; \
-         deactivate thin pools and caches; if the disks can go back too (a device-mapper snapshot, made by \
+        "mount file systems read-only, or run from RAM or the network; stop programs that write to raw \
+         disks; deactivate thin pools and caches; if the disks can go back too (a device-mapper snapshot, made by \
          --hook and merged by --put-back), use --force-disks",
     ),
     entry_of(

@@ -255,8 +255,8 @@ fn remove(module: &str) -> io::Result<()> {
     }
 }
 
-/// Stops a program, if the process of that number is the same program, and no thread of the kernel's. One that
-/// was started after the instant is not in this life, where another one may have its number and name.
+/// Stops a program, if the process of that number is the same program, and no thread of the kernel's. One
+/// that was started after the instant is not in this life, where another one may have its number and name.
 fn stop(program: &Program, sysroot: &Sysroot) -> io::Result<()> {
     let Program { pid, name, .. } = program;
     let text = |file: &str| sysroot.text(&format!("proc/{pid}/{file}"));
@@ -275,7 +275,7 @@ fn stop(program: &Program, sysroot: &Sysroot) -> io::Result<()> {
     }
 }
 
-/// Returns the time of a process's start from its `stat`, in ticks since the boot. Its name may hold anything.
+/// Returns the time of a process's start from its `stat`, in ticks since the boot. Its name may be anything.
 fn started(stat: &str) -> Option<u64> {
     stat.rsplit_once(") ")?.1.split(' ').nth(STARTED)?.parse().ok()
 }

@@ -145,8 +145,8 @@ impl Outlook {
         wishes
     }
 
-    /// Returns the wish for another snapshot if memory has broken since. A rollback would read the broken frame,
-    /// or give it to a program again. One error is enough, whatever the limit of an alarm.
+    /// Returns the wish for another snapshot if memory has broken since. A rollback would read the broken
+    /// frame, or give it to a program again. One error is enough, whatever the limit of an alarm.
     fn broken(&mut self) -> Option<Wish> {
         let is_read = self.rules.sensors.limit(Signal::Uncorrected).action != Action::Ignore;
         let sums = self.station.as_ref().filter(|_| is_read)?.judge.sums();
