@@ -202,8 +202,9 @@ fn keep(
     let begin = device.snapshot_begin(pool, flags, swap_pages);
     drop(limited);
     let is_back = begin.as_ref().is_ok_and(|begin| begin.rolled_back != 0);
-    // Nothing changes these disks before they are compared, so applications need not go on first.
-    if is_back && !has_disks {
+    // These disks need no command and no network, so they are compared first of all.
+    let is_compared_first = !has_disks && !has_servers;
+    if is_back && is_compared_first {
         put_disks_back(args, &compared, &were, guard).unwrap_or_else(|why| restart(&why));
     }
     // Without disks to put back, applications wait for nothing. A server of files that the machine
@@ -219,7 +220,7 @@ fn keep(
             guard.hear_during(|| stale.end(sysroot));
         }
         let opened = device.fence_down_afresh();
-        if has_disks {
+        if !is_compared_first {
             put_disks_back(args, &compared, &were, guard).unwrap_or_else(|why| restart(&why));
         }
         opened?;
