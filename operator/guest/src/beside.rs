@@ -206,7 +206,10 @@ impl Beside {
     fn discard(&mut self) {
         if let Some(arrival) = self.arrival.take() {
             self.keeper = arrival.folder.dismiss();
+        } else {
+            return;
         }
+        self.stopping.hold().release();
     }
 }
 
@@ -252,6 +255,19 @@ impl Spare for Beside {
         }
     }
 
+    fn note_complete(&mut self) {
+        let Some(arrival) = &mut self.arrival else { return };
+        self.stopping.hold().protect(arrival.name.clone());
+        arrival.status.phase = Phase::Complete;
+        if let Err(error) = tell(&arrival.folder, &arrival.status) {
+            note!("mercury: {error}; until then `mercury guests adopt` does not find the machine");
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        self.stopping.is_over()
+    }
+
     fn describe(&mut self, machine: &Machine) {
         if let Some(arrival) = &mut self.arrival {
             arrival.prepared.set_timers(machine.timers.clone());
@@ -267,6 +283,7 @@ impl Spare for Beside {
             Ok(running) => running,
             Err(error) => {
                 self.keeper = folder.dismiss();
+                held.release();
                 return Err(error);
             }
         };
@@ -284,6 +301,9 @@ impl Spare for Beside {
     }
 
     fn word(&mut self, words: &[&'static str]) -> Option<&'static str> {
+        if self.arrival.is_some() && self.stopping.is_over() {
+            return words.iter().find(|word| **word == "discard").copied();
+        }
         self.arrival.as_mut()?.operator.word(words)
     }
 

@@ -30,7 +30,7 @@ const MOMENT: Duration = Duration::from_millis(10);
 pub fn enter(status: &mut Status, has_memory_file: bool) {
     match enter_unit(&status.name, limit(status.memory_bytes, has_memory_file)) {
         Ok((unit, group)) => (status.unit, status.group) = (Some(unit), group),
-        Err(why) => eprintln!("mercury: {} has no control group of its own: {why}", status.name),
+        Err(why) => note!("mercury: {} has no control group of its own: {why}", status.name),
     }
 }
 

@@ -143,7 +143,7 @@ fn one_heap() {
 
 fn say_that_it_goes_on(name: &Name, console: Console, format: Format) {
     if format == Format::Text && console == Console::Socket {
-        eprintln!("{name} goes on as a guest; `mercury guests console {name}` is its console");
+        note!("{name} goes on as a guest; `mercury guests console {name}` is its console");
     }
 }
 

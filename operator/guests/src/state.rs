@@ -51,6 +51,8 @@ pub enum Phase {
     Loading,
     /// The machine moves here.
     Arriving,
+    /// The machine has arrived whole, and its source has not said yet that it is to start.
+    Complete,
     /// The guest's processors run.
     Running,
 }

@@ -281,6 +281,7 @@ fn phase(phase: Phase) -> &'static str {
     match phase {
         Phase::Loading => "loading",
         Phase::Arriving => "arriving",
+        Phase::Complete => "complete",
         Phase::Running => "running",
     }
 }

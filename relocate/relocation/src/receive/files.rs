@@ -149,7 +149,7 @@ impl Drop for Files {
         self.targets.release();
         for path in &self.made {
             if let Err(error) = fs::remove_file(path) {
-                eprintln!("mercury: {} could not be removed: {error}", path.display());
+                note!("mercury: {} could not be removed: {error}", path.display());
             }
         }
     }

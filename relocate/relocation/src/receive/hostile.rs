@@ -96,6 +96,10 @@ struct Seen {
     progress: Option<Progress>,
     /// The operator's word from another command.
     typed: Option<&'static str>,
+    /// Machines that were complete.
+    complete: u32,
+    /// True if the operator has ended the wait.
+    is_over: bool,
 }
 
 impl Seen {
@@ -204,6 +208,14 @@ impl Spare for Fake {
         self.seen().typed.take().filter(|word| words.contains(word))
     }
 
+    fn note_complete(&mut self) {
+        self.seen().complete += 1;
+    }
+
+    fn is_over(&self) -> bool {
+        self.seen().is_over
+    }
+
     fn progress(&self) -> Progress {
         self.seen().progress.unwrap_or(Progress::Starting)
     }
@@ -270,6 +282,11 @@ impl Destination {
 
     /// Starts a destination whose system goes on beside the machine.
     fn beside(progress: Progress) -> Self {
+        Self::beside_that_ends(progress, None)
+    }
+
+    /// Starts one whose wait ends in this way.
+    fn beside_that_ends(progress: Progress, ends: Option<Exit>) -> Self {
         let (receiver, token) = Receiver::new(Duration::from_secs(600)).expect("a receiver");
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let to = listener.local_addr().expect("its address");
@@ -279,7 +296,8 @@ impl Destination {
         let host = thread::spawn(move || {
             let patience = Patience { running: LIMIT, frozen: LIMIT, hold: None, ..Patience::default() };
             let host = Host::new(receiver, listener, Box::new(spare), patience, Operator::default());
-            host.serve_beside().expect("it goes on");
+            let served = host.serve_beside();
+            assert_eq!(served.err().map(|error| error.exit), ends);
         });
         Self { seen, token, to, end: Arc::default(), host: Some(host) }
     }
@@ -641,6 +659,26 @@ fn a_machine_whose_source_speaks_is_not_adopted() {
     destination.seen(|seen| seen.progress = Some(Progress::Ended));
     assert_eq!(source.hear().map(|(word, _)| word), Some(Word::Lost));
     assert_eq!(destination.end(), 1);
+}
+
+/// A command that is asked to end while a complete machine waits for its silent source discards it in order:
+/// a source that comes back hears it. No other machine is accepted then.
+#[test]
+fn a_wait_that_ends_says_so_to_the_source() {
+    let destination = Destination::beside_that_ends(Progress::Starting, Some(Exit::Interrupted));
+    let mut source = destination.connect(1);
+    source.is_accepted();
+    source.send(&memory(3));
+    assert_eq!(destination.seen(|seen| seen.complete), 0);
+    let digest = digest_of(&memory(3), source.attempt);
+    source.say(Word::Final(digest));
+    assert_eq!(source.hear().map(|(word, _)| word), Some(Word::Verified(digest)));
+    assert_eq!(destination.seen(|seen| seen.complete), 1);
+    destination.seen(|seen| (seen.is_over, seen.typed) = (true, Some("discard")));
+    source.discarded();
+    source.say(Word::Commit);
+    assert_eq!(source.hear().map(|(word, _)| word), Some(Word::Discarded));
+    assert_eq!(destination.end(), 0);
 }
 
 #[test]

@@ -16,6 +16,7 @@ use crate::{
 };
 use mercury_control::{
     error::{Error, Result},
+    exit::Exit,
     output::bytes,
 };
 use mercury_migration::{
@@ -50,6 +51,8 @@ const FRAMES: usize = 64;
 const STARTING: Duration = Duration::from_millis(10);
 /// Time for which a source that asks is answered after the machine has gone on beside this system.
 const ANSWERED: Duration = Duration::from_secs(600);
+/// Time for which a source is answered after the operator has ended the wait.
+const FAREWELL: Duration = Duration::from_secs(3);
 /// Signs of life that the source gets in the time for which it waits in silence.
 const SIGNS: u32 = 5;
 /// Interval at which the operator is told that the disks are slow.
@@ -134,7 +137,7 @@ impl Host {
     ///
     /// # Errors
     ///
-    /// Returns an error if nothing can be received any more.
+    /// Returns an error if nothing can be received any more, or if the operator has ended the wait.
     pub fn serve_beside(self) -> Result<()> {
         self.serve_while(&|| true)
     }
@@ -142,6 +145,7 @@ impl Host {
     /// Does the same for as long as the caller wants it.
     pub(super) fn serve_while(mut self, is_wanted: &dyn Fn() -> bool) -> Result<()> {
         let (mut answered, mut start): (Option<Instant>, _) = (None, None);
+        let mut farewell = None;
         while is_wanted() {
             if answered.is_some_and(|end| Instant::now() >= end) {
                 self.tell_of_silence();
@@ -158,6 +162,14 @@ impl Host {
             if self.begun.is_some() && self.spare.progress() == Progress::Ended {
                 self.lose();
                 break;
+            }
+            if self.spare.is_over() && self.destination.phase().is_none() {
+                // A source that asks hears until then that its machine does not run here.
+                let end = *farewell.get_or_insert_with(|| Instant::now() + FAREWELL);
+                if Instant::now() >= end {
+                    self.dismiss_doorman();
+                    return Err(was_ended());
+                }
             }
         }
         self.dismiss_doorman();
@@ -236,6 +248,9 @@ impl Host {
             _ => {}
         }
         let actions = self.destination.on(event);
+        if event == Event::Verified && self.destination.may_adopt() {
+            self.spare.note_complete();
+        }
         if let Some(text) = self.destination.phase().and_then(|phase| self.pause.reached(phase)) {
             note!("mercury: {text}");
             pause::hold(|| ());
@@ -604,6 +619,9 @@ impl Host {
 
     fn prepare(&mut self) -> Result<(), String> {
         let arrival = self.arrival.as_mut().ok_or("nothing was offered")?;
+        if self.spare.is_over() {
+            return Err("its operator has ended the wait".into());
+        }
         let offer = Offer::unpack(&arrival.text).map_err(|error| format!("the offer: {error}"))?;
         // The announcements' key must be known from now on, because answers are due even after the
         // machine is discarded.
@@ -721,6 +739,12 @@ impl Host {
         note!("mercury: the machine is here: {} of memory", bytes(ledger.len() as u64 * PAGE as u64));
         Ok(())
     }
+}
+
+/// Returns the error of a wait that the operator has ended while a complete machine waited here.
+fn was_ended() -> Error {
+    Error::new(Exit::Interrupted, "the wait was ended, and the machine that had arrived was discarded")
+        .hint("its source goes on by itself, or its console asks; nothing of the machine is left here")
 }
 
 /// Advice for the operator of a system in use, after the end of a machine that was started there. A machine
