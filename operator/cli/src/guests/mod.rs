@@ -35,6 +35,8 @@ const PROGRAM: &str = "mercury-guest";
 /// Time in which a guest ends, and the interval between two checks of that.
 const ENDS_WITHIN: Duration = Duration::from_secs(20);
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// Time in which a monitor follows the operator's word.
+const DECIDED_WITHIN: Duration = Duration::from_secs(30);
 
 /// The commands below `mercury guests`.
 #[derive(Debug, Subcommand)]
@@ -136,8 +138,12 @@ pub fn run(command: &GuestsCommand, say: Say<'_>) -> Result<Exit> {
     match command {
         GuestsCommand::List => list(&root).map(|guests| say.done(&guests)),
         GuestsCommand::Console(args) => visit(&root, &args.name, say),
-        GuestsCommand::Adopt(args) => decide(&root, &args.name, "adopt").map(|told| say.done(&told)),
-        GuestsCommand::Discard(args) => decide(&root, &args.name, "discard").map(|told| say.done(&told)),
+        GuestsCommand::Adopt(args) => {
+            decide(&root, &args.name, Word::Adopt, DECIDED_WITHIN).map(|decided| say.done(&decided))
+        }
+        GuestsCommand::Discard(args) => {
+            decide(&root, &args.name, Word::Discard, DECIDED_WITHIN).map(|decided| say.done(&decided))
+        }
         GuestsCommand::Migrate(args) => migrate::migrate(&root, args, say).map(|moved| say.done(&moved)),
         GuestsCommand::Stop(args) => stop(&root, &args.name).map(|stopped| say.done(&stopped)),
     }
@@ -190,18 +196,66 @@ fn visit(root: &Root, name: &Name, say: Say<'_>) -> Result<Exit> {
     Ok(Exit::Done)
 }
 
-/// Passes the operator's word about a machine that arrives.
-fn decide(root: &Root, name: &Name, word: &'static str) -> Result<Decided> {
-    let guest = find(root, name)?;
-    if guest.status.phase != Phase::Arriving {
-        let text = format!("{name} is not on its way here: it is {}", phase(guest.status.phase));
-        return Err(Error::new(Exit::State, text).hint("`mercury guests list` shows what arrives"));
+/// Passes the operator's word about a machine that arrives, and waits until its monitor has followed it.
+fn decide(root: &Root, name: &Name, word: Word, limit: Duration) -> Result<Decided> {
+    let guest = find_awake(root, name)?;
+    match (guest.status.phase, word) {
+        (Phase::Complete, _) | (Phase::Arriving, Word::Discard) => {}
+        (Phase::Arriving, Word::Adopt) => {
+            return Err(Error::new(Exit::State, format!("{name} has not arrived whole: it cannot run yet"))
+                .hint("wait until `mercury guests list` says `complete`, or discard it"));
+        }
+        (Phase::Loading | Phase::Running, _) => {
+            let text = format!("{name} is not on its way here: it is {}", phase(guest.status.phase));
+            return Err(Error::new(Exit::State, text).hint("`mercury guests list` shows what arrives"));
+        }
     }
-    guest.decide(word).map_err(|error| {
+    guest.decide(word.text()).map_err(|error| {
         Error::new(Exit::Failed, format!("cannot tell the monitor of {name}: {error}"))
             .hint("the machine may just have begun to run: see `mercury guests list`")
     })?;
-    Ok(Decided { name: name.clone(), word })
+    let start = Instant::now();
+    loop {
+        // Another machine of the same name may arrive by the same command.
+        let now = root.find(name).map_err(|error| unreadable(root, &error))?;
+        let now =
+            now.filter(|now| (now.status.pid, now.status.since) == (guest.status.pid, guest.status.since));
+        match (now.map(|now| now.status.phase), word) {
+            (Some(Phase::Running), Word::Adopt) | (None, Word::Discard) => {
+                return Ok(Decided { name: name.clone(), word: word.text() });
+            }
+            (Some(Phase::Running), Word::Discard) => {
+                let text =
+                    format!("{name} runs here: its source's word came first, and nothing was discarded");
+                return Err(Error::new(Exit::State, text)
+                    .hint(format!("`mercury guests stop {name}` ends it, as a power cut would")));
+            }
+            (None, Word::Adopt) => {
+                let text = format!("{name} does not run here: it was discarded, or could not be started");
+                return Err(Error::new(Exit::Failed, text)
+                    .hint("the terminal of `mercury receive` says why; the machine's source may go on"));
+            }
+            (Some(_), _) if start.elapsed() > limit => return Err(not_followed(name, word, limit)),
+            (Some(_), _) => thread::sleep(POLL_INTERVAL),
+        }
+    }
+}
+
+/// Returns the error of a word that a monitor has read and not followed.
+fn not_followed(name: &Name, word: Word, limit: Duration) -> Error {
+    let within = format!("within {} s", limit.as_secs());
+    match word {
+        Word::Adopt => {
+            let text =
+                format!("{name} was not adopted {within}: its source is not silent, or its start hangs");
+            Error::new(Exit::State, text).hint(format!(
+                "ten seconds after a source's last word it counts as silent: try again then. `mercury guests \
+                 list` says `running` when {name} runs"
+            ))
+        }
+        Word::Discard => Error::new(Exit::State, format!("{name} was not discarded {within}"))
+            .hint(format!("see the terminal of `mercury receive`, or end it: `mercury guests stop {name}`")),
+    }
 }
 
 fn stop(root: &Root, name: &Name) -> Result<Stopped> {
@@ -286,7 +340,23 @@ fn phase(phase: Phase) -> &'static str {
     }
 }
 
-/// The operator's word, passed to a monitor.
+/// The operator's word about a machine that arrives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Word {
+    Adopt,
+    Discard,
+}
+
+impl Word {
+    fn text(self) -> &'static str {
+        match self {
+            Self::Adopt => "adopt",
+            Self::Discard => "discard",
+        }
+    }
+}
+
+/// The operator's word, which a monitor has followed.
 #[derive(Debug, Serialize)]
 struct Decided {
     name: Name,
@@ -295,7 +365,11 @@ struct Decided {
 
 impl Render for Decided {
     fn render(&self, text: &mut Text) {
-        text.line(format!("{}: its monitor was told to {} it", self.name, self.word));
+        let name = &self.name;
+        text.line(match self.word {
+            "adopt" => format!("{name} runs here; `mercury guests console {name}` is its console"),
+            _ => format!("{name} was discarded"),
+        });
     }
 }
 
@@ -367,17 +441,61 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let root = Root::at(folder.path());
         let name: Name = "db".parse().unwrap();
-        assert_eq!(decide(&root, &name, "adopt").unwrap_err().exit, Exit::State);
+        let decides = |word| decide(&root, &name, word, Duration::from_millis(200));
+        assert_eq!(decides(Word::Adopt).unwrap_err().exit, Exit::State);
         let held = held(&root, 7);
-        let refused = decide(&root, &name, "adopt").unwrap_err();
+        let refused = decides(Word::Adopt).unwrap_err();
         assert!(refused.message.contains("it is running"), "{refused}");
-        let mut status = root.find(&name).unwrap().unwrap().status;
-        status.phase = Phase::Arriving;
+        let tell = |phase| {
+            let status = root.find(&name).unwrap().unwrap().status;
+            held.write(&Status { phase, ..status }).unwrap();
+        };
+        tell(Phase::Arriving);
+        assert!(decides(Word::Adopt).unwrap_err().message.contains("not arrived whole"));
+        tell(Phase::Complete);
+        assert_eq!(decides(Word::Adopt).unwrap_err().exit, Exit::Failed, "no monitor listens");
+    }
+
+    /// A monitor may read the word and do nothing, because the source is not silent or the start fails: the
+    /// command must not say that it is done.
+    #[test]
+    fn a_word_is_followed_or_the_command_fails() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = Root::at(folder.path());
+        let name: Name = "db".parse().unwrap();
+        let decides = |word| decide(&root, &name, word, Duration::from_millis(300));
+        let held = held(&root, 7);
+        let status = Status { phase: Phase::Complete, ..root.find(&name).unwrap().unwrap().status };
         held.write(&status).unwrap();
-        assert_eq!(decide(&root, &name, "adopt").unwrap_err().exit, Exit::Failed, "no monitor listens");
         let pipe = held.decision().unwrap();
         let _monitors = std::fs::File::options().read(true).write(true).open(pipe).unwrap();
-        assert_eq!(decide(&root, &name, "discard").unwrap().word, "discard");
+        for (word, says) in [(Word::Adopt, "its source is not silent"), (Word::Discard, "not discarded")] {
+            let error = decides(word).unwrap_err();
+            assert_eq!(error.exit, Exit::State);
+            assert!(error.message.contains(says) && error.hint.is_some(), "{error}");
+        }
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                thread::sleep(Duration::from_millis(100));
+                held.write(&Status { phase: Phase::Running, ..status.clone() }).unwrap();
+            });
+            assert_eq!(decides(Word::Adopt).unwrap().word, "adopt");
+        });
+        held.write(&status).unwrap();
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                thread::sleep(Duration::from_millis(100));
+                held.write(&Status { phase: Phase::Running, ..status.clone() }).unwrap();
+            });
+            assert!(decides(Word::Discard).unwrap_err().message.contains("nothing was discarded"));
+        });
+        held.write(&status).unwrap();
+        let ends = thread::spawn(move || {
+            thread::sleep(Duration::from_millis(100));
+            drop(held);
+        });
+        assert_eq!(decides(Word::Discard).unwrap().word, "discard");
+        ends.join().unwrap();
     }
 
     /// The kernel's name comes from the machine's image, and perhaps from its source.
