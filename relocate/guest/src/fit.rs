@@ -165,9 +165,8 @@ pub fn reasons(
         Ok(_) => {}
         Err(unfit) => found.push(Reason::new(Code::GuestFirmware, unfit)),
     }
-    // Its kernel may use all of its memory at any time.
-    let pages = machine.ranges.iter().map(|range| range.pages).fold(0, u64::saturating_add);
-    let needed = pages.saturating_mul(mercury_image::PAGE as u64);
+    // Its kernel may use all that the guest gets at any time, also memory that no range of the image names.
+    let needed = layout.as_ref().map_or_else(|_| named_bytes(machine), Layout::bytes);
     let obstacle = host.limit.obstacle(needed, host.available);
     found.extend(obstacle.map(|why| Reason::new(Code::GuestMemory, why)));
     if !machine.parents.is_empty() {
@@ -175,6 +174,12 @@ pub fn reasons(
         found.push(Reason::new(Code::GuestIncremental, text));
     }
     found
+}
+
+/// Returns the size of the memory that the image names.
+fn named_bytes(machine: &Machine) -> u64 {
+    let pages = machine.ranges.iter().map(|range| range.pages).fold(0, u64::saturating_add);
+    pages.saturating_mul(mercury_image::PAGE as u64)
 }
 
 /// Refuses a machine that cannot be a guest, with all reasons.
@@ -328,7 +333,7 @@ fn drivers(machine: &Machine, needed: &[&str], found: &mut Vec<Reason>) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mercury_image::{Cpu, Device, Iommu, Kind, Processor, Range, Resume, Timers};
+    use mercury_image::{Cpu, Device, FirmwareRange, Iommu, Kind, Processor, Range, Resume, Timers};
 
     const AVX: StateComponent = StateComponent { number: 2, bytes: 256, offset: 576, flags: 0 };
     const PKRU: StateComponent = StateComponent { number: 9, bytes: 8, offset: 832, flags: 0 };
@@ -377,7 +382,7 @@ mod tests {
         let drivers = &["virtio_mmio", "virtio_net"];
         let clock = Clock { khz: 3_000_000, scales: false };
         let limit = MemoryLimit::Available;
-        let host = Host { cpuid: &cpuid, cpus_max: 8, available: 1 << 20, limit, drivers, clock };
+        let host = Host { cpuid: &cpuid, cpus_max: 8, available: 2 << 20, limit, drivers, clock };
         reasons(&machine, &layout, &tables, &host)
     }
 
@@ -426,6 +431,22 @@ mod tests {
         assert_eq!(text, "it has 1024 MiB of memory, and --memory-limit allows 512 MiB");
     }
 
+    /// The guest gets all memory that the firmware names, and its kernel may use it. A source that names little
+    /// in its ranges would otherwise get more than a limit allows.
+    #[test]
+    fn memory_that_only_the_firmware_names_counts() {
+        let all = found(|one| {
+            let ram = (4_u64 << 30, (12_u64 << 30) - 1);
+            one.firmware.push(FirmwareRange {
+                start_phys: ram.0,
+                last_phys: ram.1,
+                kind: "System RAM".into(),
+            });
+        });
+        let text = refuse(&all).expect_err("refused").message;
+        assert!(text.contains("it has 8194 MiB of memory, and 2 MiB are available"), "{text}");
+    }
+
     #[test]
     fn each_obstacle_is_named() {
         let device = |id: &str, driver: &str| Device {
@@ -456,7 +477,7 @@ mod tests {
                 Box::new(|one| one.iommus = Some(vec![Iommu { name: "ivhd0".into(), ..Iommu::default() }])),
                 "ivhd0",
             ),
-            (Box::new(|one| one.ranges[0].pages = 257), "are available"),
+            (Box::new(|one| one.ranges[0].pages = 481), "it has 3 MiB of memory, and 2 MiB are available"),
             (
                 Box::new(|one| {
                     one.ranges.push(Range { start_phys: 0x1000_0000, pages: 1 << 20, kind: Kind::Free });
