@@ -178,6 +178,7 @@ fn options_of_a_guest_need_one() {
         "x --as-guest --name db --net passt --forward 2222:22 --disk a,ro --disk b --console socket",
         "x --as-guest --net tap=tap0 --mac 52:54:00:12:34:56",
         "x --as-guest --memory-file /var/tmp/x",
+        "x --as-guest --overcommit-cpus",
     ] {
         assert!(read(right).is_ok(), "{right}: {:?}", read(right).err());
     }
@@ -185,6 +186,7 @@ fn options_of_a_guest_need_one() {
         "--name db x",
         "--net passt x",
         "--disk a x",
+        "--overcommit-cpus x",
         "--memory-file a x",
         "--console socket x",
         "--as-guest --name a/b x",
@@ -208,6 +210,7 @@ fn options_of_a_guest_that_moves_here_need_one() {
         "--beside --name db --net tap=tap0 --memory-limit 4G",
         "--beside --listen 10.9.0.3:99 --lifetime 1h --hold-for-ever",
         "--beside --disk-folder /srv/machines",
+        "--beside --overcommit-cpus",
     ] {
         assert!(read(right).is_ok(), "{right}: {:?}", read(right).err());
     }

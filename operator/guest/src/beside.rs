@@ -14,7 +14,7 @@ use mercury_devices::{
 };
 use mercury_guest::{
     disks::OwnDisk,
-    fit::MemoryLimit,
+    fit::{CpuLimit, Limits, MemoryLimit},
     run::{Handle, Plan, Prepared, Running},
 };
 use mercury_guests::{Console, Folder, Keeper, LifeArgs, Name, NotAdmitted, Phase, Root, Status};
@@ -154,14 +154,15 @@ impl Beside {
         // Two arrivals at once see neither the same memory nor the same room and files for their disks.
         let admitting = self.root.admit_one().map_err(not_admitted)?;
         let files = self.make_files(&offer.disks)?;
-        let limit = match self.allowance.memory_limit {
+        let memory = match self.allowance.memory_limit {
             Some(limit) => MemoryLimit::Given(limit),
             None => {
                 let promised = self.root.promised_bytes().map_err(unreadable)?;
                 MemoryLimit::AvailableToArrivals { promised }
             }
         };
-        let plan = Plan::of(offer.machine.clone(), &["virtio_mmio", sign], &contents(&files), limit)?;
+        let limits = Limits { memory, cpus: CpuLimit::of(self.life.overcommit_cpus) };
+        let plan = Plan::of(offer.machine.clone(), &["virtio_mmio", sign], &contents(&files), limits)?;
         let name = self.life.name.clone().unwrap_or_else(|| Name::of_machine(&offer.machine.host));
         let mut folder = claim(&self.root, &name)?;
         let mut status = status(&name, plan.machine(), plan.memory());

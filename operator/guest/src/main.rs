@@ -32,6 +32,7 @@ use mercury_control::{
 use mercury_devices::NetOption;
 use mercury_guest::{
     disks::{self, OwnDisk},
+    fit::CpuLimit,
     platform::End,
     run::{self, Disk, Guest, Options, Running},
 };
@@ -102,7 +103,7 @@ fn run(args: &RunArgs, format: Format) -> Result<Ended> {
     let life = &args.guest.life;
     let own = own_disks(&args.guest.disk);
     let drivers = drivers(life.net.is_some(), own.len() < args.guest.disk.len());
-    let guest = Guest::prepare(&args.image, &drivers, &own)?;
+    let guest = Guest::prepare(&args.image, &drivers, &own, CpuLimit::of(life.overcommit_cpus))?;
     if guest.keeps_connections() {
         note!("{KEEPS_CONNECTIONS}");
     }

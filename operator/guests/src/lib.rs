@@ -54,6 +54,10 @@ pub struct LifeArgs {
     /// 127.0.0.1/2222:22
     #[arg(long, value_name = "[udp:]PORT[:PORT]", requires = "net")]
     pub forward: Vec<Forward>,
+    /// Take a machine with more processors than this host gives. Its kernel may then wait long for processors
+    /// that do not run, and a move away may fail
+    #[arg(long)]
+    pub overcommit_cpus: bool,
 }
 
 /// The other end of a guest's first serial port.

@@ -117,6 +117,31 @@ impl MemoryLimit {
     }
 }
 
+/// Processors that a guest may have.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CpuLimit {
+    /// As many as this process may use of the host's.
+    #[default]
+    OfHost,
+    /// As many as KVM allows: `--overcommit-cpus`.
+    OfKvm,
+}
+
+impl CpuLimit {
+    /// Returns the limit for the answer to `--overcommit-cpus`.
+    #[must_use]
+    pub fn of(overcommits: bool) -> Self {
+        if overcommits { Self::OfKvm } else { Self::OfHost }
+    }
+}
+
+/// What the operator lets a guest have of the host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    pub memory: MemoryLimit,
+    pub cpus: CpuLimit,
+}
+
 /// Facts about the host.
 #[derive(Debug)]
 pub struct Host<'a> {
@@ -124,10 +149,12 @@ pub struct Host<'a> {
     pub cpuid: &'a [kvm_cpuid_entry2],
     /// Largest number of processors of a guest.
     pub cpus_max: usize,
+    /// Processors that this process may use.
+    pub cpus_usable: usize,
     /// Memory that is available, in bytes.
     pub available: u64,
-    /// Memory that the guest may have of it.
-    pub limit: MemoryLimit,
+    /// What the guest may have of these.
+    pub limits: Limits,
     /// Drivers of the devices that the guest will find.
     pub drivers: &'a [&'static str],
     /// Its time-stamp counter.
@@ -167,7 +194,7 @@ pub fn reasons(
     }
     // Its kernel may use all that the guest gets at any time, also memory that no range of the image names.
     let needed = layout.as_ref().map_or_else(|_| named_bytes(machine), Layout::bytes);
-    let obstacle = host.limit.obstacle(needed, host.available);
+    let obstacle = host.limits.memory.obstacle(needed, host.available);
     found.extend(obstacle.map(|why| Reason::new(Code::GuestMemory, why)));
     if !machine.parents.is_empty() {
         let text = "its image is incremental: merge it with its parents first (`mercury merge`)";
@@ -263,6 +290,14 @@ fn processors(machine: &Machine, host: &Host<'_>, found: &mut Vec<Reason>) {
     }
     if cpus.len() > host.cpus_max {
         let text = format!("it has {} processors, and KVM allows {}", cpus.len(), host.cpus_max);
+        found.push(Reason::new(Code::GuestCpus, text));
+    } else if cpus.len() > host.cpus_usable && host.limits.cpus == CpuLimit::OfHost {
+        let text = format!(
+            "it has {} processors, and this host gives {}: its kernel would wait for processors that do not \
+             run, and could not move away (`--overcommit-cpus` takes it all the same)",
+            cpus.len(),
+            host.cpus_usable
+        );
         found.push(Reason::new(Code::GuestCpus, text));
     }
     for cpu in cpus {
@@ -371,19 +406,50 @@ mod tests {
     }
 
     fn found(change: impl FnOnce(&mut Machine)) -> Vec<Reason> {
-        found_with(change, Ok(Tables { ioapic_phys: Some(IOAPIC), ..Tables::default() }))
+        found_with(change, Ok(tables()))
+    }
+
+    fn tables() -> Tables {
+        Tables { ioapic_phys: Some(IOAPIC), ..Tables::default() }
     }
 
     fn found_with(change: impl FnOnce(&mut Machine), tables: Result<Tables, Unfit>) -> Vec<Reason> {
+        found_within(change, tables, CpuLimit::OfHost)
+    }
+
+    fn found_within(
+        change: impl FnOnce(&mut Machine),
+        tables: Result<Tables, Unfit>,
+        cpus: CpuLimit,
+    ) -> Vec<Reason> {
         let mut machine = machine();
         change(&mut machine);
         let layout = Layout::of(&machine);
         let cpuid = cpuid();
         let drivers = &["virtio_mmio", "virtio_net"];
         let clock = Clock { khz: 3_000_000, scales: false };
-        let limit = MemoryLimit::Available;
-        let host = Host { cpuid: &cpuid, cpus_max: 8, available: 2 << 20, limit, drivers, clock };
+        let limits = Limits { memory: MemoryLimit::Available, cpus };
+        let (cpus_max, cpus_usable, available) = (8, 2, 2 << 20);
+        let host = Host { cpuid: &cpuid, cpus_max, cpus_usable, available, limits, drivers, clock };
         reasons(&machine, &layout, &tables, &host)
+    }
+
+    /// A kernel that was booted on its own processors spins for those that the host does not run.
+    #[test]
+    fn a_machine_with_more_processors_than_the_host_is_for_those_who_ask_for_it() {
+        let with = |count, limit| {
+            let change = |one: &mut Machine| {
+                let cpu = |number| Cpu { cpu: number, apic_id: number, saved_phys: 0x10_0000 };
+                one.cpus = (0..count).map(cpu).collect();
+            };
+            found_within(change, Ok(tables()), limit)
+        };
+        assert_eq!(with(2, CpuLimit::OfHost), []);
+        let refused = with(3, CpuLimit::OfHost);
+        assert!(refused[0].text.contains("3 processors, and this host gives 2"), "{refused:?}");
+        assert!(refused[0].text.contains("--overcommit-cpus") && refused[0].code == Code::GuestCpus);
+        assert_eq!(with(8, CpuLimit::OfKvm), []);
+        assert!(with(9, CpuLimit::OfKvm)[0].text.contains("KVM allows 8"));
     }
 
     #[test]

@@ -6,7 +6,7 @@ use crate::{
     clones, cpu,
     disks::{self, OwnDisk},
     entry,
-    fit::{self, Host, MemoryLimit, Reason, kvm_refused},
+    fit::{self, CpuLimit, Host, Limits, MemoryLimit, Reason, kvm_refused},
     image::{self, Image},
     layout::{KVM_PAGES, Layout, MONITOR, TAKEN},
     memory,
@@ -37,6 +37,7 @@ use mercury_quiesce::returned;
 use std::{
     fs,
     io::{self, Read},
+    num::NonZero,
     ops::Range,
     os::{fd::RawFd, unix::thread::JoinHandleExt},
     path::{Path, PathBuf},
@@ -105,23 +106,21 @@ pub struct Plan {
 
 impl Plan {
     /// Checks that a machine can be a guest here, with devices for these drivers of its kernel, with the
-    /// contents of its own disks, and with no more memory than this.
+    /// contents of its own disks, and with no more memory and processors than this.
     ///
     /// # Errors
     /// Names every reason against it.
-    pub fn of(
-        machine: Machine,
-        drivers: &[&'static str],
-        own: &[OwnDisk],
-        limit: MemoryLimit,
-    ) -> Result<Self> {
+    pub fn of(machine: Machine, drivers: &[&'static str], own: &[OwnDisk], limits: Limits) -> Result<Self> {
         let firmware = image::firmware(&machine)?;
         let tables = Tables::find(&firmware);
         let layout = Layout::of(&machine);
         let kvm = open_kvm()?;
         let cpuid = cpu::offered(&kvm, &machine)?;
         let (cpus_max, available, clock) = (kvm.get_max_vcpus(), available_memory()?, Clock::of(&kvm)?);
-        let host = Host { cpuid: cpuid.as_slice(), cpus_max, available, limit, drivers, clock };
+        // Without an answer of the host, KVM's own limit is all that is known.
+        let cpus_usable = thread::available_parallelism().map_or(cpus_max, NonZero::get);
+        let cpuid_offered = cpuid.as_slice();
+        let host = Host { cpuid: cpuid_offered, cpus_max, cpus_usable, available, limits, drivers, clock };
         let taken = layout.as_ref().map_or(Vec::new(), |layout| [layout.ranges(), &TAKEN].concat());
         let own = disks::Plan::of(&machine, own, &taken, cpu::addresses_end(cpuid.as_slice()))?;
         let mut reasons = fit::reasons(&machine, &layout, &tables, &host);
@@ -300,9 +299,10 @@ impl Guest {
     ///
     /// # Errors
     /// Names every reason against it.
-    pub fn prepare(path: &Path, drivers: &[&'static str], own: &[OwnDisk]) -> Result<Self> {
+    pub fn prepare(path: &Path, drivers: &[&'static str], own: &[OwnDisk], cpus: CpuLimit) -> Result<Self> {
         let image = Image::open(path)?;
-        let plan = Plan::of(image.machine().clone(), drivers, own, MemoryLimit::Available)?;
+        let limits = Limits { memory: MemoryLimit::Available, cpus };
+        let plan = Plan::of(image.machine().clone(), drivers, own, limits)?;
         Ok(Self { image, plan, path: path.to_owned() })
     }
 

@@ -1021,8 +1021,10 @@ pub const TABLE: &[Entry] = &[
         Code::GuestCpus,
         "the machine has more processors, or larger identifiers of processors, than a guest may have",
         "KVM limits the number of a guest's processors. An interrupt reaches identifiers up to 254 without \
-         remapping.",
-        "switch processors off before the checkpoint or the move (`echo 0 > \
+         remapping. A kernel that was booted on hardware spins for its other processors, also for those that \
+         a host with fewer does not run.",
+        "take a machine with more processors than the host gives by `--overcommit-cpus`; or switch processors \
+         off before the checkpoint or the move (`echo 0 > \
          /sys/devices/system/cpu/cpuN/online`), or choose another host",
     ),
     entry_of(
