@@ -359,6 +359,14 @@
  */
 #define MERCURY_GUEST_ANSWER 31
 /*
+ * A byte read from port MERCURY_GUEST_ANSWER: the host's operator lets a guest go on
+ * that stands still in doubt about its move. Each word is read once. Other bytes mean
+ * nothing.
+ */
+#define MERCURY_GUEST_RESUME 1
+/* A byte read there: the operator says that the guest runs at its destination. */
+#define MERCURY_GUEST_ABANDON 2
+/*
  * Place of the host's order in the page of the GuestDescription: strings that end with
  * a NUL each. The first is a variable of the environment, and the others are words for
  * the command mercury. An empty string ends them.

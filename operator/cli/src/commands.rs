@@ -113,6 +113,8 @@ fn command_name(command: &Command) -> &'static str {
         Command::Guests(GuestsCommand::Adopt(_)) => "guests adopt",
         Command::Guests(GuestsCommand::Discard(_)) => "guests discard",
         Command::Guests(GuestsCommand::Migrate(_)) => "guests migrate",
+        Command::Guests(GuestsCommand::Resume(_)) => "guests resume",
+        Command::Guests(GuestsCommand::Abandon(_)) => "guests abandon",
         Command::Guests(GuestsCommand::Stop(_)) => "guests stop",
         Command::Hosted(HostedCommand::Run(_)) => "hosted run",
         Command::Hosted(HostedCommand::Gdb(_)) => "hosted gdb",

@@ -513,6 +513,18 @@ pub const PAGES: &[Page] = &[
     )
     .files(&[GUESTS])
     .see(&["mercury-migrate(8)", "mercury-receive(8)"]),
+    Page::new(
+        "guests resume",
+        &[example("Let a guest go on whose destination is off for certain", "mercury guests resume node7")],
+    )
+    .files(&[GUESTS])
+    .see(&["mercury-guests-migrate(8)"]),
+    Page::new(
+        "guests abandon",
+        &[example("End a guest here that runs at its destination", "mercury guests abandon node7")],
+    )
+    .files(&[GUESTS])
+    .see(&["mercury-guests-migrate(8)"]),
     Page::new("guests stop", &[example("End a guest as a power cut would", "mercury guests stop node7")])
         .files(&[GUESTS]),
     Page::of(

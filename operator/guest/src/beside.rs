@@ -173,18 +173,14 @@ impl Beside {
         // Memory belongs to the group that a process was in when it got the memory.
         group::enter(&mut status, false);
         tell(&folder, &status)?;
-        let pipe = folder.decision().map_err(|error| {
-            Error::new(Exit::Failed, format!("cannot make a pipe for the operator's word: {error}"))
-                .hint("make room in /run, or in $XDG_RUNTIME_DIR")
-        })?;
         let frames = Arc::clone(&self.frames);
         let witness: Witness = Box::new(move |frame| keep_announcement(&frames, frame));
-        let options = options(&self.life, Console::Socket, Vec::new(), &folder);
+        let options = options(&self.life, Console::Socket, Vec::new(), &folder)?;
         let prepared = plan.prepare(&options, Some(witness))?;
         if let Some(keeper) = self.keeper.take() {
             folder.entrust(keeper).map_err(no_keeper)?;
         }
-        Ok(Arrival { name, folder, status, files, prepared, operator: Operator::at_pipe(&pipe) })
+        Ok(Arrival { name, folder, status, files, prepared, operator: Operator::at_pipe(&options.words) })
     }
 
     /// Makes files for disks that come along.

@@ -117,8 +117,8 @@ fn run(args: &RunArgs, format: Format) -> Result<Ended> {
     let stopping = signals.watch()?;
     let disks = args.guest.disk.iter().filter(|disk| disks::parse(disk).is_none());
     let disks = disks.map(|disk| disk_of(disk)).collect();
-    let running =
-        guest.start(&options(life, args.guest.console, disks, &folder), args.guest.memory_file.as_deref())?;
+    let options = options(life, args.guest.console, disks, &folder)?;
+    let running = guest.start(&options, args.guest.memory_file.as_deref())?;
     stopping.hold().hand_over(running.handle());
     status.phase = Phase::Running;
     tell_of_running(&folder, &status);
@@ -221,18 +221,23 @@ fn taken(name: &Name, holder: Option<Holder>) -> Error {
         .hint(format!("name this one with --name, or stop the other one with `mercury guests stop {name}`"))
 }
 
-fn options(args: &LifeArgs, console: Console, disks: Vec<Disk>, folder: &Folder) -> Options {
+fn options(args: &LifeArgs, console: Console, disks: Vec<Disk>, folder: &Folder) -> Result<Options> {
     let net = |uplink: Uplink| NetOption { uplink, mac: args.mac, forwards: args.forward.clone() };
     let second = folder.second_port();
-    Options {
+    let words = folder.decision().map_err(|error| {
+        Error::new(Exit::Failed, format!("cannot make a pipe for the operator's word: {error}"))
+            .hint(mercury_guest::FOLDER)
+    })?;
+    Ok(Options {
         orders: folder.orders(),
+        words,
         disks,
         net: args.net.clone().map(net),
         console: match console {
             Console::Terminal => run::Console::Terminal { second },
             Console::Socket => run::Console::Sockets { first: folder.console(), second },
         },
-    }
+    })
 }
 
 /// Returns the drivers that a guest's kernel needs for a network card and for new disks.

@@ -7,7 +7,7 @@
 //! console.sock  the guest's first serial port, unless that is a terminal
 //! serial1.sock  the guest's second serial port
 //! orders.sock   orders for a command in the guest, and its answers
-//! decision      a pipe for the operator's word about a machine that arrives
+//! decision      a pipe for the operator's word about a machine that arrives, or a guest in doubt
 //! ```
 
 use std::{
@@ -23,7 +23,8 @@ use std::{
         },
     },
     path::{Path, PathBuf},
-    time::Duration,
+    thread,
+    time::{Duration, Instant},
 };
 
 use serde::{Deserialize, Serialize};
@@ -39,6 +40,8 @@ const SECOND_PORT: &str = "serial1.sock";
 const ORDERS: &str = "orders.sock";
 const DECISION: &str = "decision";
 const PAGE: u64 = 4096;
+/// Interval at which a word that was said is looked for.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Longest wait for other machines that are about to be admitted. A machine takes a moment, and its source
 /// waits half a minute for the answer to its offer.
 const ADMISSION: Duration = Duration::from_secs(10);
@@ -255,6 +258,29 @@ impl Guest {
         pipe.write_all(format!("{word}\n").as_bytes())
     }
 
+    /// Passes the operator's word to a guest that stands still in doubt about its move, and asks for it. If
+    /// the guest has not read it within the limit, it does not ask: takes the word back and returns false.
+    ///
+    /// # Errors
+    /// If the monitor has no pipe.
+    pub fn answer(&self, word: &str, limit: Duration) -> io::Result<bool> {
+        let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
+        let mut pipe =
+            File::options().read(true).write(true).custom_flags(flags).open(self.path.join(DECISION))?;
+        // A word that a killed command leaves here counts for some seconds only.
+        let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+        let now = u64::try_from(now.tv_sec).unwrap_or(0) * 1000 + now.tv_nsec.cast_unsigned() / 1_000_000;
+        pipe.write_all(format!("{word} {now}\n").as_bytes())?;
+        let end = Instant::now() + limit;
+        while rustix::io::ioctl_fionread(&pipe)? > 0 {
+            if Instant::now() > end {
+                return Ok(pipe.read(&mut [0; 4096]).unwrap_or(0) == 0);
+            }
+            thread::sleep(POLL_INTERVAL);
+        }
+        Ok(true)
+    }
+
     /// Returns the guest's monitor if a signal or a debugger has stopped it: it answers nothing then.
     #[must_use]
     pub fn stopped_monitor(&self) -> Option<Holder> {
@@ -419,7 +445,33 @@ fn keep(mut from: PipeReader) -> io::Result<()> {
 mod tests {
     use super::*;
     use crate::held::tests::alone;
-    use std::{thread, time::Duration};
+
+    /// A guest that is not in doubt reads nothing, and must not find the word in a later doubt.
+    #[test]
+    fn a_word_that_no_guest_reads_is_taken_back() {
+        let _alone = alone();
+        let (place, name) = (tempfile::tempdir().unwrap(), "db".parse::<Name>().unwrap());
+        let root = Root::at(place.path());
+        let folder = root.claim(&name).unwrap().unwrap();
+        let path = folder.decision().unwrap();
+        folder.write(&status(&name)).unwrap();
+        let guest = root.find(&name).unwrap().unwrap();
+        let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
+        let mut monitors = File::options().read(true).write(true).custom_flags(flags).open(path).unwrap();
+        assert!(!guest.answer("resume", Duration::from_millis(100)).unwrap());
+        let mut read = [0; 64];
+        assert!(monitors.read(&mut read).is_err(), "nothing is left");
+        let reads = thread::spawn(move || {
+            while monitors.read(&mut read).is_err() {
+                thread::sleep(POLL_INTERVAL);
+            }
+            read
+        });
+        assert!(guest.answer("abandon", Duration::from_secs(10)).unwrap());
+        let read = String::from_utf8_lossy(&reads.join().unwrap()).into_owned();
+        let at = read.strip_prefix("abandon ").unwrap().split('\n').next().unwrap();
+        assert!(at.parse::<u64>().is_ok(), "{read}");
+    }
 
     fn status(name: &Name) -> Status {
         Status {

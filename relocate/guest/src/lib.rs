@@ -42,3 +42,6 @@ pub mod wires;
 /// What to do if the host has no room for another thread or descriptor.
 pub const SHORT_OF: &str =
     "raise the limits of processes and open files (`ulimit -a`), or end other programs";
+
+/// What to do if the folder of the guest's state takes no file.
+pub const FOLDER: &str = "make room in /run, or in $XDG_RUNTIME_DIR";

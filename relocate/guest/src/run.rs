@@ -13,6 +13,7 @@ use crate::{
     platform::{
         Board, End, Lines, Platform,
         local::{self, Worker},
+        words::Words,
     },
     sandbox,
     time::{self, Able, Clock},
@@ -90,6 +91,8 @@ pub struct Options {
     pub console: Console,
     /// Path of the socket for orders to the guest.
     pub orders: PathBuf,
+    /// Path of the pipe for the operator's words.
+    pub words: PathBuf,
 }
 
 /// A machine that can be a guest of this host. Nothing was changed.
@@ -169,7 +172,8 @@ impl Plan {
         let controllers = std::mem::take(&mut self.controllers).into_iter();
         let started = controllers.map(|one| local::start(one, &view, &lines));
         let (locals, workers) = started.collect::<Result<Vec<_>>>()?.into_iter().unzip();
-        let platform = Platform::new(lines, self.board(locals), ports, orders, devices, view.clone())?;
+        let mut platform = Platform::new(lines, self.board(locals), ports, orders, devices, view.clone())?;
+        platform.set_words(Words::open(&options.words)?);
         let tables = entry::Tables::make(&view, &self.machine)?;
         let make = |one| cpu::make(&vm, &self.cpuid, &tables, &self.machine, one);
         let processors = self.machine.cpus.iter().map(make).collect::<Result<Vec<VcpuFd>>>()?;

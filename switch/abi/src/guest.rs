@@ -29,6 +29,11 @@ pub const MERCURY_GUEST_PORTS: u16 = 32;
 /// Number of the port, from the first one on, that takes the command's words for the host's operator, byte by
 /// byte. 32 bits at once are the error for which the kernel could not start the command.
 pub const MERCURY_GUEST_ANSWER: u16 = 31;
+/// A byte read from port [`MERCURY_GUEST_ANSWER`]: the host's operator lets a guest go on that stands still in
+/// doubt about its move. Each word is read once. Other bytes mean nothing.
+pub const MERCURY_GUEST_RESUME: u16 = 1;
+/// A byte read there: the operator says that the guest runs at its destination.
+pub const MERCURY_GUEST_ABANDON: u16 = 2;
 /// Place of the host's order in the page of the [`GuestDescription`]: strings that end with a NUL each. The
 /// first is a variable of the environment, and the others are words for the command `mercury`. An empty
 /// string ends them.

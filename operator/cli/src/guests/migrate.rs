@@ -207,7 +207,9 @@ fn stands_in_doubt(name: &Name, limit: Duration) -> Error {
         limit.as_secs()
     );
     Error::new(Exit::Failed, text).hint(format!(
-        "end nothing yet. Its console asks if it waits for a word of yours: `mercury guests console {name}`"
+        "if it does not run at the destination and never will, `mercury guests resume {name}` lets it go on \
+         here; if it runs there, `mercury guests abandon {name}` ends it here. Its console asks the same \
+         (`mercury guests console {name}`)"
     ))
 }
 

@@ -35,6 +35,8 @@ const PROGRAM: &str = "mercury-guest";
 /// Time in which a guest ends, and the interval between two checks of that.
 const ENDS_WITHIN: Duration = Duration::from_secs(20);
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// Time in which a guest that is in doubt reads a word: it asks several times a second.
+const ANSWERED_WITHIN: Duration = Duration::from_secs(5);
 /// Time in which a monitor follows the operator's word.
 const DECIDED_WITHIN: Duration = Duration::from_secs(30);
 
@@ -67,10 +69,26 @@ pub enum GuestsCommand {
         another host in use, which waits in `mercury receive`. It starts `mercury migrate` in the guest, \
         says what that says, and returns when the machine runs at the destination. Until the destination is \
         told to start the machine, any failure lets the guest go on here. Ctrl-C ends the wait, and not the \
-        move. If the destination falls silent in between, the guest stands still, and `mercury guests \
-        console` asks what to do."
+        move. If the destination falls silent in between, the guest stands still, until `mercury guests \
+        resume` or `abandon` decides, or a word at its console."
     )]
     Migrate(migrate::MigrateArgs),
+    /// Let a guest go on here that is in doubt about its move
+    #[command(
+        long_about = "Lets a guest go on here that stands still, because it has told its destination to start \
+        it and hears nothing. First make sure that it does not run at the destination and never will: see \
+        the destination's console and what clients have seen, and switch the destination off, or end its \
+        guest there. The word reaches the guest by its monitor, whatever its console is. Fails if the guest \
+        asks for no word."
+    )]
+    Resume(ResumeArgs),
+    /// End a guest here that is in doubt about its move, and runs at its destination
+    #[command(
+        long_about = "Ends a guest here that stands still, because it has told its destination to start it \
+        and hears nothing. First make sure that it runs at the destination: its memory here is lost. The \
+        word reaches the guest by its monitor, whatever its console is. Fails if the guest asks for no word."
+    )]
+    Abandon(AbandonArgs),
     /// End a guest at once, as a power cut would
     #[command(
         long_about = "Ends a guest at once, as a power cut would end a machine. To shut it down in order, \
@@ -94,6 +112,18 @@ pub struct AdoptArgs {
 #[derive(Debug, Args)]
 pub struct DiscardArgs {
     /// The guest that is to be
+    pub name: Name,
+}
+
+#[derive(Debug, Args)]
+pub struct ResumeArgs {
+    /// The guest
+    pub name: Name,
+}
+
+#[derive(Debug, Args)]
+pub struct AbandonArgs {
+    /// The guest
     pub name: Name,
 }
 
@@ -145,6 +175,12 @@ pub fn run(command: &GuestsCommand, say: Say<'_>) -> Result<Exit> {
             decide(&root, &args.name, Word::Discard, DECIDED_WITHIN).map(|decided| say.done(&decided))
         }
         GuestsCommand::Migrate(args) => migrate::migrate(&root, args, say).map(|moved| say.done(&moved)),
+        GuestsCommand::Resume(args) => {
+            answer(&root, &args.name, "resume", ANSWERED_WITHIN).map(|answered| say.done(&answered))
+        }
+        GuestsCommand::Abandon(args) => {
+            answer(&root, &args.name, "abandon", ANSWERED_WITHIN).map(|answered| say.done(&answered))
+        }
         GuestsCommand::Stop(args) => stop(&root, &args.name).map(|stopped| say.done(&stopped)),
     }
 }
@@ -258,6 +294,48 @@ fn not_followed(name: &Name, word: Word, limit: Duration) -> Error {
     }
 }
 
+/// Passes the operator's word to a guest in doubt, and waits until the guest has read it.
+fn answer(root: &Root, name: &Name, word: &'static str, limit: Duration) -> Result<Answered> {
+    let guest = find_awake(root, name)?;
+    if guest.status.phase != Phase::Running {
+        let text = format!("{name} does not run yet: it is {}", phase(guest.status.phase));
+        return Err(
+            Error::new(Exit::State, text).hint("`mercury guests adopt` and `discard` decide on arrivals")
+        );
+    }
+    let is_read = guest.answer(word, limit).map_err(|error| {
+        Error::new(Exit::Failed, format!("cannot tell the monitor of {name}: {error}")).hint(format!(
+            "a monitor of an earlier version takes no word: type `{word}` at `mercury guests console {name}`"
+        ))
+    })?;
+    if !is_read {
+        let text = format!("{name} asks for no word: it is in no doubt about a move. Nothing was done");
+        return Err(Error::new(Exit::State, text).hint(format!(
+            "if it stands still all the same, its Mercury is of an earlier version, or may not read ports \
+             (lockdown): type `{word}` at its console, `mercury guests console {name}`"
+        )));
+    }
+    if word == "abandon" && !ends(root, &guest)? {
+        let text = format!("{name} has read the word, and has not ended within {} s", ENDS_WITHIN.as_secs());
+        return Err(Error::new(Exit::Failed, text).hint(format!(
+            "if it runs at its destination for certain, end it here: `mercury guests stop {name}`"
+        )));
+    }
+    Ok(Answered { name: name.clone(), word })
+}
+
+/// Waits for the end of a guest. Returns false if it goes on for too long.
+fn ends(root: &Root, guest: &Guest) -> Result<bool> {
+    let start = Instant::now();
+    while guest.lives().map_err(|error| unreadable(root, &error))? {
+        if start.elapsed() > ENDS_WITHIN {
+            return Ok(false);
+        }
+        thread::sleep(POLL_INTERVAL);
+    }
+    Ok(true)
+}
+
 fn stop(root: &Root, name: &Name) -> Result<Stopped> {
     let guest = find(root, name)?;
     let failed = |reason: String| {
@@ -266,12 +344,8 @@ fn stop(root: &Root, name: &Name) -> Result<Stopped> {
             .hint(format!("`kill -KILL {pid}` ends its monitor whatever it does"))
     };
     signal(&guest).map_err(|error| failed(error.to_string()))?;
-    let start = Instant::now();
-    while guest.lives().map_err(|error| unreadable(root, &error))? {
-        if start.elapsed() > ENDS_WITHIN {
-            return Err(failed(format!("its monitor has not ended within {} s", ENDS_WITHIN.as_secs())));
-        }
-        thread::sleep(POLL_INTERVAL);
+    if !ends(root, &guest)? {
+        return Err(failed(format!("its monitor has not ended within {} s", ENDS_WITHIN.as_secs())));
     }
     Ok(Stopped { stopped: name.clone() })
 }
@@ -369,6 +443,23 @@ impl Render for Decided {
         text.line(match self.word {
             "adopt" => format!("{name} runs here; `mercury guests console {name}` is its console"),
             _ => format!("{name} was discarded"),
+        });
+    }
+}
+
+/// The operator's word, which a guest in doubt has read.
+#[derive(Debug, Serialize)]
+struct Answered {
+    name: Name,
+    word: &'static str,
+}
+
+impl Render for Answered {
+    fn render(&self, text: &mut Text) {
+        let name = &self.name;
+        text.line(match self.word {
+            "resume" => format!("{name} goes on here"),
+            _ => format!("{name} has ended here: it runs at its destination"),
         });
     }
 }
@@ -496,6 +587,31 @@ mod tests {
         });
         assert_eq!(decides(Word::Discard).unwrap().word, "discard");
         ends.join().unwrap();
+    }
+
+    #[test]
+    fn only_a_guest_that_asks_gets_a_word() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = Root::at(folder.path());
+        let name: Name = "db".parse().unwrap();
+        let says = |word| answer(&root, &name, word, Duration::from_millis(200));
+        assert_eq!(says("resume").unwrap_err().exit, Exit::State);
+        let held = held(&root, 7);
+        assert_eq!(says("resume").unwrap_err().exit, Exit::Failed, "a monitor of an earlier version");
+        let pipe = held.decision().unwrap();
+        let error = says("resume").unwrap_err();
+        assert!(error.message.contains("asks for no word") && error.hint.is_some(), "{error}");
+        let mut monitors = std::fs::File::options().read(true).write(true).open(pipe).unwrap();
+        let reads = thread::spawn(move || {
+            let mut read = [0; 64];
+            let count = io::Read::read(&mut monitors, &mut read).unwrap();
+            String::from_utf8_lossy(&read[..count]).into_owned()
+        });
+        assert_eq!(answer(&root, &name, "resume", Duration::from_secs(10)).unwrap().word, "resume");
+        assert!(reads.join().unwrap().starts_with("resume "));
+        let status = Status { phase: Phase::Arriving, ..root.find(&name).unwrap().unwrap().status };
+        held.write(&status).unwrap();
+        assert!(says("abandon").unwrap_err().message.contains("it is arriving"));
     }
 
     /// The kernel's name comes from the machine's image, and perhaps from its source.

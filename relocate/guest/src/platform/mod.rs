@@ -7,6 +7,7 @@ mod keyboard;
 pub mod local;
 mod pci;
 mod power;
+pub mod words;
 
 use crate::{
     acpi::Tables,
@@ -36,6 +37,7 @@ use pci::Pci;
 pub(crate) use pci::place;
 use power::Power;
 use std::{ops::Range, sync::Arc};
+use words::Words;
 
 /// Ports of devices that every PC has.
 mod port {
@@ -190,6 +192,7 @@ pub struct Platform {
     zeros: Vec<Range<u64>>,
     slots: Vec<Slot>,
     doorbell: Doorbell,
+    words: Words,
     view: View,
     ended: Option<End>,
 }
@@ -247,9 +250,15 @@ impl Platform {
             zeros: board.zeros,
             slots,
             doorbell,
+            words: Words::default(),
             view,
             ended: None,
         })
+    }
+
+    /// Takes the words of the host's operator.
+    pub fn set_words(&mut self, words: Words) {
+        self.words = words;
     }
 
     /// Sets the milliseconds by which the clock (RTC) is ahead of the host's time.
@@ -312,6 +321,7 @@ impl Platform {
             _ if port::KEYBOARD.contains(&port) => data.fill(self.keyboard.read(port)),
             port::PCI_ADDRESS if data.len() == 4 => data.copy_from_slice(&self.pci.address().to_le_bytes()),
             _ if port::PCI_DATA.contains(&port) => self.pci.read(port & 3, data),
+            ANSWER if data.len() == 1 => data[0] = self.words.next(),
             _ => data.fill(0xFF),
         }
     }
