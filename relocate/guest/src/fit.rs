@@ -179,7 +179,8 @@ pub fn reasons(
     devices(machine, &mut found);
     drivers(machine, host.drivers, &mut found);
     if let Some(timers) = &machine.timers {
-        let all = [time::obstacle(timers), host.clock.obstacle(timers)].into_iter().flatten();
+        let all =
+            [time::obstacle(timers), host.clock.obstacle(timers, machine.cpus.len())].into_iter().flatten();
         found.extend(all.map(|why| Reason::new(Code::GuestTimers, why)));
     }
     match tables {
@@ -427,7 +428,7 @@ mod tests {
         let layout = Layout::of(&machine);
         let cpuid = cpuid();
         let drivers = &["virtio_mmio", "virtio_net"];
-        let clock = Clock { khz: 3_000_000, scales: false };
+        let clock = Clock { khz: 3_000_000, scales: false, is_stable: true };
         let limits = Limits { memory: MemoryLimit::Available, cpus };
         let (cpus_max, cpus_usable, available) = (8, 2, 2 << 20);
         let host = Host { cpuid: &cpuid, cpus_max, cpus_usable, available, limits, drivers, clock };

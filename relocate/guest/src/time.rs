@@ -6,7 +6,7 @@ use kvm_bindings::{
     kvm_enable_cap, kvm_msr_entry,
 };
 use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
-use mercury_control::error::Result;
+use mercury_control::{error::Result, sysroot::Sysroot};
 use mercury_image::{Machine, Timers};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -19,6 +19,8 @@ const TOLERANCE: u64 = 100;
 /// Difference of clocks that a kernel does not notice, in parts of a million: its own calibration is no
 /// better.
 const CLOCK_TOLERANCE: u64 = 1000;
+/// Name of Linux's clock source that is the time-stamp counter.
+const CLOCK_SOURCE: &str = "tsc";
 /// Flag of a processor that can wait for a write to memory.
 const MONITOR: &str = "monitor";
 
@@ -52,6 +54,9 @@ pub struct Clock {
     /// True if the processor can give a guest another rate. Without that, KVM may take a faster rate all the
     /// same, and time would go back between processors.
     pub scales: bool,
+    /// True if it counts alike on all processors. Linux tests that, and takes it from its clock sources
+    /// otherwise.
+    pub is_stable: bool,
 }
 
 impl Clock {
@@ -62,12 +67,22 @@ impl Clock {
     pub fn of(kvm: &Kvm) -> Result<Self> {
         let asked = kvm.create_vm().and_then(|vm| vm.create_vcpu(0)).and_then(|vcpu| vcpu.get_tsc_khz());
         let khz = asked.map_err(|error| kvm_refused("say how fast its clock is", error))?;
-        Ok(Self { khz: khz.into(), scales: kvm.check_extension(Cap::TscControl) })
+        let is_stable = is_stable(&Sysroot::default());
+        Ok(Self { khz: khz.into(), scales: kvm.check_extension(Cap::TscControl), is_stable })
     }
 
-    /// Returns the reason why the machine's time-stamp counter could not go on at its rate here.
+    /// Returns the reason why the time-stamp counter of a machine with so many processors could not go on
+    /// here. KVM keeps the counter of one processor from going back, and not those of several to each other.
     #[must_use]
-    pub fn obstacle(self, timers: &Timers) -> Option<String> {
+    pub fn obstacle(self, timers: &Timers, cpus: usize) -> Option<String> {
+        if !self.is_stable && cpus > 1 && timers.clocksource == CLOCK_SOURCE {
+            return Some(
+                "its kernel takes the time from time-stamp counters that are alike, and those of this host's \
+                 processors are not: time would go back between processors (`dmesg` has the host's reason at \
+                 \"tsc\")"
+                    .into(),
+            );
+        }
         let wanted = timers.tsc_khz;
         (wanted != 0 && !self.scales && differ(wanted, self.khz)).then(|| {
             format!(
@@ -77,6 +92,20 @@ impl Clock {
             )
         })
     }
+}
+
+/// Returns true if the host's kernel offers the time-stamp counter as a clock source, or uses one that depends
+/// on it. A host that does not say so is believed.
+fn is_stable(sysroot: &Sysroot) -> bool {
+    const FOLDER: &str = "sys/devices/system/clocksource/clocksource0";
+    const BUILT_ON_IT: [&str; 3] = [CLOCK_SOURCE, "kvm-clock", "hyperv_clocksource_tsc_page"];
+    let sources = |file: &str| sysroot.text(&format!("{FOLDER}/{file}"));
+    let (Some(current), available) = (sources("current_clocksource"), sources("available_clocksource"))
+    else {
+        return true;
+    };
+    let is_offered = available.is_some_and(|all| all.split_whitespace().any(|one| one == CLOCK_SOURCE));
+    is_offered || BUILT_ON_IT.contains(&current.trim())
 }
 
 fn differ(wanted: u64, here: u64) -> bool {
@@ -192,13 +221,44 @@ mod tests {
     #[test]
     fn a_counter_of_another_rate_needs_a_processor_that_scales() {
         let timers = |tsc_khz| Timers { tsc_khz, ..Timers::default() };
-        let clock = |scales| Clock { khz: 2_500_000, scales };
+        let clock = |scales| Clock { khz: 2_500_000, scales, is_stable: true };
         for khz in [2_000_000, 3_000_000] {
-            let why = clock(false).obstacle(&timers(khz)).expect("refused");
+            let why = clock(false).obstacle(&timers(khz), 2).expect("refused");
             assert!(why.contains(&format!("runs at {khz} kHz, this host's at 2500000 kHz")), "{why}");
-            assert_eq!(clock(true).obstacle(&timers(khz)), None);
+            assert_eq!(clock(true).obstacle(&timers(khz), 2), None);
         }
-        assert_eq!([0, 2_500_100].map(|khz| clock(false).obstacle(&timers(khz))), [None, None]);
+        assert_eq!([0, 2_500_100].map(|khz| clock(false).obstacle(&timers(khz), 2)), [None, None]);
+    }
+
+    #[test]
+    fn counters_that_differ_are_for_one_processor_alone() {
+        let timers = |source: &str| Timers { clocksource: source.into(), ..Timers::default() };
+        let clock = |is_stable| Clock { khz: 2_500_000, scales: false, is_stable };
+        let why = clock(false).obstacle(&timers("tsc"), 2).expect("refused");
+        assert!(why.contains("time would go back between processors"), "{why}");
+        let fits = [(true, "tsc", 2), (false, "tsc", 1), (false, "hpet", 2)];
+        assert!(
+            fits.iter()
+                .all(|(stable, source, cpus)| { clock(*stable).obstacle(&timers(source), *cpus).is_none() })
+        );
+    }
+
+    #[test]
+    fn a_host_without_the_counter_among_its_clock_sources_has_no_stable_one() {
+        for (current, available, expected) in [
+            ("tsc", "tsc hpet acpi_pm", true),
+            ("hpet", "tsc hpet acpi_pm", true),
+            ("kvm-clock", "kvm-clock acpi_pm", true),
+            ("hpet", "hpet acpi_pm", false),
+        ] {
+            let root = tempfile::tempdir().expect("a folder");
+            let folder = root.path().join("sys/devices/system/clocksource/clocksource0");
+            std::fs::create_dir_all(&folder).expect("a folder");
+            std::fs::write(folder.join("current_clocksource"), format!("{current}\n")).expect("a file");
+            std::fs::write(folder.join("available_clocksource"), format!("{available} \n")).expect("a file");
+            assert_eq!(is_stable(&Sysroot::at(root.path())), expected, "{current}");
+        }
+        assert!(is_stable(&Sysroot::at("/nowhere")));
     }
 
     #[test]

@@ -1067,9 +1067,10 @@ pub const TABLE: &[Entry] = &[
     ),
     entry_of(
         Code::GuestTimers,
-        "KVM cannot let the machine's timers count at their rate",
+        "KVM cannot let the machine's timers count at their rate, or alike on all processors",
         "The kernel has measured the rates when it was booted, and does not measure them again. Timers would \
-         be late, or clocks wrong.",
+         be late, or clocks wrong. A host whose own kernel finds that its time-stamp counters differ would let \
+         time go back between a guest's processors.",
         "choose a host with another kernel or processor, or restore the machine on its own hardware \
          (`mercury restore`)",
     ),
