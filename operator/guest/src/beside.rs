@@ -31,6 +31,7 @@ use mercury_relocation::{
 };
 use std::{
     collections::VecDeque,
+    fs::File,
     io,
     os::fd::{AsFd, BorrowedFd},
     path::PathBuf,
@@ -49,11 +50,12 @@ struct Arrival {
     name: Name,
     folder: Folder,
     status: Status,
-    /// The contents of its disks. New files go before the monitor lets go of them, so that no other arrival
-    /// has taken them meanwhile.
+    /// The contents of its disks. New files go before their locks, so that no other arrival has taken them
+    /// meanwhile.
     files: Option<Files>,
     prepared: Prepared,
     operator: Operator,
+    _locks: Vec<File>,
 }
 
 /// Names the contents of disks that arrive for the monitor.
@@ -153,6 +155,8 @@ impl Beside {
         let sign = if self.life.net.is_some() { "virtio_net" } else { "virtio_rng" };
         // Two arrivals at once see neither the same memory nor the same room and files for their disks.
         let admitting = self.root.admit_one().map_err(not_admitted)?;
+        // Dropped after the files, however this ends.
+        let locks;
         let files = self.make_files(&offer.disks)?;
         let memory = match self.allowance.memory_limit {
             Some(limit) => MemoryLimit::Given(limit),
@@ -162,7 +166,8 @@ impl Beside {
             }
         };
         let limits = Limits { memory, cpus: CpuLimit::of(self.life.overcommit_cpus) };
-        let plan = Plan::of(offer.machine.clone(), &["virtio_mmio", sign], &contents(&files), limits)?;
+        let mut plan = Plan::of(offer.machine.clone(), &["virtio_mmio", sign], &contents(&files), limits)?;
+        locks = plan.take_locks();
         let name = self.life.name.clone().unwrap_or_else(|| Name::of_machine(&offer.machine.host));
         let mut folder = claim(&self.root, &name)?;
         let mut status = status(&name, plan.machine(), plan.memory());
@@ -180,7 +185,15 @@ impl Beside {
         if let Some(keeper) = self.keeper.take() {
             folder.entrust(keeper).map_err(no_keeper)?;
         }
-        Ok(Arrival { name, folder, status, files, prepared, operator: Operator::at_pipe(&options.words) })
+        Ok(Arrival {
+            name,
+            folder,
+            status,
+            files,
+            prepared,
+            operator: Operator::at_pipe(&options.words),
+            _locks: locks,
+        })
     }
 
     /// Makes files for disks that come along.
@@ -275,7 +288,8 @@ impl Spare for Beside {
         // A signal that comes meanwhile ends the guest, and not a machine whose source has given it up.
         let held = self.stopping.hold();
         let arrival = self.arrival.take().ok_or_else(|| Error::fault("no machine has arrived"))?;
-        let Arrival { name, folder, mut status, prepared, files, .. } = arrival;
+        // The locks go last if the start fails.
+        let Arrival { _locks, name, folder, mut status, prepared, files, .. } = arrival;
         let running = match prepared.start() {
             Ok(running) => running,
             Err(error) => {

@@ -96,6 +96,8 @@ pub struct Plan {
     pub controllers: Vec<Controller>,
     /// Reasons for which the machine cannot go on with these disks.
     pub reasons: Vec<String>,
+    /// The open contents once more: each is locked as long as one of both is open.
+    pub locks: Vec<File>,
 }
 
 impl Plan {
@@ -106,7 +108,7 @@ impl Plan {
     /// A content cannot be opened, or is for no disk of the machine.
     pub fn of(machine: &Machine, own: &[OwnDisk], taken: &[Range<u64>], end: u64) -> Result<Self> {
         let opened = open(machine, own)?;
-        let mut plan = Self::default();
+        let mut plan = Self { locks: locks(&opened)?, ..Self::default() };
         let content = |name: &str| {
             let one = given(&opened, name)?;
             Some(one as &dyn ReadAt)
@@ -183,6 +185,13 @@ fn open<'a>(machine: &Machine, given: &'a [OwnDisk]) -> Result<Vec<Opened<'a>>> 
         all.push(Opened { given: one, file, bytes });
     }
     Ok(all)
+}
+
+fn locks(opened: &[Opened<'_>]) -> Result<Vec<File>> {
+    let locks = opened.iter().map(|one| one.file.try_clone());
+    locks.collect::<io::Result<_>>().map_err(|error| {
+        Error::new(Exit::Failed, format!("cannot keep the disks locked: {error}")).hint(crate::SHORT_OF)
+    })
 }
 
 fn disks(machine: &Machine) -> impl Iterator<Item = Known<'_>> {
@@ -434,7 +443,11 @@ pub(crate) mod tests {
         let given = std::slice::from_ref(&disk);
         let error = Plan::of(&machine, given, &[], u64::MAX).unwrap_err();
         assert!(error.message.contains("in use"), "{}", error.message);
-        drop(plan);
+        // A file that was made for an arrival is removed while the locks are held.
+        let Plan { controllers, locks, .. } = plan;
+        drop(controllers);
+        assert!(Plan::of(&machine, given, &[], u64::MAX).unwrap_err().message.contains("in use"));
+        drop(locks);
         let mut bytes = std::fs::read(file.path()).unwrap();
         bytes[OFFSET + 0x438] ^= 1;
         std::fs::write(file.path(), &bytes).unwrap();

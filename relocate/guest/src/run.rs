@@ -105,6 +105,7 @@ pub struct Plan {
     layout: Layout,
     cpuid: CpuId,
     controllers: Vec<disks::Controller>,
+    locks: Vec<fs::File>,
 }
 
 impl Plan {
@@ -129,8 +130,13 @@ impl Plan {
         let mut reasons = fit::reasons(&machine, &layout, &tables, &host);
         reasons.extend(own.reasons.into_iter().map(|why| Reason::new(Code::GuestDisks, why)));
         fit::refuse(&reasons)?;
-        let (tables, layout, controllers) = (tables?, layout?, own.controllers);
-        Ok(Self { kvm, machine, firmware, tables, layout, cpuid, controllers })
+        let (tables, layout, controllers, locks) = (tables?, layout?, own.controllers, own.locks);
+        Ok(Self { kvm, machine, firmware, tables, layout, cpuid, controllers, locks })
+    }
+
+    /// Takes files that lock the contents of the machine's own disks, also after the guest has failed.
+    pub fn take_locks(&mut self) -> Vec<fs::File> {
+        std::mem::take(&mut self.locks)
     }
 
     /// Returns the description of the machine.
@@ -558,15 +564,20 @@ pub fn need_kvm() -> Result<()> {
 }
 
 fn open_kvm() -> Result<Kvm> {
-    Kvm::new().map_err(|error| {
-        let refused = Error::new(Exit::Impossible, format!("cannot open {KVM}: {error}"));
-        match error.errno() {
-            libc::ENOENT | libc::ENODEV => refused.hint(
-                "load the module kvm_amd or kvm_intel, and switch virtualization on in the firmware's setup",
-            ),
-            libc::EACCES | libc::EPERM => refused.hint("join the group kvm, or use root"),
-            _ => refused,
+    Kvm::new().map_err(|error| no_kvm(error.errno()))
+}
+
+/// Returns the error of a host whose KVM cannot be opened.
+fn no_kvm(errno: i32) -> Error {
+    let why = io::Error::from_raw_os_error(errno);
+    Error::new(Exit::Impossible, format!("cannot open {KVM}: {why}")).hint(match errno {
+        libc::ENOENT | libc::ENODEV => {
+            "load the module kvm_amd or kvm_intel, and switch virtualization on in the firmware's setup"
         }
+        libc::EACCES | libc::EPERM => "join the group kvm, or use root",
+        libc::EBUSY => "another hypervisor uses the processors' virtualization: end it (`mercury status`)",
+        libc::EMFILE | libc::ENFILE | libc::ENOMEM => crate::SHORT_OF,
+        _ => "the host's kernel log (`dmesg`) may have the reason",
     })
 }
 
@@ -771,6 +782,13 @@ fn translate(vcpu: &VcpuFd, virt: u64) -> Option<u64> {
 mod tests {
     use super::*;
     use mercury_image::{FirmwareRange, Kind, Range as ImageRange};
+
+    #[test]
+    fn each_reason_against_kvm_has_a_remedy() {
+        let errors = [libc::ENOENT, libc::EACCES, libc::EBUSY, libc::EMFILE, libc::EIO].map(no_kvm);
+        assert!(errors.iter().all(|error| error.hint.is_some() && error.exit == Exit::Impossible));
+        assert!(errors[3].hint.as_ref().is_some_and(|hint| hint.contains("ulimit")));
+    }
 
     #[test]
     fn reserved_memory_reads_as_zeros_where_nobody_has_it() {

@@ -122,7 +122,7 @@ impl Wire {
     fn listen(path: &Path, waker: Waker, is_private: bool) -> Result<Arc<Self>> {
         let wrong = |error: io::Error| {
             let text = format!("cannot make the socket {}: {error}", path.display());
-            Error::new(Exit::Failed, text).hint("give another folder with --state")
+            Error::new(Exit::Failed, text).hint(crate::FOLDER)
         };
         let _ = fs::remove_file(path);
         let listener = UnixListener::bind(path).map_err(wrong)?;
@@ -486,6 +486,14 @@ mod tests {
             wire.finish(PATIENCE);
         }
         assert!(woken.load(Ordering::SeqCst) >= 2);
+    }
+
+    #[test]
+    fn a_socket_that_cannot_be_made_has_a_remedy_that_exists() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("gone/console.sock");
+        let error = Wire::socket(&path, Arc::new(|| {})).map(drop).unwrap_err();
+        assert!(error.hint.is_some_and(|hint| hint.contains("/run") && !hint.contains("--")));
     }
 
     #[test]

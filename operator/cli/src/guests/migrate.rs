@@ -18,7 +18,7 @@ use mercury_relocation::{migrate::pairing_token, plain, random::random};
 use serde::Serialize;
 use serde_json::Value;
 use std::{
-    io::{self, BufRead, BufReader, Read, Write},
+    io::{self, BufRead, BufReader, Write},
     os::unix::net::UnixStream,
     time::{Duration, Instant},
 };
@@ -40,7 +40,7 @@ const LIMITS: Limits = Limits {
     stands_still: Duration::from_secs(1800),
 };
 /// Largest message of a guest, and largest order.
-const MESSAGE_MAX: u64 = 64 << 10;
+const MESSAGE_MAX: usize = 64 << 10;
 const ORDER_MAX: usize = 3000;
 const WORDS_MAX: usize = 24;
 
@@ -103,11 +103,10 @@ fn follow(name: &Name, socket: &UnixStream, number: &str, limits: Limits, say: S
     let mut stands_still = false;
     loop {
         let mut line = Vec::new();
-        wait(socket, limit.saturating_sub(heard.elapsed()))?;
-        match (&mut reader).take(MESSAGE_MAX).read_until(b'\n', &mut line) {
+        match read_line(&mut reader, &mut line, heard + limit) {
             Ok(0) => return moved.ok_or_else(|| has_ended(name)),
             Ok(_) => {}
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => {
                 return Err(match (moved, has_begun) {
                     (Some(_), _) => does_not_end(name),
                     (None, true) if stands_still => stands_in_doubt(name, limit),
@@ -155,13 +154,31 @@ fn is_answer(message: &Value, number: &str) -> bool {
     }
 }
 
-/// Sets a limit for the next message.
-fn wait(socket: &UnixStream, limit: Duration) -> Result<()> {
-    // Zero would be no limit.
-    socket.set_read_timeout(Some(limit.max(Duration::from_millis(1)))).map_err(|error| {
-        Error::new(Exit::Failed, format!("cannot wait for the guest's answer: {error}"))
-            .hint("the move goes on: the destination's console says how")
-    })
+/// Reads a line, or the first bytes of one that is too long. Returns its length, which is 0 after the last one.
+///
+/// # Errors
+/// The line is not complete by then, or the socket fails.
+fn read_line(reader: &mut BufReader<&UnixStream>, line: &mut Vec<u8>, end: Instant) -> io::Result<usize> {
+    while line.len() < MESSAGE_MAX && line.last() != Some(&b'\n') {
+        let left = end.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        reader.get_ref().set_read_timeout(Some(left))?;
+        let bytes = match reader.fill_buf() {
+            Ok([]) => break,
+            Ok(bytes) => bytes,
+            Err(error) if [io::ErrorKind::WouldBlock, io::ErrorKind::Interrupted].contains(&error.kind()) => {
+                continue;
+            }
+            Err(error) => return Err(error),
+        };
+        let bytes = &bytes[..bytes.len().min(MESSAGE_MAX - line.len())];
+        let count = bytes.iter().position(|byte| *byte == b'\n').map_or(bytes.len(), |at| at + 1);
+        line.extend(&bytes[..count]);
+        reader.consume(count);
+    }
+    Ok(line.len())
 }
 
 /// Returns a text of the guest's for a terminal of the host.
@@ -280,6 +297,28 @@ mod tests {
              2s\0--\010.9.0.4\0\0"
         );
         assert_eq!(order(&args, "five").expect("an order"), expected.as_bytes());
+    }
+
+    /// A guest that sends a byte now and then, and no end of a line, is not followed for ever.
+    #[test]
+    fn a_line_without_end_is_silence() {
+        let (ours, mut theirs) = UnixStream::pair().expect("sockets");
+        let guest = thread::spawn(move || {
+            let begun = Instant::now();
+            while begun.elapsed() < Duration::from_secs(3) && theirs.write_all(b"x").is_ok() {
+                thread::sleep(Duration::from_millis(20));
+            }
+        });
+        let limit = Duration::from_millis(300);
+        let limits = Limits { begins: limit, alive: limit, stands_still: limit };
+        let begun = Instant::now();
+        let name = "node7".parse().expect("a name");
+        let say = Say { format: Format::Text, name: "guests migrate" };
+        let error = follow(&name, &ours, "5", limits, say).expect_err("silent");
+        assert!(error.message.contains("nothing in node7 takes the order"), "{error}");
+        assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+        drop(ours);
+        guest.join().expect("the guest");
     }
 
     #[test]

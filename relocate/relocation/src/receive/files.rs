@@ -99,8 +99,14 @@ impl Files {
         if found != disk.bytes {
             return Err(format!("{path} has {found} bytes, and the disk has {}", disk.bytes));
         }
-        if !self.made.contains(&disk.path) && !disk.is_empty().map_err(|error| format!("{path}: {error}"))? {
-            return Err(format!("{path} holds data: move it away, or remove it"));
+        if self.made.contains(&disk.path) {
+            return Ok(());
+        }
+        let is_empty = if about.is_file() { holds_nothing(file, &about) } else { disk.is_empty() };
+        if !is_empty.map_err(|error| format!("{path}: {error}"))? {
+            return Err(format!(
+                "{path} holds data, perhaps of an arrival that was cut off: move it away, or remove it"
+            ));
         }
         Ok(())
     }
@@ -184,6 +190,18 @@ fn lack(folder: &Path, offered: &[OfferedDisk]) -> std::result::Result<(), Strin
     Err(format!("its disks have {needed}, and {} has {free} free", folder.display()))
 }
 
+/// Returns true if nothing was ever written to a file: also zeros are data.
+fn holds_nothing(file: &File, about: &fs::Metadata) -> io::Result<bool> {
+    if about.blocks() == 0 {
+        return Ok(true);
+    }
+    match rustix::fs::seek(file, rustix::fs::SeekFrom::Data(0)) {
+        // The file has nothing but holes, and room that is reserved.
+        Err(Errno::NXIO) => Ok(true),
+        found => Ok(found.map(|_| false)?),
+    }
+}
+
 /// Returns true if a file is this user's or root's, and nobody else may write to it.
 fn is_own(owner: u32, mode: u32) -> bool {
     [0, rustix::process::geteuid().as_raw()].contains(&owner) && mode & 0o022 == 0
@@ -212,6 +230,24 @@ mod tests {
 
     fn refused(folder: &Path, disks: &[OfferedDisk]) -> String {
         Files::make(folder, disks).expect_err("refused")
+    }
+
+    /// A raw image may begin and end with zeros, and hold a file system in between.
+    #[test]
+    fn a_file_with_data_anywhere_is_not_overwritten() {
+        use std::os::unix::fs::FileExt;
+        const LARGE: u64 = 8 << 20;
+        let folder = tempfile::tempdir().expect("a folder");
+        let disks = [offered("/dev/nvme0n1", LARGE)];
+        let file = File::create(folder.path().join("nvme0n1")).expect("a file");
+        file.set_len(LARGE).expect("a size");
+        drop(Files::make(folder.path(), &disks).expect("nothing is in it"));
+        reserve(&file, LARGE).expect("reserved");
+        drop(Files::make(folder.path(), &disks).expect("only room is in it"));
+        file.write_all_at(b"data", 4 << 20).expect("written");
+        let text = refused(folder.path(), &disks);
+        assert!(text.contains("holds data") && text.contains("remove it"), "{text}");
+        assert_eq!(names(folder.path()), 1);
     }
 
     fn names(folder: &Path) -> usize {
