@@ -58,7 +58,9 @@ pub enum GuestsCommand {
         long_about = "Lets a machine go on that has arrived whole, and whose source has fallen silent \
         before it said if the machine is to go on here. First make sure that the machine does not run at \
         its source and never will: its console says that it waits for this host, or it is off and its \
-        tombstone says `committed`. A source that is only dead may have gone on before it died."
+        tombstone says `committed`. A source that is only dead may have gone on before it died. One that was \
+        a guest of another host leaves no tombstone: adopt it only if it waits there, or if nobody outside has \
+        heard of it since it stopped."
     )]
     Adopt(AdoptArgs),
     /// Discard a machine that arrives; it goes on at its source

@@ -39,7 +39,7 @@ use mercury_quiesce::{
     ethernet::{self, made},
     fence,
     freezer::Limited,
-    guest::Readiness,
+    guest::{Readiness, is_guest},
     hardware,
     mounts::Mounted,
     patient, pool, swap, this_process,
@@ -153,7 +153,7 @@ impl<'a> Here<'a> {
         machine.file_systems = compared.iter().map(disks::name).collect();
         let disks = mirror.offered(&mounts);
         let cpus = sysroot.online_cpus().iter().count();
-        let offer = Offer { machine, cpus, disks, secret, streams: streams(args) };
+        let offer = Offer { machine, cpus, disks, secret, streams: streams(args), is_guest: is_guest() };
         let here = Self {
             tombstones: tombstones
                 .map(|tombstones| tombstones.of(attempt).with_disks(!args.with_disk.is_empty())),

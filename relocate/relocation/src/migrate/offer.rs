@@ -36,6 +36,10 @@ pub struct Offer {
     pub secret: Secret,
     /// Number of streams for its pages.
     pub streams: u32,
+    /// True if the machine is a guest of a host in use, which leaves no tombstone. An earlier Mercury did not
+    /// say so.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub is_guest: bool,
 }
 
 impl Offer {
@@ -99,7 +103,8 @@ mod tests {
             ],
             ..Machine::default()
         };
-        let offer = Offer { machine, cpus: 2, disks: Vec::new(), secret: [3; 32], streams: 2 };
+        let offer =
+            Offer { machine, cpus: 2, disks: Vec::new(), secret: [3; 32], streams: 2, is_guest: true };
         let packed = offer.pack().expect("packed");
         let found = Offer::unpack(&packed).expect("unpacked");
         assert_eq!(found, offer);

@@ -59,7 +59,7 @@ pub const SECRET: Secret = [9; 32];
 pub fn offer() -> Offer {
     let range = Range { start_phys: START, pages: PAGES, kind: Kind::Kept };
     let machine = Machine { host: "one".into(), ranges: vec![range], ..Machine::default() };
-    Offer { machine, cpus: 1, disks: Vec::new(), secret: SECRET, streams: 1 }
+    Offer { machine, cpus: 1, disks: Vec::new(), secret: SECRET, streams: 1, is_guest: false }
 }
 
 /// The observations of a test's machine.

@@ -59,7 +59,7 @@ fn memory(seed: u8) -> Vec<(u64, [u8; PAGE])> {
 fn offer() -> Offer {
     let range = Range { start_phys: START, pages: PAGES, kind: Kind::Kept };
     let machine = Machine { host: "hostile".into(), ranges: vec![range], ..Machine::default() };
-    Offer { machine, cpus: 1, disks: Vec::new(), secret: SECRET, streams: 1 }
+    Offer { machine, cpus: 1, disks: Vec::new(), secret: SECRET, streams: 1, is_guest: false }
 }
 
 fn digest_of(memory: &[(u64, [u8; PAGE])], attempt: Attempt) -> Digest {

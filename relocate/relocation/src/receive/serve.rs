@@ -23,7 +23,7 @@ use mercury_migration::{
     announcement::{Announcer, Speaker},
     protocol::{
         Attempt, Destination, Digest, Message, Patience, Word,
-        destination::{Action, Decision, Event, Phase, Verdict},
+        destination::{Action, Advice, Decision, Event, Phase, Verdict},
         source::Asked,
     },
     session::Receiver,
@@ -574,7 +574,8 @@ impl Host {
                 }
             }
             Action::Tell(advice) => {
-                note!("mercury: {advice}");
+                let offer = self.arrival.as_ref().map(|arrival| &arrival.offer);
+                note!("mercury: {}", advice_about(advice, offer));
                 None
             }
         })
@@ -741,6 +742,11 @@ impl Host {
     }
 }
 
+/// Returns the advice for the kind of the source: hardware, or a guest of another host.
+fn advice_about(advice: Advice, offer: Option<&Offer>) -> String {
+    if offer.is_some_and(|offer| offer.is_guest) { advice.about_guest() } else { advice.to_string() }
+}
+
 /// Returns the error of a wait that the operator has ended while a complete machine waited here.
 fn was_ended() -> Error {
     Error::new(Exit::Interrupted, "the wait was ended, and the machine that had arrived was discarded")
@@ -802,6 +808,22 @@ fn with_signs<T: Send>(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A guest leaves no tombstone: its host may say more, or nothing does.
+    #[test]
+    fn the_advice_about_a_silent_guest_names_no_tombstone_that_there_could_be() {
+        let offer = |is_guest| Offer { is_guest, ..Offer::default() };
+        let text = |offer: &Offer| advice_about(Advice::SourceSilent, Some(offer));
+        assert!(text(&offer(false)).contains("its tombstone says `committed`"));
+        let guest = text(&offer(true));
+        for words in
+            ["leaves no tombstone", "mercury guests abandon", "nobody outside has heard", "`discard`"]
+        {
+            assert!(guest.contains(words), "{guest}");
+        }
+        assert!(!guest.contains("committed"), "{guest}");
+        assert!(advice_about(Advice::Lost, None).contains("restarted"));
+    }
 
     #[test]
     fn a_machine_that_has_run_and_ended_is_not_to_be_started_again() {

@@ -164,7 +164,7 @@ impl Scene {
     fn begin(&self, stripes: u64, streams: u32) -> Sender {
         let range = Range { start_phys: 0, pages: stripes * STRIPE / PAGE as u64, kind: Kind::Kept };
         let machine = Machine { ranges: vec![range], ..Machine::default() };
-        let offer = Offer { machine, cpus: 1, disks: Vec::new(), secret: SECRET, streams };
+        let offer = Offer { machine, cpus: 1, disks: Vec::new(), secret: SECRET, streams, is_guest: false };
         let mut link = Link::connect(self.to, &self.token, PATIENCE).unwrap();
         link.begin(ATTEMPT).unwrap();
         link.say(Word::Offer, &offer.pack().unwrap()).unwrap();
