@@ -179,6 +179,7 @@ fn options_of_a_guest_need_one() {
         "x --as-guest --net tap=tap0 --mac 52:54:00:12:34:56",
         "x --as-guest --memory-file /var/tmp/x",
         "x --as-guest --overcommit-cpus",
+        "x --as-guest --force-server-disks",
     ] {
         assert!(read(right).is_ok(), "{right}: {:?}", read(right).err());
     }
@@ -187,6 +188,7 @@ fn options_of_a_guest_need_one() {
         "--net passt x",
         "--disk a x",
         "--overcommit-cpus x",
+        "--force-server-disks x",
         "--memory-file a x",
         "--console socket x",
         "--as-guest --name a/b x",

@@ -14,7 +14,7 @@ use mercury_devices::{
 };
 use mercury_guest::{
     disks::OwnDisk,
-    fit::{CpuLimit, Limits, MemoryLimit},
+    fit::{CpuLimit, Limits, MemoryLimit, ServerDisks},
     run::{Handle, Plan, Prepared, Running},
 };
 use mercury_guests::{Console, Folder, Keeper, LifeArgs, Name, NotAdmitted, Phase, Root, Status};
@@ -165,7 +165,9 @@ impl Beside {
                 MemoryLimit::AvailableToArrivals { promised }
             }
         };
-        let limits = Limits { memory, cpus: CpuLimit::of(self.life.overcommit_cpus) };
+        let cpus = CpuLimit::of(self.life.overcommit_cpus);
+        // A machine that moves has one life.
+        let limits = Limits { memory, cpus, servers: ServerDisks::Guarded };
         let mut plan = Plan::of(offer.machine.clone(), &["virtio_mmio", sign], &contents(&files), limits)?;
         locks = plan.take_locks();
         let name = self.life.name.clone().unwrap_or_else(|| Name::of_machine(&offer.machine.host));
@@ -366,7 +368,7 @@ impl Spare for Beside {
 }
 
 /// Returns the error of a machine that has to wait for another one too long.
-fn not_admitted(why: NotAdmitted) -> Error {
+pub fn not_admitted(why: NotAdmitted) -> Error {
     let (limit, holder) = match why {
         NotAdmitted::Unreadable(error) => return unreadable(error),
         NotAdmitted::Busy { limit, holder } => (limit, holder),
@@ -383,7 +385,7 @@ fn not_admitted(why: NotAdmitted) -> Error {
     Error::new(Exit::Busy, text).hint(hint)
 }
 
-fn unreadable(error: io::Error) -> Error {
+pub fn unreadable(error: io::Error) -> Error {
     Error::new(Exit::Failed, format!("cannot see which guests run here: {error}"))
         .hint("make the folder /run/mercury/guests, or $XDG_RUNTIME_DIR, writable")
 }

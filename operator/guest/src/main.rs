@@ -23,6 +23,7 @@ mod receive;
 mod signals;
 
 use clap::{Args, Parser, Subcommand};
+use mercury_abi::code::Code;
 use mercury_control::{
     error::{Error, Result},
     exit::{Exit, TABLE},
@@ -32,7 +33,7 @@ use mercury_control::{
 use mercury_devices::NetOption;
 use mercury_guest::{
     disks::{self, OwnDisk},
-    fit::CpuLimit,
+    fit::{CpuLimit, Limits, MemoryLimit, ServerDisks},
     platform::End,
     run::{self, Disk, Guest, Options, Running},
 };
@@ -103,15 +104,29 @@ fn run(args: &RunArgs, format: Format) -> Result<Ended> {
     let life = &args.guest.life;
     let own = own_disks(&args.guest.disk);
     let drivers = drivers(life.net.is_some(), own.len() < args.guest.disk.len());
-    let guest = Guest::prepare(&args.image, &drivers, &own, CpuLimit::of(life.overcommit_cpus))?;
+    let limits = Limits {
+        memory: MemoryLimit::Available,
+        cpus: CpuLimit::of(life.overcommit_cpus),
+        servers: ServerDisks::of(args.guest.force_server_disks),
+    };
+    let guest = Guest::prepare(&args.image, &drivers, &own, limits)?;
     if guest.keeps_connections() {
         note!("{KEEPS_CONNECTIONS}");
     }
     let name = life.name.clone().unwrap_or_else(|| Name::of_machine(&guest.machine().host));
-    let mut folder = claim(&Root::own(), &name)?;
-    folder.entrust(start_keeper()?).map_err(no_keeper)?;
+    let root = Root::own();
     let mut status = status(&name, guest.machine(), guest.memory());
     status.image = Some(fs::canonicalize(&args.image).unwrap_or_else(|_| args.image.clone()));
+    status.identity = Some(guest.identity().to_string());
+    // Two guests that start at once see each other.
+    let admitting = root.admit_one().map_err(beside::not_admitted)?;
+    if limits.servers == ServerDisks::Guarded {
+        refuse_second_life(&root, &status, guest.machine())?;
+    }
+    let mut folder = claim(&root, &name)?;
+    folder.entrust(start_keeper()?).map_err(no_keeper)?;
+    tell(&folder, &status)?;
+    drop(admitting);
     group::enter(&mut status, args.guest.memory_file.is_some());
     tell(&folder, &status)?;
     let stopping = signals.watch()?;
@@ -125,6 +140,26 @@ fn run(args: &RunArgs, format: Format) -> Result<Ended> {
     say_that_it_goes_on(&name, args.guest.console, format);
     running.confine()?;
     Ok(finish(running, name))
+}
+
+/// Refuses a guest whose image another guest runs from, if both would write to disks or file systems of one
+/// server.
+fn refuse_second_life(root: &Root, status: &Status, machine: &Machine) -> Result<()> {
+    let places = machine.on_servers();
+    if places.is_empty() {
+        return Ok(());
+    }
+    let guests = root.guests().map_err(beside::unreadable)?;
+    let other = guests.iter().find(|other| other.status.identity == status.identity);
+    let Some(other) = other.map(|other| &other.status.name) else { return Ok(()) };
+    let text = format!(
+        "the guest {other} runs from this image, and both would write to what the machine has on servers: {}",
+        places.join(", ")
+    );
+    Err(Error::coded(Code::GuestDisks, text).hint(format!(
+        "end the other one first (`mercury guests stop {other}`), or start this one with \
+         --force-server-disks, if both may write there"
+    )))
 }
 
 /// Returns the signals that end a guest which runs. One whose console is a socket outlives its terminal.
@@ -172,6 +207,7 @@ fn status(name: &Name, machine: &Machine, memory_bytes: u64) -> Status {
         pid: std::process::id(),
         phase: Phase::Loading,
         image: None,
+        identity: None,
         machine: machine.host.clone(),
         kernel: machine.release.clone(),
         cpus: machine.cpus.len() as u32,
@@ -327,6 +363,30 @@ mod tests {
         assert_eq!(disk_of(&args.disk[0]), Disk { path: "a".into(), read_only: true });
         assert_eq!(disk_of("/dev/sdb"), Disk { path: "/dev/sdb".into(), read_only: false });
         assert!(parse(&["--net", "bridge"]).is_err() && parse(&["--console", "vga"]).is_err());
+    }
+
+    #[test]
+    fn a_second_guest_of_an_image_gets_no_disk_on_a_server() {
+        let place = tempfile::tempdir().expect("a folder");
+        let root = Root::at(place.path());
+        let (one, two) = (Name::of_machine("one"), Name::of_machine("two"));
+        let machine = Machine { served: vec!["/".into()], ..Machine::default() };
+        let of = |name: &Name, image: &str| {
+            let status = status(name, &machine, 1);
+            Status { identity: Some(image.into()), ..status }
+        };
+        let folder = root.claim(&one).expect("a folder").expect("no other guest");
+        tell(&folder, &of(&one, "0a")).expect("told");
+        let error = refuse_second_life(&root, &of(&two, "0a"), &machine).expect_err("refused");
+        assert!(error.message.contains("the guest one runs") && error.hint.is_some(), "{error}");
+        assert_eq!(error.code, Some(Code::GuestDisks));
+        assert!(refuse_second_life(&root, &of(&two, "0b"), &machine).is_ok(), "another image");
+        assert!(
+            refuse_second_life(&root, &of(&two, "0a"), &Machine::default()).is_ok(),
+            "nothing on servers"
+        );
+        drop(folder);
+        assert!(refuse_second_life(&root, &of(&two, "0a"), &machine).is_ok());
     }
 
     #[test]

@@ -31,6 +31,10 @@ pub struct GuestArgs {
     /// one file share the memory that they have not written
     #[arg(long, value_name = "FILE")]
     pub memory_file: Option<PathBuf>,
+    /// Start the machine although another life of it may write to its disks and file systems on servers: the
+    /// machine that ran on, or another guest of the image. This destroys file systems on such disks
+    #[arg(long)]
+    pub force_server_disks: bool,
     /// The other end of the guest's first serial port: this terminal, or a socket for `mercury
     /// guests console`
     #[arg(long, value_enum, default_value_t = Console::Terminal)]

@@ -70,6 +70,9 @@ pub struct Status {
     /// The image's file. `None`: the machine has moved here.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image: Option<PathBuf>,
+    /// The image's identity.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub identity: Option<String>,
     /// The host name in the image.
     pub machine: String,
     pub kernel: String,
@@ -479,6 +482,7 @@ mod tests {
             pid: 7,
             phase: Phase::Running,
             image: Some("/x".into()),
+            identity: None,
             machine: "db".into(),
             kernel: "6.1".into(),
             cpus: 2,

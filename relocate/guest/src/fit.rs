@@ -135,11 +135,43 @@ impl CpuLimit {
     }
 }
 
-/// What the operator lets a guest have of the host.
+/// Disks and file systems on servers, which two lives of one machine would both write to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ServerDisks {
+    /// Of one life alone.
+    #[default]
+    Guarded,
+    /// Also of a life beside another one: `--force-server-disks`.
+    Forced,
+}
+
+impl ServerDisks {
+    /// Returns the rule for the answer to `--force-server-disks`.
+    #[must_use]
+    pub fn of(is_forced: bool) -> Self {
+        if is_forced { Self::Forced } else { Self::Guarded }
+    }
+
+    /// Returns the reason against a machine that ran on after its checkpoint, and writes to servers.
+    fn obstacle(self, machine: &Machine) -> Option<String> {
+        let places = machine.on_servers();
+        (self == Self::Guarded && machine.ran_on && !places.is_empty()).then(|| {
+            format!(
+                "its machine ran on after the checkpoint, and has written to what it has on servers ({}): \
+                 with the old state in memory the guest would destroy that (`--force-server-disks` starts it \
+                 all the same)",
+                places.join(", ")
+            )
+        })
+    }
+}
+
+/// What the operator lets a guest have of the host, and of servers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     pub memory: MemoryLimit,
     pub cpus: CpuLimit,
+    pub servers: ServerDisks,
 }
 
 /// Facts about the host.
@@ -197,6 +229,8 @@ pub fn reasons(
     let needed = layout.as_ref().map_or_else(|_| named_bytes(machine), Layout::bytes);
     let obstacle = host.limits.memory.obstacle(needed, host.available);
     found.extend(obstacle.map(|why| Reason::new(Code::GuestMemory, why)));
+    let obstacle = host.limits.servers.obstacle(machine);
+    found.extend(obstacle.map(|why| Reason::new(Code::GuestDisks, why)));
     if !machine.parents.is_empty() {
         let text = "its image is incremental: merge it with its parents first (`mercury merge`)";
         found.push(Reason::new(Code::GuestIncremental, text));
@@ -369,7 +403,9 @@ fn drivers(machine: &Machine, needed: &[&str], found: &mut Vec<Reason>) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mercury_image::{Cpu, Device, FirmwareRange, Iommu, Kind, Processor, Range, Resume, Timers};
+    use mercury_image::{
+        Cpu, Device, FileSystem, FirmwareRange, Iommu, Kind, Processor, Range, Resume, SwapArea, Timers,
+    };
 
     const AVX: StateComponent = StateComponent { number: 2, bytes: 256, offset: 576, flags: 0 };
     const PKRU: StateComponent = StateComponent { number: 9, bytes: 8, offset: 832, flags: 0 };
@@ -429,7 +465,7 @@ mod tests {
         let cpuid = cpuid();
         let drivers = &["virtio_mmio", "virtio_net"];
         let clock = Clock { khz: 3_000_000, scales: false, is_stable: true };
-        let limits = Limits { memory: MemoryLimit::Available, cpus };
+        let limits = Limits { memory: MemoryLimit::Available, cpus, servers: ServerDisks::Guarded };
         let (cpus_max, cpus_usable, available) = (8, 2, 2 << 20);
         let host = Host { cpuid: &cpuid, cpus_max, cpus_usable, available, limits, drivers, clock };
         reasons(&machine, &layout, &tables, &host)
@@ -498,8 +534,42 @@ mod tests {
         assert_eq!(text, "it has 1024 MiB of memory, and --memory-limit allows 512 MiB");
     }
 
-    /// The guest gets all memory that the firmware names, and its kernel may use it. A source that names little
-    /// in its ranges would otherwise get more than a limit allows.
+    /// The machine that ran on has written to its server, of which the guest's memory knows nothing.
+    #[test]
+    fn a_second_life_gets_no_disk_on_a_server() {
+        type Change = fn(&mut Machine);
+        let changes: [(Change, &str); 3] = [
+            (|one| one.served = vec!["/".into()], "(/)"),
+            (|one| one.file_systems = vec![on_server("/data")], "(/data)"),
+            (
+                |one| {
+                    one.swap =
+                        vec![SwapArea { device: "/dev/nbd0".into(), goes_along: true, ..SwapArea::default() }]
+                },
+                "(/dev/nbd0)",
+            ),
+        ];
+        for (change, place) in changes {
+            assert_eq!(found(change), [], "a machine that was off");
+            let ran_on = |one: &mut Machine| {
+                change(one);
+                one.ran_on = true;
+            };
+            let reasons = found(ran_on);
+            assert!(reasons[0].text.contains(place) && reasons[0].code == Code::GuestDisks, "{reasons:?}");
+            let mut machine = machine();
+            ran_on(&mut machine);
+            assert_eq!(ServerDisks::Forced.obstacle(&machine), None);
+        }
+        assert_eq!(found(|one| one.ran_on = true), []);
+    }
+
+    fn on_server(at: &str) -> FileSystem {
+        FileSystem { mounted_at: at.into(), goes_along: true, ..FileSystem::default() }
+    }
+
+    /// The guest gets all memory that the firmware names, and its kernel may use it. A source that names
+    /// little in its ranges would otherwise get more than a limit allows.
     #[test]
     fn memory_that_only_the_firmware_names_counts() {
         let all = found(|one| {

@@ -6,7 +6,7 @@ use crate::{
     clones, cpu,
     disks::{self, OwnDisk},
     entry,
-    fit::{self, CpuLimit, Host, Limits, MemoryLimit, Reason, kvm_refused},
+    fit::{self, Host, Limits, Reason, kvm_refused},
     image::{self, Image},
     layout::{KVM_PAGES, Layout, MONITOR, TAKEN},
     memory,
@@ -309,9 +309,8 @@ impl Guest {
     ///
     /// # Errors
     /// Names every reason against it.
-    pub fn prepare(path: &Path, drivers: &[&'static str], own: &[OwnDisk], cpus: CpuLimit) -> Result<Self> {
+    pub fn prepare(path: &Path, drivers: &[&'static str], own: &[OwnDisk], limits: Limits) -> Result<Self> {
         let image = Image::open(path)?;
-        let limits = Limits { memory: MemoryLimit::Available, cpus };
         let plan = Plan::of(image.machine().clone(), drivers, own, limits)?;
         Ok(Self { image, plan, path: path.to_owned() })
     }
@@ -320,6 +319,12 @@ impl Guest {
     #[must_use]
     pub fn machine(&self) -> &Machine {
         self.plan.machine()
+    }
+
+    /// Returns the image's identity.
+    #[must_use]
+    pub fn identity(&self) -> Identity {
+        self.image.identity()
     }
 
     /// Returns the size of the guest's memory in bytes.

@@ -44,6 +44,10 @@ pub struct Machine {
     /// none, or an earlier Mercury made the image.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub swap: Vec<SwapArea>,
+    /// Mount points of file systems on other machines (NFS, CIFS, Ceph) that were mounted for writing, in a
+    /// checkpoint. Empty: there is none, or an earlier Mercury made the image.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub served: Vec<String>,
     /// Drivers of a guest's devices that the kernel does not have.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub missing_drivers: Vec<String>,
@@ -70,6 +74,9 @@ pub struct Machine {
     /// machine that ran on has used them. `None`: an earlier Mercury made the image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ends_connections: Option<bool>,
+    /// True if the checkpoint let the machine run on. An earlier Mercury did not say so.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub ran_on: bool,
     /// Images that this one needs, from the full one to its parent. Empty: this image is a full
     /// one.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -82,6 +89,15 @@ impl Machine {
     pub fn kept_pages(&self) -> u64 {
         let kept = self.ranges.iter().filter(|range| range.kind == Kind::Kept);
         kept.map(|range| range.pages).fold(0, u64::saturating_add)
+    }
+
+    /// Returns the places on servers that the machine writes to: mount points, and devices with swap. It
+    /// reaches them wherever it goes on.
+    #[must_use]
+    pub fn on_servers(&self) -> Vec<&str> {
+        let disks = self.file_systems.iter().filter(|one| one.goes_along).map(|one| one.mounted_at.as_str());
+        let swap = self.swap.iter().filter(|one| one.goes_along).map(|one| one.device.as_str());
+        self.served.iter().map(String::as_str).chain(disks).chain(swap).collect()
     }
 }
 

@@ -167,6 +167,20 @@ pub(super) fn mount(line: &str) -> Option<Mounted> {
     })
 }
 
+/// Returns the mount points of file systems on other machines that are mounted for writing.
+#[must_use]
+pub fn served(sysroot: &Sysroot) -> Vec<String> {
+    const KINDS: [&str; 5] = ["nfs", "nfs4", "cifs", "smb3", "ceph"];
+    let place = |line: &str| {
+        let (front, back) = line.split_once(" - ")?;
+        let mut words = front.split(' ').skip(4);
+        let (at, options) = (words.next()?, words.next()?);
+        let is_writable = options.split(',').any(|option| option == "rw");
+        (is_writable && KINDS.contains(&back.split(' ').next()?)).then(|| unescaped(at))
+    };
+    sysroot.text("proc/self/mountinfo").unwrap_or_default().lines().filter_map(place).collect()
+}
+
 /// Replaces escapes such as \040 for a space.
 pub fn unescaped(text: &str) -> String {
     let mut result = String::new();
@@ -217,6 +231,17 @@ mod tests {
         }
         let sysroot = Sysroot::at(root.path());
         (root, sysroot)
+    }
+
+    #[test]
+    fn file_systems_of_servers_are_listed_if_they_can_be_written_to() {
+        let (_root, sysroot) = with_files(&[(
+            "proc/self/mountinfo",
+            "22 1 0:20 / / rw,relatime shared:1 - nfs4 10.0.0.1:/root rw,addr=10.0.0.1\n\
+             30 22 0:30 / /ro ro - nfs s:/ rw,vers=3\n31 22 98:1 / /data rw - ext4 /dev/sda1 rw\n\
+             32 22 0:31 / /with\\040space rw - cifs //files/all rw\n",
+        )]);
+        assert_eq!(served(&sysroot), ["/", "/with space"]);
     }
 
     #[test]

@@ -1046,11 +1046,12 @@ pub const TABLE: &[Entry] = &[
         "a file system is mounted from a disk that does not come along, or a swap area is on it",
         "A guest has only those of the machine's own disks whose contents are given and fit, on controllers \
          that a guest can have. The kernel would lose the file system. Disks of iSCSI belong here as well: a \
-         process has to connect them again, and could not be read from them.",
+         process has to connect them again, and could not be read from them. Disks and file systems on servers \
+         come along by themselves, and so two lives of one image would both write to them.",
         "give the content of each disk on NVMe and AHCI with `--disk NAME=FILE`, as it was at the instant, \
          or in a move take it along (`mercury migrate --with-disk`, `receive --beside --disk-folder`); \
          unmount other file systems and switch other swap areas off (`swapoff DEVICE`) before; root may lie \
-         in RAM, on NFS, on NBD or on NVMe over TCP as well",
+         in RAM, on NFS, on NBD or on NVMe over TCP as well, of a machine that was powered off by the checkpoint",
     ),
     entry_of(
         Code::GuestMemory,

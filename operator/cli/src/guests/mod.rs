@@ -492,6 +492,7 @@ mod tests {
             pid,
             phase: Phase::Running,
             image: Some("/net/db".into()),
+            identity: None,
             machine: "db1".into(),
             kernel: "6.1.0-56-amd64".into(),
             cpus: 2,

@@ -10,6 +10,7 @@ use std::path::PathBuf;
 #[derive(Debug, Default, Args)]
 #[command(mut_arg("disk", |arg| arg.requires("as_guest")))]
 #[command(mut_arg("memory_file", |arg| arg.requires("as_guest")))]
+#[command(mut_arg("force_server_disks", |arg| arg.requires("as_guest")))]
 #[command(mut_arg("console", |arg| arg.requires("as_guest")))]
 #[command(mut_group("LifeArgs", |group| group.requires("as_guest")))]
 pub struct RestoreArgs {

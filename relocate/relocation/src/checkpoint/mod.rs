@@ -65,7 +65,7 @@ use mercury_quiesce::{
     attached::Attached,
     culprit, describe, devices, disks, fence,
     freezer::Limited,
-    guest, hardware, hook, patient,
+    guest, hardware, hook, mounts, patient,
     phases::Phases,
     pool, returned,
     stillness::{Extent, Stillness},
@@ -339,6 +339,7 @@ fn checkpoint(
     }
     instant.machine.parents = new.before.lineage();
     instant.machine.ends_connections = Some(instant.fenced.ends_connections());
+    instant.machine.ran_on = !args.poweroff;
     let streaming = time::Instant::now();
     let begun = Writer::begin(&mut target, new.identity, &instant.machine).map_err(image_error);
     let written = begun.and_then(|mut writer| {
@@ -415,6 +416,7 @@ fn reach(
     let mut swap = swap::Off::switch(guard, sysroot)?;
     machine.swap = swap.describe(sysroot);
     machine.missing_drivers = readiness.missing().to_vec();
+    machine.served = mounts::served(sysroot);
     device.snapshot_prepare(pool, flags)?;
     describe::add_restart(&mut machine, &device.snapshot_machine()?);
     if args.poweroff && !args.force_devices {
