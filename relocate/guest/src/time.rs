@@ -94,8 +94,8 @@ impl Clock {
     }
 }
 
-/// Returns true if the host's kernel offers the time-stamp counter as a clock source, or uses one that depends
-/// on it. A host that does not say so is believed.
+/// Returns true if the host's kernel offers the time-stamp counter as a clock source, or uses one that
+/// depends on it. A host that does not say so is believed.
 fn is_stable(sysroot: &Sysroot) -> bool {
     const FOLDER: &str = "sys/devices/system/clocksource/clocksource0";
     const BUILT_ON_IT: [&str; 3] = [CLOCK_SOURCE, "kvm-clock", "hyperv_clocksource_tsc_page"];

@@ -29,8 +29,8 @@ pub const MERCURY_GUEST_PORTS: u16 = 32;
 /// Number of the port, from the first one on, that takes the command's words for the host's operator, byte by
 /// byte. 32 bits at once are the error for which the kernel could not start the command.
 pub const MERCURY_GUEST_ANSWER: u16 = 31;
-/// A byte read from port [`MERCURY_GUEST_ANSWER`]: the host's operator lets a guest go on that stands still in
-/// doubt about its move. Each word is read once. Other bytes mean nothing.
+/// A byte read from port [`MERCURY_GUEST_ANSWER`]: the host's operator lets a guest go on that stands still
+/// in doubt about its move. Each word is read once. Other bytes mean nothing.
 pub const MERCURY_GUEST_RESUME: u16 = 1;
 /// A byte read there: the operator says that the guest runs at its destination.
 pub const MERCURY_GUEST_ABANDON: u16 = 2;

@@ -1023,8 +1023,8 @@ pub const TABLE: &[Entry] = &[
         "KVM limits the number of a guest's processors. An interrupt reaches identifiers up to 254 without \
          remapping. A kernel that was booted on hardware spins for its other processors, also for those that \
          a host with fewer does not run.",
-        "take a machine with more processors than the host gives by `--overcommit-cpus`; or switch processors \
-         off before the checkpoint or the move (`echo 0 > \
+        "take a machine with more processors than the host gives by `--overcommit-cpus`; or switch \
+         processors off before the checkpoint or the move (`echo 0 > \
          /sys/devices/system/cpu/cpuN/online`), or choose another host",
     ),
     entry_of(
@@ -1046,12 +1046,13 @@ pub const TABLE: &[Entry] = &[
         "a file system is mounted from a disk that does not come along, or a swap area is on it",
         "A guest has only those of the machine's own disks whose contents are given and fit, on controllers \
          that a guest can have. The kernel would lose the file system. Disks of iSCSI belong here as well: a \
-         process has to connect them again, and could not be read from them. Disks and file systems on servers \
-         come along by themselves, and so two lives of one image would both write to them.",
+         process has to connect them again, and could not be read from them. Disks and file systems on \
+         servers come along by themselves, and so two lives of one image would both write to them.",
         "give the content of each disk on NVMe and AHCI with `--disk NAME=FILE`, as it was at the instant, \
          or in a move take it along (`mercury migrate --with-disk`, `receive --beside --disk-folder`); \
          unmount other file systems and switch other swap areas off (`swapoff DEVICE`) before; root may lie \
-         in RAM, on NFS, on NBD or on NVMe over TCP as well, of a machine that was powered off by the checkpoint",
+         in RAM, on NFS, on NBD or on NVMe over TCP as well, if the checkpoint has powered the \
+         machine off",
     ),
     entry_of(
         Code::GuestMemory,
@@ -1070,8 +1071,8 @@ pub const TABLE: &[Entry] = &[
         Code::GuestTimers,
         "KVM cannot let the machine's timers count at their rate, or alike on all processors",
         "The kernel has measured the rates when it was booted, and does not measure them again. Timers would \
-         be late, or clocks wrong. A host whose own kernel finds that its time-stamp counters differ would let \
-         time go back between a guest's processors.",
+         be late, or clocks wrong. A host whose own kernel finds that its time-stamp counters differ would \
+         let time go back between a guest's processors.",
         "choose a host with another kernel or processor, or restore the machine on its own hardware \
          (`mercury restore`)",
     ),

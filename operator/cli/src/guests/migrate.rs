@@ -154,7 +154,7 @@ fn is_answer(message: &Value, number: &str) -> bool {
     }
 }
 
-/// Reads a line, or the first bytes of one that is too long. Returns its length, which is 0 after the last one.
+/// Reads a line, or the first bytes of one that is too long. Returns its length: 0 after the last one.
 ///
 /// # Errors
 /// The line is not complete by then, or the socket fails.

@@ -59,8 +59,8 @@ pub enum GuestsCommand {
         before it said if the machine is to go on here. First make sure that the machine does not run at \
         its source and never will: its console says that it waits for this host, or it is off and its \
         tombstone says `committed`. A source that is only dead may have gone on before it died. One that was \
-        a guest of another host leaves no tombstone: adopt it only if it waits there, or if nobody outside has \
-        heard of it since it stopped."
+        a guest of another host leaves no tombstone: adopt it only if it waits there, or if nobody outside \
+        has heard of it since it stopped."
     )]
     Adopt(AdoptArgs),
     /// Discard a machine that arrives; it goes on at its source
@@ -77,8 +77,8 @@ pub enum GuestsCommand {
     Migrate(migrate::MigrateArgs),
     /// Let a guest go on here that is in doubt about its move
     #[command(
-        long_about = "Lets a guest go on here that stands still, because it has told its destination to start \
-        it and hears nothing. First make sure that it does not run at the destination and never will: see \
+        long_about = "Lets a guest go on here that stands still, because it has told its destination to \
+        start it and hears nothing. First make sure that it does not run at the destination and never will: see \
         the destination's console and what clients have seen, and switch the destination off, or end its \
         guest there. The word reaches the guest by its monitor, whatever its console is. Fails if the guest \
         asks for no word."

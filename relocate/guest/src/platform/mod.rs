@@ -321,7 +321,7 @@ impl Platform {
             _ if port::KEYBOARD.contains(&port) => data.fill(self.keyboard.read(port)),
             port::PCI_ADDRESS if data.len() == 4 => data.copy_from_slice(&self.pci.address().to_le_bytes()),
             _ if port::PCI_DATA.contains(&port) => self.pci.read(port & 3, data),
-            ANSWER if data.len() == 1 => data[0] = self.words.next(),
+            ANSWER if data.len() == 1 => data[0] = self.words.take(),
             _ => data.fill(0xFF),
         }
     }

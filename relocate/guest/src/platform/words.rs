@@ -42,7 +42,7 @@ impl Words {
     }
 
     /// Returns the byte that the guest reads.
-    pub fn next(&mut self) -> u8 {
+    pub fn take(&mut self) -> u8 {
         let mut piece = [0; 256];
         while let Some(count) = self.pipe.as_mut().and_then(|pipe| pipe.read(&mut piece).ok()) {
             self.read.extend(&piece[..count]);
@@ -115,10 +115,10 @@ mod tests {
         // SAFETY: It takes a path, which lives until then.
         assert_eq!(unsafe { libc::mkfifo(text.as_ptr(), 0o600) }, 0);
         let mut words = Words::open(&path).unwrap();
-        assert_eq!(words.next(), NOTHING);
+        assert_eq!(words.take(), NOTHING);
         let mut command = File::options().write(true).open(&path).unwrap();
         writeln!(command, "abandon {}", now().as_millis()).unwrap();
-        assert_eq!(words.next(), 2);
-        assert_eq!(words.next(), NOTHING);
+        assert_eq!(words.take(), 2);
+        assert_eq!(words.take(), NOTHING);
     }
 }

@@ -110,14 +110,16 @@ impl Advice {
     #[must_use]
     pub fn about_guest(self) -> String {
         match self {
-            Self::SourceSilent => "The arrival is complete, but its source, a guest of another host, has gone \
-                silent before it said if the arrival is to start. If the source comes back, the move goes on \
-                by itself. A guest leaves no tombstone, so look on its host. If the guest waits there for this \
-                machine (its console says so, or `mercury guests abandon` finds that it asks), type `adopt` \
-                here, and `mercury guests abandon` there. If it runs there, type `discard` here. If its host \
-                is dead, nothing says if the guest had gone on before: adopt only if nobody outside has heard \
-                of the machine since it stopped. Otherwise the arrival is older than what its clients know."
-                .into(),
+            Self::SourceSilent => {
+                "The arrival is complete, but its source, a guest of another host, has gone silent before it \
+                 said if the arrival is to start. If the source comes back, the move goes on by itself. A guest \
+                 leaves no tombstone, so look on its host. If the guest waits there for this machine, as its \
+                 console or `mercury guests migrate` says, type `adopt` here, and then `mercury guests abandon` \
+                 there. If it runs there, type `discard` here. If its host is dead, nothing says if the guest \
+                 had gone on before: adopt only if nobody outside has heard of the machine since it stopped. \
+                 Otherwise the arrival is older than what its clients know."
+                    .into()
+            }
             Self::Lost => self.to_string(),
         }
     }

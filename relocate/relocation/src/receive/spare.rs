@@ -102,8 +102,8 @@ pub trait Spare: Send {
     /// Returns the reason if they do not.
     fn complete_disks(&mut self, offered: &[OfferedDisk], attempt: Attempt) -> Result<(), String>;
 
-    /// Notes that the machine is complete, before its source is told. From then on its source may be lost, and
-    /// the copy here be the only one.
+    /// Notes that the machine is complete, before its source is told. From then on its source may be lost,
+    /// and the copy here be the only one.
     fn note_complete(&mut self) {}
 
     /// Returns true if the operator has ended the wait: no machine is to arrive any more.
