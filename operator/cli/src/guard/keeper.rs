@@ -24,6 +24,7 @@ use mercury_control::{
     watch::Watch,
 };
 use std::{
+    fs,
     path::Path,
     process::{Command, Stdio},
     sync::atomic::{AtomicUsize, Ordering},
@@ -600,7 +601,12 @@ fn run(program: String, event: &Event) {
     let name = program.clone();
     let started = thread::Builder::new().spawn(move || {
         let _turn = turn;
-        if let Err(error) = command.status() {
+        let ended = command.spawn().and_then(|mut child| {
+            // The daemon is not ended for want of memory. What it runs may be.
+            let _ = fs::write(format!("/proc/{}/oom_score_adj", child.id()), "0");
+            child.wait()
+        });
+        if let Err(error) = ended {
             failed(&format!("{program}: {error}"));
         }
     });
