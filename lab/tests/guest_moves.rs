@@ -6,7 +6,7 @@
 use mercury_lab::{
     Background, Bus, Error, Kernel, Machine, Nic, Platform, Qemu, Release, Result, Spec, System, Vendor,
     as_guest::{self, Guest, NAME, disk, virtio_disk},
-    moving::{LIMIT, PEER, Switch, migrate, pairing, receive, said},
+    moving::{GOES_ON, LIMIT, PEER, Switch, migrate, pairing, receive, said, wait_more},
     restart::{
         boot_id, comes_further, count, is_well, nothing_wrong,
         script::{CLOCK, ECHO, TALK},
@@ -237,6 +237,38 @@ fn a_host_in_use_sends_a_machine_back() -> Result<()> {
 #[ignore = "long"]
 fn a_host_in_use_sends_a_machine_back_with_linux_6_12() -> Result<()> {
     there_and_back(Kernel::TrixieGeneric, 2, Ordered::ByHost, "--verify-log")
+}
+
+/// Lets the host's operator decide for a guest whose destination was told to start it, and is gone. The
+/// guest's console is a screen, which the monitor does not show.
+#[test]
+#[ignore = "long"]
+fn a_guest_in_doubt_goes_on_by_a_word_of_its_host() -> Result<()> {
+    need_kvm()?;
+    let kernel = Kernel::BookwormGeneric;
+    let source = as_guest::in_ram(metal(kernel, 1)).kernel_arg("console=tty0");
+    let Scene { switch, source, host } = Scene::of(kernel, source, |host| host)?;
+    let boot_id = boot_id(&source)?;
+    let guest = moves_in(&source, &host, &boot_id)?;
+    assert_eq!(guest.sh("cat /sys/class/tty/console/active")?, "ttyS0 tty0");
+    let refused = host.mercury_refused(&format!("guests resume {NAME}"))?;
+    assert!(refused.text.contains("asks for no word"), "{refused:?}");
+
+    let repaired = source.start_as(switch.plug_metal(metal(kernel, 1)))?;
+    plug_metal_in(&repaired, "10.9.0.4")?;
+    let words = receive(&repaired, "10.9.0.4")?;
+    let moving = order(&host, &guest, &words, "--max-throttle 0 --pool 300M")?;
+    wait_more(&repaired, GOES_ON, 0)?;
+    repaired.power_cut()?;
+    // The guest asks when it has heard nothing for some time.
+    let decides = format!("until mercury guests resume {NAME}; do sleep 1; done");
+    host.command(&decides).timeout(LIMIT).run()?.check()?;
+    let output = moving.wait(LIMIT)?;
+    assert!(!output.success() && output.stderr.contains("goes on here"), "{output:?}");
+    is_well(&guest, &boot_id)?;
+    talks(&guest, &switch.peer)?;
+    is_seen_and_stopped(&host, guest)?;
+    host.check_health()
 }
 
 /// Lets a machine like metal write itself to a disk and go on as a guest, which writes itself to another disk
