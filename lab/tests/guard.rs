@@ -207,6 +207,23 @@ fn a_machine_without_an_hpet_is_refused() -> Result<()> {
     Ok(())
 }
 
+/// A machine goes back to a time without a watch. One that begins more than a minute later knows nothing of
+/// devices that would still be awaited.
+#[test]
+#[ignore = "long"]
+fn a_watch_that_begins_after_a_rollback_causes_no_alarm() -> Result<()> {
+    need_qemu()?;
+    let machine = Machine::boot(spec(2))?;
+    machine.sh("dmesg -n 8; sync; mount -o remount,ro /; mercury snapshot")?;
+    machine.sh("setsid sh -c 'sleep 0.5; mercury rollback' > /dev/null 2>&1 &")?;
+    // The agent must not be spoken to while the machine goes back.
+    machine.wait_serial("was put back to its snapshot", 2 * MINUTE)?;
+    machine.sh("mercury snapshot --drop; sleep 62; mercury guard on; sleep 3")?;
+    let state = status(&machine)?;
+    assert_eq!((&state["watch"]["state"], &state["watch"]["alarms"]), (&"on".into(), &0.into()));
+    Ok(())
+}
+
 /// The counter of QEMU's HPET wraps around 43 seconds after the start, and the timer fires once more then.
 #[test]
 #[ignore = "long"]

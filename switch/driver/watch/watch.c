@@ -307,7 +307,7 @@ static struct notifier_block power_notifier = {
  */
 void mercury_watch_return(void)
 {
-	WRITE_ONCE(watch.returned_ms, now_ms());
+	WRITE_ONCE(watch.returned_ms, state.acts ? now_ms() : 0);
 	WRITE_ONCE(watch.paused, false);
 	if (state.tiers & MERCURY_WATCH_TIER_HPET)
 		mercury_hpet_resume();
