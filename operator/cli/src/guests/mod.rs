@@ -52,7 +52,7 @@ pub enum GuestsCommand {
         long_about = "Joins this terminal to a guest's first serial port, until the guest ends or you \
         leave. Ctrl-A x leaves; Ctrl-A Ctrl-A types Ctrl-A. One terminal at a time can have the console."
     )]
-    Console(ConsoleArgs),
+    Console(GuestArgs),
     /// Let a machine go on that has arrived whole, and whose source is silent
     #[command(
         long_about = "Lets a machine go on that has arrived whole, and whose source has fallen silent \
@@ -62,9 +62,9 @@ pub enum GuestsCommand {
         a guest of another host leaves no tombstone: adopt it only if it waits there, or if nobody outside \
         has heard of it since it stopped."
     )]
-    Adopt(AdoptArgs),
+    Adopt(ArrivalArgs),
     /// Discard a machine that arrives; it goes on at its source
-    Discard(DiscardArgs),
+    Discard(ArrivalArgs),
     /// Move a guest back to its hardware, or on to another host in use
     #[command(
         long_about = "Moves a guest that runs to the hardware that it came from, to equal hardware, or to \
@@ -83,55 +83,31 @@ pub enum GuestsCommand {
         guest there. The word reaches the guest by its monitor, whatever its console is. Fails if the guest \
         asks for no word."
     )]
-    Resume(ResumeArgs),
+    Resume(GuestArgs),
     /// End a guest here that is in doubt about its move, and runs at its destination
     #[command(
         long_about = "Ends a guest here that stands still, because it has told its destination to start it \
         and hears nothing. First make sure that it runs at the destination: its memory here is lost. The \
         word reaches the guest by its monitor, whatever its console is. Fails if the guest asks for no word."
     )]
-    Abandon(AbandonArgs),
+    Abandon(GuestArgs),
     /// End a guest at once, as a power cut would
     #[command(
         long_about = "Ends a guest at once, as a power cut would end a machine. To shut it down in order, \
         power it off from inside."
     )]
-    Stop(StopArgs),
+    Stop(GuestArgs),
 }
 
 #[derive(Debug, Args)]
-pub struct ConsoleArgs {
+pub struct GuestArgs {
     /// The guest
     pub name: Name,
 }
 
 #[derive(Debug, Args)]
-pub struct AdoptArgs {
+pub struct ArrivalArgs {
     /// The guest that is to be
-    pub name: Name,
-}
-
-#[derive(Debug, Args)]
-pub struct DiscardArgs {
-    /// The guest that is to be
-    pub name: Name,
-}
-
-#[derive(Debug, Args)]
-pub struct ResumeArgs {
-    /// The guest
-    pub name: Name,
-}
-
-#[derive(Debug, Args)]
-pub struct AbandonArgs {
-    /// The guest
-    pub name: Name,
-}
-
-#[derive(Debug, Args)]
-pub struct StopArgs {
-    /// The guest
     pub name: Name,
 }
 
@@ -297,7 +273,7 @@ fn not_followed(name: &Name, word: Word, limit: Duration) -> Error {
 }
 
 /// Passes the operator's word to a guest in doubt, and waits until the guest has read it.
-fn answer(root: &Root, name: &Name, word: &'static str, limit: Duration) -> Result<Answered> {
+fn answer(root: &Root, name: &Name, word: &'static str, limit: Duration) -> Result<Decided> {
     let guest = find_awake(root, name)?;
     if guest.status.phase != Phase::Running {
         let text = format!("{name} does not run yet: it is {}", phase(guest.status.phase));
@@ -323,7 +299,7 @@ fn answer(root: &Root, name: &Name, word: &'static str, limit: Duration) -> Resu
             "if it runs at its destination for certain, end it here: `mercury guests stop {name}`"
         )));
     }
-    Ok(Answered { name: name.clone(), word })
+    Ok(Decided { name: name.clone(), word })
 }
 
 /// Waits for the end of a guest. Returns false if it goes on for too long.
@@ -432,7 +408,7 @@ impl Word {
     }
 }
 
-/// The operator's word, which a monitor has followed.
+/// The operator's word, which a monitor has followed, or a guest in doubt has read.
 #[derive(Debug, Serialize)]
 struct Decided {
     name: Name,
@@ -444,22 +420,7 @@ impl Render for Decided {
         let name = &self.name;
         text.line(match self.word {
             "adopt" => format!("{name} runs here; `mercury guests console {name}` is its console"),
-            _ => format!("{name} was discarded"),
-        });
-    }
-}
-
-/// The operator's word, which a guest in doubt has read.
-#[derive(Debug, Serialize)]
-struct Answered {
-    name: Name,
-    word: &'static str,
-}
-
-impl Render for Answered {
-    fn render(&self, text: &mut Text) {
-        let name = &self.name;
-        text.line(match self.word {
+            "discard" => format!("{name} was discarded"),
             "resume" => format!("{name} goes on here"),
             _ => format!("{name} has ended here: it runs at its destination"),
         });
